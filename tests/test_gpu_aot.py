@@ -53,6 +53,9 @@ each_target = pytest.mark.parametrize("target", CHOSEN)
 D, N_FF, N_PAGES = 4096, 11008, 64
 F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
 CODE = {"cuda": "cubin", "hip": "hsaco"}
+INT32 = (1 << 31) - 1
+SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi")  # of numbers what they were
+SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select")
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
@@ -274,6 +277,39 @@ def small_tiles() -> None:
     heads_step(16, 8, 1, torch.float32, (1,))()
 
 
+MANY = 1 << 18  # tokens, so that what has ROW numbers for each has more than int32 counts
+ROW = 16384
+
+
+def many_numbers() -> None:
+    """Tokens, pages and weights of which there are more than 2^31 numbers."""
+    n, heads = MANY, ROW // 128
+    x, at, table = new(n, ROW), new(n, dtype=torch.int32), new(1, 40_000, dtype=torch.int32)
+    kernels.pack_bits(x, 0.0)
+    kernels.sign_scores(x, new(ROW, ROW // 8, dtype=torch.uint8))
+    kernels.cut(x, Cut(at, 0.1))
+    kernels.rms_norm(x, new(ROW), 1e-5)
+    for given, type_ in ((x, F16), (x, GGMLType.BF16), (new(1, ROW), F16)):
+        m = weights(type_, MANY, ROW)
+        kernels.linear(given, m)
+        kernels.linear_t(new(len(given), MANY), m)
+    bits, up = new(n, ROW // 8, dtype=torch.uint8), weights(Q4_0, ROW, ROW)
+    kernels.sparse_ffn(x, up, up, up, activation="relu", selected=bits)
+    for dim, dtype in ((128, torch.float16), (512, torch.float32)):  # of these each token attends by itself
+        pages = new(40_000, 8, 64, dim, dtype=dtype)
+        q, k = new(n, heads * dim), new(n, 8 * dim)
+        cos_sin = new(2, n, dim // 2)
+        q = kernels.rotate_store(q, k, k, cos_sin, pages, pages, table, at, at, n_head=heads)
+        kernels.attention(q, pages, pages, table, at, at, n_head=heads, scale=0.1)
+    ids, slots = [new(size, dtype=torch.int32) for size in (n, 128, 128, 128)], new(n, dtype=torch.int32)
+    for type_ in (F16, Q4_0):
+        m = weights(type_, MANY, ROW)
+        for tiles in (None, experts_kernel.Tiles(*ids, 16)):
+            experts_kernel._rows(x, experts_kernel._quantized(x), slots, m, None, ROW, 1, tiles)
+        part = matrix.HostPart(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
+        experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), m, 0)
+
+
 def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
     """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
     signature, constants, facts = {}, dict(constants), {}
@@ -286,7 +322,7 @@ def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> 
         elif isinstance(arg, float):
             signature[name] = "fp32"
         else:
-            signature[name] = "i32"
+            signature[name] = "i32" if abs(arg) <= INT32 else "i64"
             if arg % 16 == 0:
                 facts[(i,)] = [["tt.divisibility", 16]]
     signature |= {name: "constexpr" for name in constants}
@@ -318,6 +354,9 @@ def compiled(
         assert made.asm[CODE[target.backend]][:4] == b"\x7fELF"
         if target.backend == "cuda":
             assert not fused_across_threads(made.asm["ptx"]), (kernel.__name__, constants, options)
+        given = zip(kernel.arg_names, args, strict=False)
+        large = {name for name, arg in given if isinstance(arg, torch.Tensor) and arg.numel() > INT32}
+        assert not short_offsets(made.asm["ttir"], large), kernel.__name__
         yield kernel.__name__, constants, made
 
 
@@ -346,6 +385,37 @@ def fused_across_threads(ptx: str) -> list[str]:
             made[to] = kinds[0]
         else:
             made.pop(to, None)
+    return found
+
+
+def short_offsets(ttir: str, large: set[str]) -> list[str]:
+    """Where a pointer to more numbers than int32 counts is moved by what comes of a product of two int32, of
+    which no one is a constant: as a token's number times the length of its row, it may be too large."""
+    made: dict[str, tuple[str, list[str], bool]] = {}  # name → operation, operands, whether it is int32
+    found = []
+
+    def origin(name: str) -> str:
+        while name in made:
+            name = made[name][1][0]
+        return name
+
+    def is_constant(name: str) -> bool:
+        operation, operands, _ = made.get(name, ("", [], False))
+        return operation == "arith.constant" or (operation in SAME and is_constant(operands[0]))
+
+    def is_product(name: str) -> bool:
+        operation, operands, is_int32 = made.get(name, ("", [], False))
+        if operation == "arith.muli" and is_int32 and not any(map(is_constant, operands)):
+            return True
+        return operation in (*SAME, *SUMS) and any(map(is_product, operands))
+
+    for line in ttir.splitlines():
+        if not (parts := re.match(r"\s*%([\w.]+) = ([\w.]+)\s*(.*?) : (.*?)(?: loc\(.*)?$", line)):
+            continue
+        name, operation, given, type_ = parts.groups()
+        made[name] = operation, re.findall(r"%([\w.#]+)", given), type_.endswith("i32") or "i32>" in type_
+        if operation == "tt.addptr" and origin(name) in large and is_product(made[name][1][1]):
+            found.append(line.strip())
     return found
 
 
@@ -652,6 +722,19 @@ def test_the_kernels_of_the_handshake_compile(target: str, monkeypatch: pytest.M
             text, order = binary.asm["ptx"], "release" if name == "post_kernel" else "acq_rel"
             assert f"atom.global.sys.{order}.exch" in text, text
             assert name == "post_kernel" or "ld.volatile.global" in text, text
+
+
+def test_the_kernels_are_compiled_for_every_card_of_the_table() -> None:
+    assert {card.compute for card in CARDS} <= set(TARGETS)
+
+
+def test_more_numbers_than_an_int32_counts_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name for name, _, _ in compiled(many_numbers, TARGETS["sm_90"], monkeypatch)}
+    assert names >= {
+        "_pack_kernel", "_sign_kernel", "_heads_kernel", "_attention_kernel", "_prompt_attention_kernel",
+        "_matmul_kernel", "_matmul_t_kernel", "_fired_kernel", "_axpy_kernel", "_expert_tiles_kernel",
+        "_fetch_kernel",
+    }  # fmt: skip
 
 
 OTHERS = [type_ for type_ in SUPPORTED if type_ != Q4_0]

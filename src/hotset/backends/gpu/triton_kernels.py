@@ -697,7 +697,7 @@ def _sign_kernel(
 ):
     """out [T, n] = 2 * agreeing channels - width + bias; bits say which channels of x are not negative."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
-    t = tl.program_id(1) * T + tl.arange(0, T)
+    t = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
     agree = tl.zeros([T, R, B], tl.int32)
     for first in range(0, n_bytes, B):
         b = first + tl.arange(0, B)
@@ -720,7 +720,7 @@ def _sign_kernel(
 def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
     """A bit per neuron: set below `first`, and unless its score is below the threshold."""
     byte = tl.program_id(1) * B + tl.arange(0, B)
-    t = tl.program_id(0)
+    t = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, 8)[None, :]
     i = byte[:, None] * 8 + j - first
     score = tl.load(scores + t * n_scores + i, mask=(i >= 0) & (i < n_scores), other=0.0)
@@ -1097,7 +1097,7 @@ def _attention_kernel(
     D, V: DIM, DIM_V rounded up.
     """
     PARTS: tl.constexpr = (GROUP + H - 1) // H
-    t, kv, split = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(2)
+    t, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(2)
     position = tl.load(positions + t)
     table = tables + tl.load(sequences + t).to(tl.int64) * max_pages
     start = 0
@@ -1112,7 +1112,7 @@ def _attention_kernel(
     head = kv * GROUP + h
     of_group = h < GROUP
     query = tl.load(
-        q + (t * n_head + head)[:, None] * DIM + d[None, :],
+        q + t * n_head * DIM + head[:, None] * DIM + d[None, :],
         mask=of_group[:, None] & (d < DIM)[None, :], other=0.0,
     ) * scale  # fmt: skip
     largest = tl.full([H], float("-inf"), tl.float32)
@@ -1140,13 +1140,13 @@ def _attention_kernel(
         acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
     mask = of_group[:, None] & (dv < DIM_V)[None, :]
     if SPLIT:
-        row = (t * n_head + head).to(tl.int64) * n_splits + split
+        row = (t * n_head + head) * n_splits + split
         tl.store(out + row[:, None] * DIM_V + dv[None, :], acc, mask=mask)
         tl.store(stats + row * 2, largest, mask=of_group)
         tl.store(stats + row * 2 + 1, total, mask=of_group)
     else:
         acc = _mean(acc, largest, total, sinks, head, of_group)
-        tl.store(out + (t * n_head + head)[:, None] * DIM_V + dv[None, :], acc, mask=mask)
+        tl.store(out + t * n_head * DIM_V + head[:, None] * DIM_V + dv[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -1352,7 +1352,7 @@ def _heads_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: q is rotated, k rotated and stored, v stored. q, or k and v, may be None."""
-    t, head = tl.program_id(0), tl.program_id(1)
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, D)
     if q is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
         if head < n_head:
