@@ -269,6 +269,11 @@ def small_tiles() -> None:
         kernels.linear_t(new(n, 64), m)
         for selected in (None, new(n, 8, dtype=torch.uint8)):
             kernels.neurons(new(n, width), m, m, activation="silu", selected=selected)
+    x, m = torch.zeros(1, 68)[:, 1:65], weights(Q4_0, 64, 64)  # in one piece, but not aligned
+    kernels.linear(x, m)
+    kernels.linear_bits(x, m, None, 0.0)
+    kernels.neurons(x, m, m, activation="silu")
+    kernels.sparse_ffn(x, m, m, m, activation="relu", selected=torch.zeros(1, 8, dtype=torch.uint8))
     kernels.linear_t(new(8, 64), DeviceMatrix.by_channel(64, [64], [weights(Q4_0, 64, 64)].__getitem__))
     for width in (8, 128):
         kernels.rms_norm(new(1, width), new(width), 1e-5)
@@ -318,7 +323,8 @@ def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> 
             signature[name], constants[name] = "constexpr", arg
         elif isinstance(arg, torch.Tensor):
             signature[name] = TYPES[arg.dtype]
-            facts[(i,)] = [["tt.divisibility", 16]]
+            if arg.data_ptr() % 16 == 0:
+                facts[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(arg, float):
             signature[name] = "fp32"
         else:

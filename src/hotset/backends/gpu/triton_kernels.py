@@ -1428,6 +1428,13 @@ def _new(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
+def _inputs(x: Tensor) -> Tensor:
+    """x in one piece that begins at a multiple of 16 bytes, as a slice of a row need not: of other inputs a
+    thread loads single numbers, and threads would share the products of a word, which are not rounded."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def linear(
     x: Tensor,
     m: DeviceMatrix,
@@ -1438,7 +1445,7 @@ def linear(
     threshold: float = 0.0,
 ) -> Tensor:
     """twins.linear."""
-    x, n_tokens = x.contiguous(), len(x)
+    x, n_tokens = _inputs(x), len(x)
     out = _new(x, n_tokens, m.n_rows) if out is None else out
     if n_tokens == 0 or m.n_rows == 0:
         return out
@@ -1470,7 +1477,7 @@ def linear(
 
 def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
     """twins.linear_bits; few tokens in one launch."""
-    x, n_tokens = x.contiguous(), len(x)
+    x, n_tokens = _inputs(x), len(x)
     if n_tokens > FEW_TOKENS or n_tokens == 0 or m.n_rows == 0 or first:
         return pack_bits(linear(x, m, bias), threshold, first)
     stride, n_words = _row(m)
@@ -1698,7 +1705,7 @@ def neurons(
     value_cut: twins.Cut | None = None,
 ) -> Tensor:
     """twins.neurons; more than FEW_TOKENS read every row."""
-    h, n_tokens = h.contiguous(), len(h)
+    h, n_tokens = _inputs(h), len(h)
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
         return _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
@@ -1856,7 +1863,7 @@ def sparse_ffn(
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.sparse_ffn."""
-    h, n_tokens, n = h.contiguous(), len(h), up.n_rows
+    h, n_tokens, n = _inputs(h), len(h), up.n_rows
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
         values = _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
