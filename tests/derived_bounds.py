@@ -18,7 +18,7 @@ import numpy as np
 from hotset.backends.base import Batch, StepResult
 from hotset.backends.reference import ReferenceBackend, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
-from hotset.model.graph import (
+from hotset.model.operations import (
     Activate,
     Add,
     Attention,

@@ -15,7 +15,8 @@ import torch
 from hotset.backends.base import WeightSource
 from hotset.backends.gpu.handshake import ColdCounts
 from hotset.backends.reference import ReferenceBackend
-from hotset.model.graph import Graph, TransposedLinear
+from hotset.model.graph import Graph
+from hotset.model.operations import TransposedLinear
 
 
 class FakeCold:

@@ -40,7 +40,7 @@ from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import Activate, Rope, Value
+from hotset.model.operations import Activate, Rope, Value
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

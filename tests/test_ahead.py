@@ -16,7 +16,8 @@ from hotset.backends.cpu import CpuBackend
 from hotset.backends.fusion import fuse
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import Attention, Ffn, Graph, Route
+from hotset.model.graph import Graph
+from hotset.model.operations import Attention, Ffn, Route
 
 
 def tiny(name: str, folder: Path) -> GGUFFile:

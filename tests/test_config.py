@@ -29,7 +29,7 @@ from hotset.model.config import (
     parse_activation,
 )
 from hotset.model.decoder import describe
-from hotset.model.graph import ExpertLinear, Mask
+from hotset.model.operations import ExpertLinear, Mask
 from hotset.model.predictor import Predictor, PredictorKind
 
 SOUND = {

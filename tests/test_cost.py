@@ -15,7 +15,7 @@ from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import SILU, LayerConfig, ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
-from hotset.model.graph import Rope
+from hotset.model.operations import Rope
 from hotset.model.predictor import Predictor
 
 LAYER = LayerConfig(n_ff=96, activation=SILU, rope=Rope("norm", 32, (1.0,) * 16), attention_scale=1.0)

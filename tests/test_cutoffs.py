@@ -27,7 +27,8 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
-from hotset.model.graph import Cutoff, Graph
+from hotset.model.graph import Graph
+from hotset.model.operations import Cutoff
 from hotset.placement import channels
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path

@@ -35,7 +35,7 @@ from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token
 from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
-from hotset.model.graph import Activate, Value
+from hotset.model.operations import Activate, Value
 from hotset.placement.cards import CARDS
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}

@@ -29,7 +29,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Mask
+from hotset.model.operations import Mask
 
 T = GGMLType
 N_FF = 224  # seven groups of 32: neither a power of two nor a multiple of a kernel's block

@@ -12,7 +12,7 @@ from hotset.backends.gpu import open_gpu
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Heads, MaskedRoute
+from hotset.model.operations import Heads, MaskedRoute
 from hotset.placement.build import open_chain
 from hotset.placement.table import LayerPlacement, Placement
 

@@ -28,7 +28,8 @@ from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs  # noqa: E402
-from hotset.model.graph import Cutoff, cut_products  # noqa: E402
+from hotset.model.graph import cut_products  # noqa: E402
+from hotset.model.operations import Cutoff  # noqa: E402
 from hotset.placement import channels as of_cpu  # noqa: E402
 from hotset.placement import device_channels, machine  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402

@@ -35,7 +35,8 @@ from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
-from hotset.model.graph import Ffn, Graph, Heads, Route, Value  # noqa: E402
+from hotset.model.graph import Graph  # noqa: E402
+from hotset.model.operations import Ffn, Heads, Route, Value  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 
 

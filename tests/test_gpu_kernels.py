@@ -18,8 +18,8 @@ from hotset.backends.gpu.twins import RopeTable
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
-from hotset.model.graph import Attention, Graph, Rope, Rotate, Value
-from hotset.placement.budget import matrix_bytes
+from hotset.model.graph import Graph
+from hotset.model.operations import Attention, Rope, Rotate, Value
 
 EPS = float(np.finfo(np.float32).eps)
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
@@ -60,7 +60,7 @@ def test_a_matrix_keeps_every_value_and_no_byte_more(type_: GGMLType, n_rows: in
     data.flags.writeable = False  # as a mapped file is
     m = DeviceMatrix.from_bytes(data, type_, n_rows, n_cols, "cpu")
     assert (m.n_rows, m.n_cols, m.type) == (n_rows, n_cols, type_)
-    assert m.nbytes == matrix_bytes(type_, n_rows, n_cols) == n_rows * row_bytes(type_, n_cols)
+    assert m.nbytes == n_rows * row_bytes(type_, n_cols)
     assert same_bits(m.dequantize().numpy(), dequantize(data, type_, (n_cols, n_rows)))
 
 
@@ -71,7 +71,7 @@ def test_a_matrix_of_some_rows(type_: GGMLType, rows: list[int], monkeypatch: py
     monkeypatch.setattr("hotset.backends.gpu.matrix.SLICE_VALUES", 2 * n_cols)  # several slices
     data = random_blocks(type_, 67, n_cols, rng_of(1)).reshape(-1).view(np.uint8)
     m = DeviceMatrix.from_bytes(data, type_, 67, n_cols, "cpu", rows=np.array(rows, np.int64))
-    assert m.nbytes == matrix_bytes(type_, len(rows), n_cols)
+    assert m.nbytes == len(rows) * row_bytes(type_, n_cols)
     assert same_bits(m.dequantize().numpy(), dequantize(data, type_, (n_cols, 67))[rows])
 
 
@@ -109,9 +109,7 @@ def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pyt
     some = torch.tensor([n_in - 1, 0, 33])
     assert same_bits(m.values(some).numpy(), values.astype(np.float32)[some.numpy()])
     own = 0 if type_ in FLOATS else 4 * n_in
-    assert m.nbytes - own == matrix_bytes(type_, 192, n_in) + (
-        4 * 192 * n_in // 256 if type_ in K_TYPES else 0
-    )
+    assert m.nbytes - own == 192 * row_bytes(type_, n_in) + (4 * 192 * n_in // 256 if type_ in K_TYPES else 0)
 
 
 @pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)

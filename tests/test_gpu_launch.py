@@ -32,7 +32,8 @@ from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # no
 from hotset.backends.misses import Fetching  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.model.graph import Activate, Value, cut_products  # noqa: E402
+from hotset.model.graph import cut_products  # noqa: E402
+from hotset.model.operations import Activate, Value  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (

@@ -22,7 +22,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Rotate, TransposedHeads
+from hotset.model.operations import Rotate, TransposedHeads
 
 tiny_models = pytest.importorskip("tiny_models")
 

@@ -214,7 +214,7 @@ def test_dense_is_the_plain_file(tmp_path: Path, model: str) -> None:
 
 def test_nan_scores_select() -> None:
     from hotset.backends.reference import selected
-    from hotset.model.graph import Mask, Value
+    from hotset.model.operations import Mask, Value
 
     op = Mask(Value(2, 5, "m"), Value(0, 5, "x"), Value(1, 4, "s"), threshold=0.5, first=1)
     scores = np.array([[np.nan, 0.4, 0.5, -np.inf]], np.float32)

@@ -20,10 +20,10 @@ from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import KVType
 from hotset.model.decoder import describe
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Attention,
     Embed,
-    Graph,
     LayerNorm,
     Linear,
     Mask,

@@ -20,7 +20,8 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Graph, Op
+from hotset.model.graph import Graph
+from hotset.model.operations import Op
 from hotset.sparsity.modes import Prepared, choose, prepare
 
 T = GGMLType

@@ -17,7 +17,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Linear, TransposedLinear
+from hotset.model.operations import Linear, TransposedLinear
 from hotset.sparsity import modes, sidecar, taps
 from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.modes import Choice, Prepared, choose, prepare

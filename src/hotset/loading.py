@@ -33,7 +33,8 @@ from hotset.memory import free_memory
 from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
-from hotset.model.graph import ExpertLinear, ExpertSum, Graph
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.predictor import Predictor
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath

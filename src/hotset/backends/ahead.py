@@ -13,14 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hotset.backends.fusion import Fused
-from hotset.model.graph import (
-    Attention,
-    DeltaNet,
+from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
     Route,
-    ShortConv,
     TransposedLinear,
     Value,
 )
@@ -98,7 +95,7 @@ def _is_in(group: Fused, groups: Sequence[Fused]) -> bool:
 
 def _mixes_tokens(group: Fused) -> bool:
     """Attention, or what stands in its place: what is worth to be waited beside."""
-    return any(isinstance(op, Attention | DeltaNet | ShortConv) for op in group.ops)
+    return any(op.mixes_tokens for op in group.ops)
 
 
 def _fetches_too(group: Fused) -> bool:

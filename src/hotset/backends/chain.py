@@ -22,7 +22,7 @@ import numpy as np
 from hotset.backends.base import COUNTS, Batch, ExpertCounts, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.model.graph import PARTS
+from hotset.model.operations import PARTS
 
 if TYPE_CHECKING:
     from hotset import _core

@@ -29,7 +29,8 @@ from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType
 from hotset.model.cost import KV_BLOCKS, KVType, check_cache
-from hotset.model.graph import PARTS, Attention, Graph, Recurrent
+from hotset.model.graph import Graph
+from hotset.model.operations import PARTS, Attention, Recurrent
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 

@@ -8,7 +8,7 @@ from hotset.backends.base import Batch, WeightSource
 from hotset.backends.uploads import rows_at
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
-from hotset.model.graph import Embed
+from hotset.model.operations import Embed
 
 
 def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Activate,
     Add,
     Attention,
     Cutoff,
     Ffn,
-    Graph,
     LayerNorm,
     Linear,
     Op,
@@ -29,7 +29,6 @@ from hotset.model.graph import (
     SelectOutputs,
     TransposedLinear,
     Value,
-    inputs_of,
 )
 
 
@@ -105,7 +104,7 @@ class _Fusion:
         self._kept = kept | {graph.result.name}
         self._readers: dict[Value, list[Op]] = {value: [] for value in graph.values}
         for op in ops:
-            for value in inputs_of(op):
+            for value in op.inputs:
                 self._readers[value].append(op)
         self._producer = {op.out: op for op in ops}
         self._at = 0
@@ -117,7 +116,7 @@ class _Fusion:
         groups = self._take_heads(groups)
         for group in groups:
             made = {op.out for op in group.ops}
-            group.reads = [value for op in group.ops for value in inputs_of(op) if value not in made]
+            group.reads = [value for op in group.ops for value in op.inputs if value not in made]
             if group.ffn is not None:
                 group.inner.append(group.ffn.selected)
                 if isinstance(group.ffn.select, Route):
@@ -227,7 +226,7 @@ class Buffers:
                 self._last_use[value] = len(fused)
         self._outputs: set[Value] = set()  # values with a row per output token
         for op in graph.primitives:
-            if isinstance(op, SelectOutputs) or any(x in self._outputs for x in inputs_of(op)):
+            if isinstance(op, SelectOutputs) or any(x in self._outputs for x in op.inputs):
                 self._outputs.add(op.out)
         self._index = 0
         self._borrowed: list[tuple[tuple[int, bool], int]] = []

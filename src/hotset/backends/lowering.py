@@ -22,12 +22,13 @@ from hotset.backends.ahead import look_ahead
 from hotset.backends.base import COUNTS, LOGIT_GROUP, WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.backends.stored import StoredWeights
-from hotset.backends.streaming import Streamed, matrices_of
+from hotset.backends.streaming import Streamed
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType, dequantize, row_bytes
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     NO_LAYER,
     PARTS,
     Activate,
@@ -39,7 +40,6 @@ from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     Heads,
     LayerNorm,
     Linear,
@@ -282,7 +282,7 @@ class _Emission:
             self._streamed.places,
             [op for op in ops if op is not None and not isinstance(op, Ffn)],
         )
-        pieces = {places[name][0] for op in known for name in matrices_of(op) if name in places}
+        pieces = {places[name][0] for op in known for name in op.matrices if name in places}
         for piece in pieces - {self._piece}:
             assert len(pieces) == 1, "what is read together is one piece"
             self._plan.await_piece(self._streamed.stream, piece, True)
@@ -588,7 +588,7 @@ class _Emission:
         """Matrices in memory that operations behind this FFN read, up to the next one."""
         groups = takewhile(lambda group: group.ffn is None, self._behind)
         ops = (op for group in groups for op in group.ops if not isinstance(op, Ffn))
-        names = [name for op in ops for name in matrices_of(op)]
+        names = [name for op in ops for name in op.matrices]
         return [
             data
             for name in names

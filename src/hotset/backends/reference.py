@@ -26,7 +26,8 @@ from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.cost import KVType, check_cache
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Activate,
     Add,
     Attention,
@@ -36,7 +37,6 @@ from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     Heads,
     LayerNorm,
     Linear,
@@ -55,7 +55,6 @@ from hotset.model.graph import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
-    inputs_of,
 )
 
 F32 = np.float32
@@ -156,7 +155,7 @@ class ReferenceBackend:
     def _last_use(self) -> dict[int, int]:
         uses: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
-            for value in [op.out, *inputs_of(op)]:
+            for value in [op.out, *op.inputs]:
                 uses[value.id] = index
         return uses
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from hotset.backends.base import Batch, ExpertCounts
-from hotset.model.graph import Graph, Value
+from hotset.model.graph import Graph
+from hotset.model.operations import Value
 
 if TYPE_CHECKING:
     import torch

@@ -32,8 +32,8 @@ from hotset.backends.streaming import Piece, Streamed, Streaming, arrange, least
 from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
-from hotset.model.cost import weights_read
-from hotset.model.graph import Embed, ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear, has_zeros
+from hotset.model.graph import Graph
+from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear, has_zeros
 from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
@@ -125,7 +125,7 @@ def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = S
     """Embeddings of which a step needs the rows of its tokens alone, `step` at most."""
     rows = {op.weight for op in graph.primitives if isinstance(op, Embed) and op.of == "token"}
     others = [op for op in graph.primitives if not (isinstance(op, Embed) and op.of == "token")]
-    rows -= {name for op in others for name, _ in weights_read(op, tensors)}
+    rows -= {weight.name for op in others for weight in op.weights_read}
     return [_row_group([name], tensors, step, step) for name in sorted(rows)]
 
 
@@ -254,10 +254,10 @@ def _whole(
     of_rows = {name for group in groups for name in group.names}
     # A device asks for its layers when it likes: nothing of them comes in the order of the step.
     of_devices = {
-        name for op in graph.primitives if op.layer in (helped or {}) for name, _ in weights_read(op, tensors)
+        weight.name for op in graph.primitives if op.layer in (helped or {}) for weight in op.weights_read
     }
     pieces = pieces_of(graph, tensors, of_rows | of_devices)
-    names = {name for op in graph.primitives for name, _ in weights_read(op, tensors)}
+    names = {weight.name for op in graph.primitives for weight in op.weights_read}
     return pieces, sorted(names - of_rows - {name for piece in pieces for name in piece.names})
 
 
@@ -320,7 +320,7 @@ class StoredWeights:
         self.streamed = self._stream([piece.names for piece, stay in stays if not stay])
         self._resident = self._read(names, empty) | self._views()
         if self.store is not None and not empty:
-            layers = {name: op.layer for op in graph.primitives for name, _ in weights_read(op, self.tensors)}
+            layers = {weight.name: op.layer for op in graph.primitives for weight in op.weights_read}
             self._preload(
                 self.store, [layers[group.names[0]] for group in groups], needed or {}, helped or {}
             )

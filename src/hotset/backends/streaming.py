@@ -16,17 +16,9 @@ from hotset import _core
 from hotset.backends.ahead import look_ahead
 from hotset.backends.fusion import fuse
 from hotset.formats.gguf import TensorInfo
-from hotset.model.cost import weights_read
-from hotset.model.graph import (
-    ExpertLinear,
-    ExpertSum,
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Ffn,
-    Graph,
-    Linear,
-    Primitive,
-    SignScores,
-    TransposedHeads,
-    TransposedLinear,
 )
 
 _ALIGNMENT = 64
@@ -75,8 +67,8 @@ def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collecti
     for i, group in enumerate(in_order):
         for op in group.ops:
             for part in op.primitives if isinstance(op, Ffn) else (op,):
-                matrices = set(matrices_of(part))
-                stay |= {name for name, _ in weights_read(part, tensors)} - matrices
+                matrices = set(part.matrices)
+                stay |= {weight.name for weight in part.weights_read} - matrices
                 for name in matrices:
                     places.setdefault(name, set()).add((i, isinstance(op, Ffn) and part == op.down))
     found: dict[tuple[int, bool], list[str]] = {}
@@ -91,22 +83,6 @@ def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collecti
         )
         for _, names in sorted(found.items())
     ]
-
-
-def matrices_of(op: Primitive) -> Iterator[str]:
-    """The tensors of which a native operation is told where they lie, and that it reads when it runs; all
-    others are decoded when the plan is made."""
-    match op:
-        case Linear() | SignScores() | TransposedHeads():
-            yield op.weight
-        case TransposedLinear():
-            yield op.weight
-            if op.scales is not None:
-                yield op.scales
-        case ExpertLinear() | ExpertSum():
-            yield from op.weights
-        case _:
-            return
 
 
 def least_for(pieces: Sequence[Piece], buffers: int = 1) -> int:

@@ -34,7 +34,7 @@ from hotset.model.config import (
     FFNActivation,
     parse_activation,
 )
-from hotset.model.graph import RopeKind, Scoring
+from hotset.model.operations import RopeKind, Scoring
 
 _LLAMA_NAMES = {
     "input_layernorm": "attn_norm",

@@ -16,7 +16,8 @@ from hotset.engine.engine import Engine
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
-from hotset.model.graph import Graph, LayerNorm, RMSNorm, SelectOutputs
+from hotset.model.graph import Graph
+from hotset.model.operations import LayerNorm, RMSNorm, SelectOutputs
 from hotset.parameters import shown
 
 Pooling = Literal["mean", "cls", "last"]

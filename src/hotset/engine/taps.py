@@ -9,7 +9,8 @@ import numpy as np
 from hotset.backends.base import Batch
 from hotset.engine.driver import EngineThread
 from hotset.errors import InvalidRequestError
-from hotset.model.graph import Graph, SelectOutputs
+from hotset.model.graph import Graph
+from hotset.model.operations import SelectOutputs
 
 _TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
 

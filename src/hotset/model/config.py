@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import ActivationKind, Rope, RopeKind, Scoring, has_zeros
+from hotset.model.operations import ActivationKind, Rope, RopeKind, Scoring, has_zeros
 from hotset.parameters import shown
 
 if TYPE_CHECKING:

@@ -9,37 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, assert_never
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.graph import (
-    Activate,
-    Add,
+from hotset.formats.quants import GGMLType
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Attention,
-    Cutoff,
-    DeltaNet,
-    Embed,
     ExpertLinear,
     ExpertSum,
-    Graph,
-    Heads,
-    LayerNorm,
-    Linear,
-    Mask,
-    Multiply,
-    Primitive,
-    RMSNorm,
-    Rotate,
-    Route,
-    Scale,
-    SelectOutputs,
-    ShortConv,
-    SignScores,
-    SoftCap,
-    TransposedHeads,
-    TransposedLinear,
 )
 
 if TYPE_CHECKING:
@@ -75,18 +54,14 @@ class Cost:
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
-        self._linear_flops = sum(
-            2 * _inputs(op) * op.out.width
-            for op in graph.primitives
-            if isinstance(op, Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum)
-        )
+        self._linear_flops = 2 * sum(op.multiplications for op in graph.primitives)
         # Of one sequence, in all layers: what operations with a state leave to the next token.
         self.state_bytes = sum(4 * math.prod(op.state_shape) for op in graph.recurrent)
         self._weight_bytes: Counter[GGMLType] = Counter()
         self.token_cycle = 0
         self.expert_bytes: Counter[int] = Counter()
         for op in graph.primitives:
-            for name, n_bytes in weights_read(op, tensors):
+            for name, n_bytes in op.bytes_read(tensors):
                 self._weight_bytes[tensors[name].type] += n_bytes
                 if isinstance(op, ExpertLinear | ExpertSum) and op.part == "ffn":
                     self.token_cycle += n_bytes
@@ -108,7 +83,7 @@ class Cost:
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
         """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""
-        return sum(_kv_bytes(op, kv_type) * _seen(op, depth) for op in self._attentions)
+        return sum(_kv_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
 
     def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
         """Bytes that a token at `depth` reads where `batch` tokens of other sequences share the weights."""
@@ -120,66 +95,11 @@ class Cost:
         out.
         """
         attention = sum(
-            2 * op.n_head * (op.head_dim + op.head_dim_v) * _seen(op, depth) for op in self._attentions
+            2 * op.n_head * (op.head_dim + op.head_dim_v) * op.n_visible(depth) for op in self._attentions
         )
         return self._linear_flops + attention
-
-
-def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
-    """The tensors that an operation reads for one token, with the bytes of them that it reads."""
-    match op:
-        case Embed():  # a token's row, not the matrix
-            info = tensors[op.weight]
-            yield op.weight, row_bytes(info.type, info.shape[0])
-        case Linear():  # its rows, of a fused tensor
-            for name in (op.weight, op.bias):
-                if name is not None:
-                    info = tensors[name]
-                    n_rows = math.prod(info.shape) // (op.x.width if name == op.weight else 1)
-                    yield name, info.nbytes // n_rows * op.out.width
-        case ExpertLinear() | ExpertSum():  # its experts' rows; which they are depends on the token
-            for name in (*op.weights, *([op.bias] if op.bias else [])):
-                info = tensors[name]
-                stored = info.shape[0 if name == op.bias else 1]
-                n_rows = op.n_rows if isinstance(op, ExpertLinear) else stored
-                yield name, info.nbytes * n_rows // stored * op.n_used // op.n_expert
-        case TransposedLinear():
-            for name in (op.weight, op.scales, op.bias):
-                if name is not None:
-                    yield name, tensors[name].nbytes
-        case LayerNorm() | SignScores():
-            for name in (op.weight, op.bias):
-                if name is not None:
-                    yield name, tensors[name].nbytes
-        case DeltaNet():
-            for name in (op.rate, op.step):
-                yield name, tensors[name].nbytes
-        case Route():
-            if op.bias is not None:
-                yield op.bias, tensors[op.bias].nbytes
-        case Attention():
-            if op.sinks is not None:
-                yield op.sinks, tensors[op.sinks].nbytes
-        case RMSNorm() | TransposedHeads() | ShortConv():
-            yield op.weight, tensors[op.weight].nbytes
-        case (
-            Rotate() | Heads() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
-            | SelectOutputs()
-        ):  # fmt: skip
-            return
-        case _:
-            assert_never(op)
-
-
-def _inputs(op: Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum) -> int:
-    """Weights that make one output."""
-    return op.x.width // op.n_used if isinstance(op, ExpertLinear) and op.of_parts else op.x.width
 
 
 def _kv_bytes(op: Attention, kv_type: KVType) -> int:
     n_bytes, n_channels = KV_BLOCKS[kv_type]
     return op.n_head_kv * (op.head_dim + op.head_dim_v) * n_bytes // n_channels
-
-
-def _seen(op: Attention, depth: float) -> float:
-    return min(depth + 1, op.window) if op.window else depth + 1

@@ -40,7 +40,8 @@ from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
 from hotset.model.cutoffs import CutoffName, LayerCutoffs
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Activate,
     ActivationKind,
     Add,
@@ -52,7 +53,6 @@ from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     Heads,
     LayerNorm,
     Linear,

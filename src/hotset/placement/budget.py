@@ -12,42 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING, Literal
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cost import KV_BLOCKS, KVType
-from hotset.model.graph import (
+from hotset.model.graph import Graph, cut_products
+from hotset.model.operations import (
     NO_LAYER,
-    Activate,
-    Add,
     Attention,
-    Cutoff,
-    DeltaNet,
-    Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
-    Heads,
-    LayerNorm,
     Linear,
-    Mask,
-    Multiply,
     Op,
     Part,
-    RMSNorm,
     Rotate,
-    Route,
-    Scale,
-    SelectOutputs,
-    ShortConv,
-    SignScores,
-    SoftCap,
-    TransposedHeads,
     TransposedLinear,
-    cut_products,
     one_matrix,
 )
 
@@ -60,14 +42,6 @@ INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
 WORD_BYTES = 8  # of 32 neurons of a split layer: which of them are hot, and how many before them
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
-
-
-def matrix_bytes(type: GGMLType, n_rows: int, n_cols: int) -> int:
-    """Bytes that n_rows rows of a GGUF matrix take on a device: as many as in the file.
-
-    Codes and scales are split there (backends/gpu/matrix.py), which moves bytes and adds none.
-    """
-    return int(n_rows) * row_bytes(type, int(n_cols))
 
 
 @dataclass(frozen=True)
@@ -209,47 +183,23 @@ def model_facts(
 
 
 def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes on a device of the weights of one operation, each tensor rounded up as allocators do."""
-    match op:
-        case Linear():  # of a fused matrix, the product's own rows
-            info = tensors[op.weight]
-            return _rounded(matrix_bytes(info.type, op.out.width, op.x.width)) + _vector(
-                op.bias, op.out.width
-            )
-        case DeltaNet():
-            return _vector(op.rate, op.n_head) + _vector(op.step, op.n_head)
-        case ShortConv():
-            return _vector(op.weight, tensors[op.weight].n_elements)
-        case RMSNorm() | LayerNorm():
-            bias = op.bias if isinstance(op, LayerNorm) else None
-            return _vector(op.weight, tensors[op.weight].n_elements) + _vector(bias, op.out.width)
-        case TransposedLinear():
-            names = [op.weight, *([op.scales] if op.scales else [])]
-            groups = op.x.width * INDEX_BYTES if op.scales else 0
-            matrix = sum(_rounded(tensors[name].nbytes) for name in names)
-            return matrix + groups + _vector(op.bias, op.out.width)
-        case SignScores():
-            return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
-        case Attention():
-            return _vector(op.sinks, op.n_head)
-        case TransposedHeads():
-            return _rounded(tensors[op.weight].nbytes)
-        case Route():
-            return _vector(op.bias, op.x.width)
-        case ExpertLinear() | ExpertSum():
-            names = [*op.weights, *([op.bias] if op.bias else [])]
-            return sum(_rounded(tensors[name].nbytes) for name in names)
-        case Ffn():
-            return sum(op_bytes(part, tensors) for part in op.primitives)
-        case Embed():
-            return 0  # looked up on the host
-        case (
-            Rotate() | Heads() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
-            | SelectOutputs()
-        ):  # fmt: skip
-            return 0
-        case _:
-            assert_never(op)
+    """Bytes on a device of the weights of one operation, each tensor rounded up as allocators do.
+
+    Of a fused tensor they are the operation's own rows. Embeddings are looked up on the host.
+    """
+    if isinstance(op, Ffn):
+        return sum(op_bytes(part, tensors) for part in op.primitives)
+    n_bytes = 0
+    for weight in op.weights_read:
+        info = tensors[weight.name]
+        own = op.bytes_of(weight, info)
+        if weight.kind == "matrix":
+            n_bytes += _rounded(own)
+        elif weight.kind == "vector":
+            n_bytes += _rounded(info.n_elements * own // info.nbytes * FLOAT_BYTES)
+    if isinstance(op, TransposedLinear) and op.scales is not None:
+        n_bytes += op.x.width * INDEX_BYTES
+    return n_bytes
 
 
 def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:

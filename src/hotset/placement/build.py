@@ -17,8 +17,9 @@ from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
 from hotset.backends.stored import Helped, StoredWeights
 from hotset.backends.uploads import Uploads
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.model.cost import Cost, weights_read
-from hotset.model.graph import Embed, ExpertLinear, ExpertSum, Ffn, Graph
+from hotset.model.cost import Cost
+from hotset.model.graph import Graph
+from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn
 from hotset.placement import machine
 from hotset.placement.budget import FLOAT_BYTES, DeviceBudget
 from hotset.placement.table import CPU, Placement
@@ -369,7 +370,7 @@ def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) ->
     read and as it is taken apart; and of a prompt the cold rows that come at a time."""
     n_bytes = 0
     for op in graph.primitives:
-        for name, _ in weights_read(op, weights.tensors):
+        for name in (weight.name for weight in op.weights_read):
             info = weights.tensors[name]
             if not isinstance(op, Embed | ExpertLinear | ExpertSum):
                 n_bytes = max(n_bytes, min(info.nbytes, SLICE_VALUES * info.nbytes // info.n_elements))

@@ -24,8 +24,9 @@ from hotset import _core
 from hotset.formats.channels import LAYOUT, TYPES_BY_CHANNEL, can_be_by_channel, copy_bytes, copy_shape
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model import graph as g
 from hotset.model.cutoffs import CutoffName
+from hotset.model.graph import Graph, cut_products
+from hotset.model.operations import Cutoff, Embed, Linear, SelectOutputs, Value
 from hotset.parameters import real_number
 from hotset.placement.machine import (
     keep,
@@ -63,10 +64,10 @@ class Workload:
     n_bytes: int
 
     @classmethod
-    def of(cls, graph: g.Graph, tensors: Mapping[str, TensorInfo]) -> tuple[Workload, ...]:
+    def of(cls, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[Workload, ...]:
         """Like the matrices whose zeros need not be read, for each of their types: their width, and their
         bytes beside the others'; powers of two, lest every model be measured by itself."""
-        cut = {op.weight for op in g.cut_products(graph)}
+        cut = {op.weight for op in cut_products(graph)}
         ups = {ffn.up_tensor for ffn in graph.ffns if ffn.gate_cut is not None}
         infos = [tensors[name] for name in sorted(cut | ups)]
         widths = sorted(info.shape[-1] for info in infos if info.name in cut) or [_WIDEST]
@@ -165,14 +166,14 @@ class ChannelPlan:
         )
 
 
-def cutoffs_by_value(graph: g.Graph) -> dict[g.Value, CutoffName]:
+def cutoffs_by_value(graph: Graph) -> dict[Value, CutoffName]:
     """By whose shares (Thresholds.kept) zeros of a product's input are known."""
-    found: dict[g.Value, CutoffName] = {op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)}
+    found: dict[Value, CutoffName] = {op.out: op.of for op in graph.primitives if isinstance(op, Cutoff)}
     return found | {ffn.selected: "down_in" for ffn in graph.ffns if ffn.gate_cut is not None}
 
 
 def plan_channels(
-    graph: g.Graph,
+    graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     rates: Mapping[GGMLType, ChannelRates],
@@ -186,7 +187,7 @@ def plan_channels(
     cutoff_of = cutoffs_by_value(graph)
     cut_ffns = [ffn for ffn in graph.ffns if ffn.gate_cut is not None]
     gains: dict[str, ChannelGain] = {}
-    for op in g.cut_products(graph):
+    for op in cut_products(graph):
         info = tensors[op.weight]
         if not can_be_by_channel(info) or (layers is not None and op.layer not in layers):
             continue
@@ -312,14 +313,14 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
 
     width = work.width
     n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))
-    weights, graph = _Weights(work.type, width, n_matrices), g.Graph()
-    x = graph.add(g.Embed(graph.value("embedding", width), "x"))
+    weights, graph = _Weights(work.type, width, n_matrices), Graph()
+    x = graph.add(Embed(graph.value("embedding", width), "x"))
     outs = []
     for i in range(n_matrices):
         out = graph.value(f"out {i}", width)
-        linear = g.Linear(out, x, f"{i}.weight", by_channel=f"{i}_c.blocks")
+        linear = Linear(out, x, f"{i}.weight", by_channel=f"{i}_c.blocks")
         outs.append(graph.add(linear))
-    graph.add(g.SelectOutputs(graph.value("logits", width), outs[-1]))
+    graph.add(SelectOutputs(graph.value("logits", width), outs[-1]))
     codes, scales = copy_bytes(weights.tensors["0.weight"])
     n_bytes = {False: codes + scales, True: codes * _KEPT + scales}
     zero = np.zeros(1, np.int32)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model import graph as g
+from hotset.model.graph import Graph, cut_products
+from hotset.model.operations import Ffn, Linear, has_zeros, one_matrix
 from hotset.placement.channels import (
     ChannelGain,
     ChannelPlan,
@@ -53,7 +54,7 @@ Rates = Mapping[GGMLType, ChannelRates]
 
 def with_devices(
     plan: ChannelPlan,
-    graph: g.Graph,
+    graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     placement: Placement,
@@ -72,7 +73,7 @@ def with_devices(
 
 
 def plan_device_channels(
-    graph: g.Graph,
+    graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     rates: Mapping[int, Rates],
@@ -84,7 +85,7 @@ def plan_device_channels(
     """
     cutoff_of = cutoffs_by_value(graph)
     gains: dict[str, ChannelGain] = {}
-    for op in g.cut_products(graph):
+    for op in cut_products(graph):
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
         if op.layer in rates and kept is not None and _can_be_by_channel(tensors[op.weight], op):
             gains[op.weight] = _gain(op, tensors[op.weight].type, kept, rates[op.layer])
@@ -95,7 +96,7 @@ def plan_device_channels(
 
 
 def _decide_ffn(
-    ffn: g.Ffn,
+    ffn: Ffn,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     rates: Rates,
@@ -104,9 +105,9 @@ def _decide_ffn(
     is_split: bool,
 ) -> None:
     """Of gate and up: both by channel, or the rows of up that the gate leaves."""
-    ops = [g.one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+    ops = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
     both = [gains.pop(op.weight) for op in ops if op.weight in gains]
-    one_by_one = g.has_zeros(ffn.gate_act.kind) or ffn.mask is not None or is_split
+    one_by_one = has_zeros(ffn.gate_act.kind) or ffn.mask is not None or is_split
     kept = thresholds.kept(ffn.layer, "gate") if ffn.gate_cut is not None and ffn.gate is not None else None
     by_row: list[ChannelGain] = []
     if kept is not None:
@@ -121,17 +122,17 @@ def _decide_ffn(
     gains.update({gain.tensor: gain for gain in chosen})
 
 
-def _can_be_by_channel(info: TensorInfo, op: g.Linear) -> bool:
+def _can_be_by_channel(info: TensorInfo, op: Linear) -> bool:
     from hotset.backends.gpu.matrix import can_be_by_channel
 
     return can_be_by_channel(info.type, op.out.width)
 
 
-def _bytes(op: g.Linear, type: GGMLType) -> int:
+def _bytes(op: Linear, type: GGMLType) -> int:
     return row_bytes(type, op.x.width) * op.out.width
 
 
-def _gain(op: g.Linear, type: GGMLType, kept: float, rates: Rates) -> ChannelGain:
+def _gain(op: Linear, type: GGMLType, kept: float, rates: Rates) -> ChannelGain:
     n_bytes, own = _bytes(op, type), rates[_measured_as(type)]
     read = _read(type, op.x.width * op.out.width, n_bytes, kept)
     return ChannelGain(op.weight, kept, False, n_bytes, read, n_bytes / own.rows, read / own.channels)

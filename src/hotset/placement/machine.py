@@ -35,7 +35,18 @@ from hotset.errors import DeviceError, FormatError, HotsetError, InvalidRequestE
 from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
-from hotset.model import graph as g
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    Activate,
+    Add,
+    Embed,
+    Ffn,
+    Linear,
+    Mask,
+    Multiply,
+    SelectOutputs,
+    TransposedLinear,
+)
 from hotset.placement.cards import Card
 from hotset.placement.table import DeviceRates, Rates
 
@@ -308,36 +319,36 @@ class _Weights:
         pass  # memory stays as it is
 
 
-def _ffn_graph() -> g.Graph:
+def _ffn_graph() -> Graph:
     """Some FFNs, one after the other, whose neurons a table of scores selects."""
-    graph = g.Graph()
+    graph = Graph()
     value, add = graph.value, graph.add
-    x = add(g.Embed(value("embedding", _WIDTH), "x"))
+    x = add(Embed(value("embedding", _WIDTH), "x"))
     for i in range(_N_LAYER):
         blk = f"blk.{i}"
-        scores = add(g.Embed(value(f"{blk}.ffn_pred", _N_FF), f"{blk}.scores"))
-        gate = g.Linear(value(f"{blk}.ffn_gate", _N_FF), x, f"{blk}.gate")
-        up = g.Linear(value(f"{blk}.ffn_up", _N_FF), x, f"{blk}.up")
-        fired = g.Activate(value(f"{blk}.ffn_gate_act", _N_FF), gate.out, "relu")
-        neurons = g.Multiply(value(f"{blk}.ffn_act", _N_FF), fired.out, up.out)
-        mask = g.Mask(value(f"{blk}.ffn_masked", _N_FF), neurons.out, scores, 0.0)
-        down = g.TransposedLinear(value(f"{blk}.ffn_down", _WIDTH), mask.out, f"{blk}.down")
-        ffn = g.Ffn(
+        scores = add(Embed(value(f"{blk}.ffn_pred", _N_FF), f"{blk}.scores"))
+        gate = Linear(value(f"{blk}.ffn_gate", _N_FF), x, f"{blk}.gate")
+        up = Linear(value(f"{blk}.ffn_up", _N_FF), x, f"{blk}.up")
+        fired = Activate(value(f"{blk}.ffn_gate_act", _N_FF), gate.out, "relu")
+        neurons = Multiply(value(f"{blk}.ffn_act", _N_FF), fired.out, up.out)
+        mask = Mask(value(f"{blk}.ffn_masked", _N_FF), neurons.out, scores, 0.0)
+        down = TransposedLinear(value(f"{blk}.ffn_down", _WIDTH), mask.out, f"{blk}.down")
+        ffn = Ffn(
             down.out, x, None, gate, up, fired, None, neurons, mask, down, layer=i, part="ffn"
         )  # fmt: skip
-        x = add(g.Add(value(f"{blk}.out", _WIDTH), x, add(ffn)))
-    add(g.SelectOutputs(value("logits", _WIDTH), x))
+        x = add(Add(value(f"{blk}.out", _WIDTH), x, add(ffn)))
+    add(SelectOutputs(value("logits", _WIDTH), x))
     return graph
 
 
-def _products_graph() -> g.Graph:
+def _products_graph() -> Graph:
     """The matrices of gates and ups alone, as products of experts read them."""
-    graph = g.Graph()
-    x = graph.add(g.Embed(graph.value("embedding", _WIDTH), "x"))
+    graph = Graph()
+    x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
     for i in range(_N_LAYER):
         for part in ("gate", "up"):
-            graph.add(g.Linear(graph.value(f"blk.{i}.{part}", _N_FF), x, f"blk.{i}.{part}"))
-    graph.add(g.SelectOutputs(graph.value("logits", _WIDTH), x))
+            graph.add(Linear(graph.value(f"blk.{i}.{part}", _N_FF), x, f"blk.{i}.{part}"))
+    graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
     return graph
 
 

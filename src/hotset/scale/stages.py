@@ -33,7 +33,7 @@ from hotset.errors import (
 )
 from hotset.escaping import clause
 from hotset.loading import Decided, decide, open_model
-from hotset.model.graph import PARTS
+from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key

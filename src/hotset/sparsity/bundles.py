@@ -11,7 +11,8 @@ from hotset.errors import InvalidRequestError
 from hotset.formats.bundle import Part, bundle_name, record_bytes
 from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 
 _RECORDS = 2048  # that are put together at a time
 

@@ -13,7 +13,7 @@ from hotset.backends.reference import ACTIVATIONS
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
 from hotset.model.decoder import describe
-from hotset.model.graph import Activate, Ffn, LayerNorm, Linear, one_matrix
+from hotset.model.operations import Activate, Ffn, LayerNorm, Linear, one_matrix
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:

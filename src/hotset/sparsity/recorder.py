@@ -16,7 +16,8 @@ from hotset.backends.reference import selected
 from hotset.backends.stored import groups_of, rows_of
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import Cost
-from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 from hotset.sparsity.trace import EVERY, MOST_BITS, OTHER, NeuronTrace, RouteTrace, StoredGroup
 from hotset.units import human_size
 

@@ -21,12 +21,12 @@ from hotset.backends.base import StepStats
 from hotset.backends.reference import selected
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import row_bytes
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     LayerNorm,
     Linear,
     Op,

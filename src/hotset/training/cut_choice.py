@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset.backends.base import WeightSource
-from hotset.model.cost import weights_read
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 from hotset.training.cut_losses import LayerLosses, sites_of
 
 KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # of losses
@@ -65,7 +65,7 @@ def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
     """Of a graph with a cutoff at every site."""
 
     def size(op: Linear | TransposedLinear | ExpertLinear | ExpertSum) -> int:
-        return sum(n for name, n in weights_read(op, weights.tensors) if name != op.bias)
+        return sum(n for name, n in op.bytes_read(weights.tensors) if name != op.bias)
 
     ops = list(graph.primitives)
     found = []

@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.model.graph import Cutoff
+from hotset.model.operations import Cutoff
 from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
-    from hotset.model.graph import Graph, Value
+    from hotset.model.graph import Graph
+    from hotset.model.operations import Value
 
 INPUTS = ("attn_in", "attn_out", "ffn_in")
 NEURONS = ("gate", "down_in")  # the two that overlap

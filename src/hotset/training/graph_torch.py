@@ -22,7 +22,8 @@ from hotset.backends.gpu.twins import activate, layer_norm, rms_norm, rotate
 from hotset.backends.reference import routed
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     Activate,
     Add,
     Attention,
@@ -30,7 +31,6 @@ from hotset.model.graph import (
     Embed,
     ExpertLinear,
     ExpertSum,
-    Graph,
     LayerNorm,
     Linear,
     Mask,

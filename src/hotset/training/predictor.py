@@ -45,7 +45,7 @@ from hotset.formats.torch_file import read_torch, write_torch
 from hotset.loading import build, open_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Add, LayerNorm
+from hotset.model.operations import Add, LayerNorm
 from hotset.model.predictor import Predictor
 from hotset.reporter import Reporter
 from hotset.settings import LoadSettings

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.stage import SLICE_VALUES
-from hotset.model.graph import ActivationKind
+from hotset.model.operations import ActivationKind
 
 LANES = 16
 RANGES, TILE = 8, 64  # of neurons in a down projection by neuron (csrc/ops/experts.cpp)

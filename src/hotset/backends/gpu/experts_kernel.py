@@ -39,7 +39,7 @@ from hotset.backends.gpu.triton_kernels import (
 )
 from hotset.backends.gpu.twins import Cut
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import Activate
+from hotset.model.operations import Activate
 
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)

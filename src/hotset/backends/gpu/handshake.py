@@ -58,11 +58,11 @@ from hotset.backends.lowering import (
     transposed_matrix,
 )
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
-from hotset.model.graph import (
+from hotset.model.graph import Graph
+from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     Route,
     TransposedLinear,
     has_zeros,

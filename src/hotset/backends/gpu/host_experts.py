@@ -26,7 +26,7 @@ from hotset.backends.lowering import decoded_vector
 from hotset.backends.uploads import Uploads, matrix_rows
 from hotset.errors import DeviceError
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import ExpertLinear, ExpertSum
+from hotset.model.operations import ExpertLinear, ExpertSum
 
 PAGE = 4096  # bytes; memory is registered by pages
 

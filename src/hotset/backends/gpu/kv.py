@@ -16,7 +16,7 @@ from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.gpu.arena import Arena
 from hotset.errors import UnsupportedModelError
 from hotset.model.cost import KVType
-from hotset.model.graph import Attention
+from hotset.model.operations import Attention
 
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 

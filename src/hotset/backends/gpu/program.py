@@ -34,7 +34,8 @@ from hotset.backends.gpu.stream import ColdRows, CopyStream
 from hotset.backends.gpu.twins import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import (
+from hotset.model.graph import Graph, cut_products
+from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
@@ -45,7 +46,6 @@ from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Graph,
     Heads,
     LayerNorm,
     Linear,
@@ -63,9 +63,7 @@ from hotset.model.graph import (
     TransposedHeads,
     TransposedLinear,
     Value,
-    cut_products,
     has_zeros,
-    inputs_of,
     one_matrix,
 )
 
@@ -281,7 +279,7 @@ class Program:
                 kept = tuple(v for v in (ffn.selected,) if v.name in self._kept_names)
                 run = self._whole(ffn, residual, group.out[0])
                 return [Call(run, layer, part, reads, (*kept, *outs), inside)]
-            before = tuple(inputs_of(ffn))
+            before = ffn.inputs
             after = () if residual is None else (residual,)
             post, finish = self._split(ffn, residual, group.out[0])
             return [
@@ -555,7 +553,7 @@ class Program:
             f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added)
 
         part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
-        given = tuple(value for value in inputs_of(ffn) if value != op.x)
+        given = tuple(value for value in ffn.inputs if value != op.x)
         after = tuple(value for value in group.reads if value.id == added_id)
         answer = n_used * ffn.out.width * (2 if is_cached else 1)
         return [

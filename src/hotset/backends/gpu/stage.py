@@ -36,7 +36,8 @@ from hotset.backends.misses import Fetching
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
 from hotset.model.cost import KVType
-from hotset.model.graph import PARTS, Attention, Embed, Graph, SelectOutputs
+from hotset.model.graph import Graph
+from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 
 WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]

@@ -18,7 +18,7 @@ from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import Held
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.formats.quants import row_bytes
-from hotset.model.graph import Linear, TransposedLinear
+from hotset.model.operations import Linear, TransposedLinear
 
 
 class CopyStream:

@@ -44,7 +44,7 @@ from hotset.backends.gpu import twins
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import ActivationKind, RopeKind
+from hotset.model.operations import ActivationKind, RopeKind
 
 FEW_TOKENS = 8  # up to here a matrix is streamed once by the kernels for vectors; more tokens multiply tiles
 

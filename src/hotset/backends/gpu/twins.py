@@ -22,7 +22,7 @@ from hotset.backends.base import COUNTS, PAGE_SIZE
 from hotset.backends.gpu import exact
 from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
 from hotset.backends.stage import SLICE_VALUES
-from hotset.model.graph import Activate, ActivationKind, Rope, RopeKind, Route
+from hotset.model.operations import Activate, ActivationKind, Rope, RopeKind, Route
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
 QUERY_ROWS = 64  # tokens of a sequence that attend together

@@ -14,7 +14,7 @@ from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import Held, RopeTable
 from hotset.backends.uploads import Lines, Uploads, matrix_rows
 from hotset.formats.quants import dequantize, row_bytes
-from hotset.model.graph import Linear, Rope, SignScores, TransposedLinear
+from hotset.model.operations import Linear, Rope, SignScores, TransposedLinear
 
 
 class DeviceWeights:

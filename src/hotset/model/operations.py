@@ -1,0 +1,738 @@
+"""The operations in which a decoder describes one forward step; each record describes itself.
+
+Every value is a float32 matrix [n_tokens, width]; weights are named as in the GGUF file. Each value carries a
+name such as "blk.3.ffn_norm": any of them can be requested as a *tap* of a step. A name is for people and
+taps; what an operation is and where it belongs is in its fields.
+
+A field's type says what it is: a `Value` is an input (`out` is the result), a `Matrix`, `Vector` or `Rows` is
+a tensor of the file. So what an operation reads, how many bytes that is and how much it computes is asked of
+the record (`inputs`, `weights`, `bytes_read`, `multiplications`), and cost, budgets, streaming and fusion
+need no list of operations.
+
+A layer's feed-forward network is one operation, `Ffn`: whatever decides about neurons (what is read, skipped,
+counted, placed) asks this record. Its `primitives` say what it computes in terms of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, assert_never, get_args, get_type_hints
+
+from hotset.formats.quants import row_bytes
+from hotset.model.cutoffs import CutoffName
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+ActivationKind = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one"
+]  # fmt: skip
+RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
+Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
+Part = Literal["predictor", "ffn", "attention", "other"]
+
+PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
+NO_LAYER = -1  # of operations before the first layer and after the last
+
+
+@dataclass(frozen=True)
+class Value:
+    """One intermediate of the step, float32 [n_tokens, width]."""
+
+    id: int
+    width: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first `n_rot` channels of each head.
+
+    angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor).
+    `freq` holds n_rot/2 float64 frequencies with every scaling already applied.
+    """
+
+    kind: RopeKind
+    n_rot: int
+    freq: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+def has_zeros(kind: ActivationKind) -> bool:
+    """Whether an activation leaves neurons at exactly zero, so that those can be skipped."""
+    return kind in ("relu", "relu2", "fatrelu")
+
+
+WeightKind = Literal["matrix", "vector", "rows"]
+
+# Names of tensors. A matrix is read where it is stored when the operation runs; a vector is decoded to
+# float32 when a plan is made; of rows each token reads one.
+Matrix = Annotated[str, "matrix"]
+Vector = Annotated[str, "vector"]
+Rows = Annotated[str, "rows"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that an operation reads."""
+
+    name: str
+    kind: WeightKind
+
+
+def _fields(operation: type) -> tuple[tuple[str, ...], tuple[tuple[str, WeightKind], ...]]:
+    """The names of an operation's fields that are inputs, and of those that name tensors."""
+    inputs, weights = [], []
+    for name, hint in get_type_hints(operation, include_extras=True).items():
+        inner = [hint, *get_args(hint)]
+        kind = next((part.__metadata__[0] for part in inner if hasattr(part, "__metadata__")), None)
+        if kind is not None:
+            weights.append((name, kind))
+        elif name != "out" and Value in inner:
+            inputs.append(name)
+    return tuple(inputs), tuple(weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What every operation has. layer: of the model, or NO_LAYER. part: of the layer that it belongs to."""
+
+    layer: int = NO_LAYER
+    part: Part = "other"
+
+    mixes_tokens: ClassVar[bool] = False  # whether a token's result depends on other tokens
+    _inputs: ClassVar[tuple[str, ...]]  # names of fields, as `_fields` finds them
+    _weights: ClassVar[tuple[tuple[str, WeightKind], ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls._inputs, cls._weights = _fields(cls)
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values that it reads."""
+        found = (getattr(self, name) for name in self._inputs)
+        return tuple(value for value in found if value is not None)
+
+    @property
+    def weights_read(self) -> tuple[Weight, ...]:
+        """The tensors that it reads, one entry each."""
+        found = []
+        for field, kind in self._weights:
+            names = getattr(self, field)
+            found += [Weight(name, kind) for name in ((names,) if isinstance(names, str) else names or ())]
+        return tuple(found)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The tensors that it reads where they are stored, each time it runs."""
+        return tuple(weight.name for weight in self.weights_read if weight.kind == "matrix")
+
+    def bytes_read(self, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
+        """The tensors that it reads for one token, with the bytes of them that it reads."""
+        for weight in self.weights_read:
+            yield weight.name, self.bytes_of(weight, tensors[weight.name])
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        """Bytes of a tensor that one token reads."""
+        if weight.kind == "rows":
+            return row_bytes(info.type, info.shape[0])
+        return info.nbytes
+
+    @property
+    def multiplications(self) -> int:
+        """Of weights, for one token."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Embed(Operation):
+    """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row."""
+
+    out: Value
+    weight: Rows
+    of: Literal["token", "position"] = "token"
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class RMSNorm(Operation):
+    """out = x / sqrt(mean(x^2) + eps) * weight, over each of `n_head` equal parts of the width."""
+
+    out: Value
+    x: Value
+    weight: Vector
+    eps: float
+    n_head: int = 1
+
+
+@dataclass(frozen=True)
+class LayerNorm(Operation):
+    """out = (x - mean) / sqrt(var + eps) * weight + bias."""
+
+    out: Value
+    x: Value
+    weight: Vector
+    bias: Vector | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear(Operation):
+    """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
+
+    A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
+    and bias. by_channel: the tensor of the whole weight once more, laid out by input
+    (formats/channels.py), so that channels whose input is zero need not be read.
+    """
+
+    out: Value
+    x: Value
+    weight: Matrix
+    bias: Vector | None = None
+    first_row: int = 0
+    by_channel: str | None = None
+
+    @property
+    def multiplications(self) -> int:
+        return self.x.width * self.out.width
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        n_rows = math.prod(info.shape) // (self.x.width if weight.name == self.weight else 1)
+        return info.nbytes // n_rows * self.out.width
+
+
+@dataclass(frozen=True)
+class TransposedLinear(Operation):
+    """out = x @ weight + bias; weight is [x.width, out.width]: row i is what input i adds to the output.
+
+    The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
+    read or not: sums of float32 inputs times decoded weights have one order (csrc/ops/axpy.cpp).
+    With `scales` the weight is in planes (formats/planes.py): codes by neuron, scales by 32 neurons.
+    """
+
+    out: Value
+    x: Value
+    weight: Matrix
+    bias: Vector | None = None
+    scales: Matrix | None = None
+
+    @property
+    def multiplications(self) -> int:
+        return self.x.width * self.out.width
+
+
+@dataclass(frozen=True)
+class Rotate(Operation):
+    """Rotary embedding of x = [n_head, head_dim] at each token's position: of each head's channels, those
+    from `first` on."""
+
+    out: Value
+    x: Value
+    n_head: int
+    head_dim: int
+    rope: Rope
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Heads(Operation):
+    """Some channels of each head of x, and behind them, where there is one, what all heads share.
+
+    x: [n_head, x.width / n_head]; out: [n_head, count + shared.width], the channels being [first, first +
+    count) of x.
+    """
+
+    out: Value
+    x: Value
+    n_head: int
+    first: int = 0
+    shared: Value | None = None
+
+    @property
+    def count(self) -> int:
+        """Channels of x that a head of out has."""
+        return self.out.width // self.n_head - (0 if self.shared is None else self.shared.width)
+
+
+@dataclass(frozen=True)
+class TransposedHeads(Operation):
+    """For each head x @ its matrix, side by side; weight is [n_head, x.width, out.width / n_head].
+
+    Keys of one latent vector, from the matrices that llama.cpp's converter writes: by input, since there the
+    query is multiplied with them. The sum runs over the inputs in order (csrc/ops/heads.cpp).
+    """
+
+    out: Value
+    x: Value
+    weight: Matrix
+    n_head: int
+
+    @property
+    def multiplications(self) -> int:
+        return self.x.width * self.out.width
+
+
+@dataclass(frozen=True)
+class Attention(Operation):
+    """Causal attention over the paged cache of its layer; stores k and v of the batch first.
+
+    q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
+    Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
+    `window` > 0: a token sees itself and the window - 1 tokens before it. sinks: a score for each head that
+    takes part in its softmax, with a value of zero.
+    """
+
+    out: Value
+    q: Value
+    k: Value
+    v: Value
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Vector | None = None
+
+    mixes_tokens: ClassVar[bool] = True
+
+    def n_visible(self, depth: float) -> float:
+        """Tokens that a token sees, itself included, with `depth` tokens before it."""
+        return min(depth + 1, self.window) if self.window else depth + 1
+
+
+@dataclass(frozen=True)
+class ShortConv(Operation):
+    """A causal convolution over the tokens of a sequence, each channel by itself.
+
+    out[t] = sum of weight[:, j] * x[t - (kernel - 1) + j] for j = 0, 1, ..., each product rounded before it
+    is added; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 = kernel).
+    State: the last kernel - 1 inputs, the oldest first.
+    """
+
+    out: Value
+    x: Value
+    weight: Vector
+    kernel: int
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.kernel - 1, self.x.width
+
+
+@dataclass(frozen=True)
+class DeltaNet(Operation):
+    """The gated delta rule (arXiv 2412.06464): linear attention through a matrix S per head, token by token.
+
+    x: queries and keys, [n_head_k, dim_k] each, then values [n_head, dim_v]; alpha, beta: [n_head]; out:
+    [n_head, dim_v]. A query q and a key k are x / sqrt(sum(x^2) + 1e-6), q also over the root of dim_k. With
+    the vectors `rate` and `step`, per head:
+    S *= exp(rate * softplus(alpha + step)); S += k * (sigmoid(beta) * (v - S^T k))^T; out = S^T q.
+    A head of values has the query and the key of head h // (n_head / n_head_k), or (tiled) h % n_head_k.
+    State: S of each head.
+    """
+
+    out: Value
+    x: Value
+    alpha: Value
+    beta: Value
+    rate: Vector
+    step: Vector
+    n_head: int
+    n_head_k: int
+    dim_k: int
+    dim_v: int
+    tiled: bool
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.n_head, self.dim_k, self.dim_v
+
+
+@dataclass(frozen=True)
+class Activate(Operation):
+    """out = f(x), elementwise.
+
+    threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
+    clamped_plus_one is 1 + x, x brought into [-t, t].
+    """
+
+    out: Value
+    x: Value
+    kind: ActivationKind
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Multiply(Operation):
+    """out = a * b, elementwise; b may be one number per token, of width 1."""
+
+    out: Value
+    a: Value
+    b: Value
+
+
+@dataclass(frozen=True)
+class Add(Operation):
+    """out = a + b, elementwise."""
+
+    out: Value
+    a: Value
+    b: Value
+
+
+@dataclass(frozen=True)
+class Scale(Operation):
+    """out = x * factor, elementwise."""
+
+    out: Value
+    x: Value
+    factor: float
+
+
+@dataclass(frozen=True)
+class SoftCap(Operation):
+    """out = cap * tanh(x / cap), elementwise."""
+
+    out: Value
+    x: Value
+    cap: float
+
+
+@dataclass(frozen=True)
+class SignScores(Operation):
+    """out[i] = channels of x whose sign is that of row i of a matrix, less those where it differs, + bias[i].
+
+    weight: int8 [out.width, ceil(x.width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is
+    negative; so is a channel of x below zero (zero counts as positive). Spare bits are zero.
+    """
+
+    out: Value
+    x: Value
+    weight: Matrix
+    bias: Vector | None = None
+
+
+@dataclass(frozen=True)
+class Mask(Operation):
+    """out = x where the neuron was selected, else 0: neuron i is selected unless its score < threshold.
+
+    Neurons below `first` are always selected and have no score: scores.width = x.width - first.
+    """
+
+    out: Value
+    x: Value
+    scores: Value
+    threshold: float
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Cutoff(Operation):
+    """out = x, but of tokens that are cut (Batch.cut) 0 where |x| < threshold.
+
+    Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
+    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. of: which of a
+    layer's cutoffs it is, as model/cutoffs.py names them.
+    """
+
+    out: Value
+    x: Value
+    threshold: float
+    of: CutoffName
+
+
+@dataclass(frozen=True)
+class Route(Operation):
+    """Which experts compute a token and how much each counts, best first: out is n_used ids, then n_used
+    weights.
+
+    x: the router's scores, one per expert. An expert's probability p is softmax(x) over all experts,
+    sigmoid(x), or x itself (softmax_chosen). The n_used experts with the highest x are chosen, of equal ones
+    that with the lower id; with a `bias` or in groups those with the highest p + bias. Of n_groups > 1 equal
+    groups of adjacent experts only n_groups_used can be chosen from, those whose group_best best p + bias
+    have the highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones'
+    p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
+    What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
+    """
+
+    out: Value
+    x: Value
+    n_used: int
+    scoring: Scoring
+    bias: Vector | None = None
+    normalised: bool = False
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+    group_best: int = 2
+
+
+@dataclass(frozen=True)
+class _OfExperts(Operation):
+    """Products with the matrices of the experts that `route` (a Route's out) names, in its order.
+
+    weights: one tensor [n_expert, rows, width], or (old files) one [rows, width] per expert.
+    bias: [n_expert, rows].
+    """
+
+    out: Value
+    x: Value
+    route: Value
+    weights: tuple[Matrix, ...]
+    n_expert: int
+    bias: Vector | None = None
+
+    @property
+    def n_used(self) -> int:
+        """Experts of a token."""
+        return self.route.width // 2
+
+    @property
+    def multiplications(self) -> int:
+        return self.x.width * self.out.width
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        """The rows of its experts; which they are depends on the token."""
+        stored = info.shape[0 if weight.name == self.bias else 1]
+        return info.nbytes * self._n_rows_of(stored) // stored * self.n_used // self.n_expert
+
+    def _n_rows_of(self, stored: int) -> int:
+        """Of an expert's matrix, of which so many rows are stored."""
+        return stored
+
+
+@dataclass(frozen=True)
+class ExpertLinear(_OfExperts):
+    """x times the matrices of its experts, side by side: of their rows, n_rows from first_row on.
+
+    of_parts: x is n_used parts side by side, one for each expert, which its matrix is multiplied with.
+    """
+
+    first_row: int = 0
+    of_parts: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        """Of an expert's matrix."""
+        return self.out.width // self.n_used
+
+    @property
+    def multiplications(self) -> int:
+        return super().multiplications // (self.n_used if self.of_parts else 1)
+
+    def _n_rows_of(self, stored: int) -> int:
+        return self.n_rows
+
+
+@dataclass(frozen=True)
+class ExpertSum(_OfExperts):
+    """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
+
+    x: n_used parts side by side, one for each expert of the route. by_neuron: matrices with a row per neuron
+    instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. The sum begins with
+    0, and each product is rounded before it is added.
+    """
+
+    by_neuron: bool = False
+
+
+@dataclass(frozen=True)
+class SelectOutputs(Operation):
+    """Keeps the rows of the tokens whose logits are wanted: out is [n_outputs, width]."""
+
+    out: Value
+    x: Value
+
+
+@dataclass(frozen=True)
+class All:
+    """Every neuron is wanted."""
+
+
+@dataclass(frozen=True)
+class MaskedRoute:
+    """Of the experts that a route names, the neurons that the scores of their predictors name.
+
+    The route is an operation before the FFN, since the experts' predictors are. mask: of the neurons of the
+    chosen experts, side by side.
+    """
+
+    route: Route
+    mask: Mask
+
+
+# Which neurons of an FFN are wanted: all, those that a predictor's scores name, those of some experts, or
+# those of some experts that scores name.
+Select = All | Mask | Route | MaskedRoute
+
+
+@dataclass(frozen=True)
+class Ffn(Operation):
+    """The feed-forward network of a layer: out = down(select(f(gate(h)) * g(up(h)))), h = norm(x).
+
+    Neuron i is row i of gate and up and input i of down. norm: None where x is normalised already (a
+    predictor or a router reads the norm's result too). gate: None where f applies to up alone. gate_act: f;
+    up_act: g, or None. product: of gate and up. select: what is wanted of the neurons; the others add
+    nothing. down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
+
+    With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
+    ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side. So it
+    is with a MaskedRoute, whose route is no part of the FFN.
+    shared: a network that every token passes beside the experts of its layer.
+    in_cut: what is left of h, gate_cut: of f, down_cut: of the neurons that down reads; None: all of it.
+    """
+
+    out: Value
+    x: Value
+    norm: RMSNorm | LayerNorm | None
+    gate: Linear | ExpertLinear | None
+    up: Linear | ExpertLinear
+    gate_act: Activate
+    up_act: Activate | None
+    product: Multiply | None
+    select: Select
+    down: Linear | TransposedLinear | ExpertSum
+    shared: bool = False
+    in_cut: Cutoff | None = None
+    gate_cut: Cutoff | None = None
+    down_cut: Cutoff | None = None
+
+    @property
+    def primitives(self) -> tuple[Primitive, ...]:
+        """The same as operations in order, each with the value that it makes."""
+        route = self.select if isinstance(self.select, Route) else None
+        found = (
+            self.norm, self.in_cut, route, self.gate, self.up, self.gate_act, self.gate_cut,
+            self.up_act, self.product, self.mask, self.down_cut, self.down,
+        )  # fmt: skip
+        return tuple(op for op in found if op is not None)
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        match self.select:
+            case Mask():
+                return self.x, self.select.scores
+            case Route():
+                return self.x, self.select.x
+            case MaskedRoute():
+                return self.x, self.select.route.out, self.select.mask.scores
+            case All():
+                return (self.x,)
+            case _:
+                assert_never(self.select)
+
+    @property
+    def weights_read(self) -> tuple[Weight, ...]:
+        return tuple(weight for op in self.primitives for weight in op.weights_read)
+
+    def bytes_read(self, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
+        for op in self.primitives:
+            yield from op.bytes_read(tensors)
+
+    @property
+    def n_ff(self) -> int:
+        """Neurons, those of all experts."""
+        return self.up.n_rows * self.up.n_expert if isinstance(self.up, ExpertLinear) else self.up.out.width
+
+    @property
+    def up_tensor(self) -> str:
+        """The tensor of up's rows; where there is one for each expert, the first stands for all."""
+        return self.up.weight if isinstance(self.up, Linear) else self.up.weights[0]
+
+    @property
+    def neurons(self) -> Value:
+        """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero.
+
+        With a route those of the chosen experts, [n_tokens, n_used * n_ff / n_expert].
+        """
+        return self.fires if self.product is None else self.product.out
+
+    @property
+    def fires(self) -> Value:
+        """f of the gate, or of up where there is no gate: where it is zero the neuron is."""
+        return self.gate_act.out if self.gate_cut is None else self.gate_cut.out
+
+    @property
+    def selected(self) -> Value:
+        """What down reads: the neurons, zero where they are not wanted."""
+        return self.down.x
+
+    @property
+    def mask(self) -> Mask | None:
+        """The predictor's word on which neurons are computed; None without one."""
+        select = self.select.mask if isinstance(self.select, MaskedRoute) else self.select
+        return select if isinstance(select, Mask) else None
+
+    @property
+    def route(self) -> Route | None:
+        """The router's word on which experts are computed; None where there are no experts."""
+        select = self.select.route if isinstance(self.select, MaskedRoute) else self.select
+        return select if isinstance(select, Route) else None
+
+    @property
+    def decides(self) -> Linear:
+        """The product whose value says which neurons can fire: gate's, or up's where there is no gate."""
+        return one_matrix(self.up if self.gate is None else self.gate)
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
+        is_cut = self.gate_cut is not None or self.down_cut is not None
+        return has_zeros(self.gate_act.kind) or is_cut
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a token does not need every row: of neurons at zero, or of experts that are not its own."""
+        return self.has_zeros or self.route is not None
+
+    @property
+    def by_neuron(self) -> bool:
+        """Whether down has a row per neuron: then neurons can be skipped there, and shared by devices."""
+        return isinstance(self.down, TransposedLinear)
+
+
+def one_matrix(op: Linear | ExpertLinear) -> Linear:
+    """A product of an FFN without experts: whoever asks has refused the others, or cannot meet them."""
+    assert isinstance(op, Linear), f"{op.out.name} is a product of experts"
+    return op
+
+
+Primitive = (
+    Embed
+    | RMSNorm
+    | LayerNorm
+    | Linear
+    | TransposedLinear
+    | Rotate
+    | Heads
+    | TransposedHeads
+    | Attention
+    | ShortConv
+    | DeltaNet
+    | Activate
+    | Multiply
+    | Add
+    | Scale
+    | SoftCap
+    | SignScores
+    | Mask
+    | Cutoff
+    | Route
+    | ExpertLinear
+    | ExpertSum
+    | SelectOutputs
+)
+Op = Primitive | Ffn
+# Operations with a state: what they yield for a token depends on all before it, through a few numbers that
+# the cache holds for a sequence (docs/DESIGN.md, "Recurrent states").
+Recurrent = ShortConv | DeltaNet
