@@ -27,10 +27,8 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    LayerNorm,
     Linear,
     Op,
-    RMSNorm,
     SignScores,
     TransposedLinear,
 )
@@ -124,15 +122,12 @@ class StatsAccumulator:
         for op in graph.primitives:
             if op.out in counted:
                 continue
+            n_bytes = sum(n for _, n in op.bytes_read(tensors))
             if isinstance(op, Embed):
-                info = tensors[op.weight]
-                self._embed_bytes += row_bytes(info.type, info.shape[0])
-            elif isinstance(op, Linear):
-                info = tensors[op.weight]  # of a fused matrix, the product's own rows
-                self._rest_bytes += row_bytes(info.type, info.shape[0]) * op.out.width
-                self._rest_parameters += op.x.width * op.out.width
-            elif isinstance(op, RMSNorm | LayerNorm):
-                self._rest_bytes += tensors[op.weight].nbytes
+                self._embed_bytes += n_bytes
+            else:
+                self._rest_bytes += n_bytes
+                self._rest_parameters += op.multiplications
         self._n_steps = self._n_tokens = 0
         shape = (n_layer,)
         self._selected, self._active = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -251,12 +246,8 @@ class _FFNCost:
         self._predictor_bytes = self._predictor_parameters = 0
         self._masked = ffn.mask is not None
         for op in predictor:
-            if isinstance(op, Linear | SignScores):
-                self._predictor_bytes += self._row(tensors, op) * op.out.width
-                self._predictor_parameters += op.x.width * op.out.width
-            elif isinstance(op, ExpertLinear):  # of a token's experts
-                self._predictor_bytes += self._row(tensors, op) * op.out.width
-                self._predictor_parameters += tensors[op.weights[0]].shape[0] * op.out.width
+            self._predictor_bytes += sum(n for _, n in op.bytes_read(tensors))
+            self._predictor_parameters += op.multiplications
         self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff, self.n_expert) - self._predictor_bytes
 
     @staticmethod
