@@ -45,18 +45,21 @@ def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
     x, q, k, v, a, o, h = (buffer(WIDTH) for _ in range(7))
     f = buffer(N_FF)
     caches = [np.zeros(n_pages * HEADS * _core.PAGE_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
-    plan.embed(Q4_0, square, WIDTH, False, 0, x)
+    plan.add("embed", weight=(Q4_0, square), of="token", first_row=0, out=x)
     for _ in range(N_LAYER):
-        plan.linear(x, None, [(Q4_0, square, None, out) for out in (q, k, v)], -1, False, None)
-        plan.attention(
-            q, k, v, a, HEADS, HEADS, HEAD_DIM, HEAD_DIM, 0.1, 0.0, 0, -1, None, None, 1, *caches, None, None
-        )
-        plan.linear(a, None, [(Q4_0, square, None, o)], x, False, None)
-        plan.linear(o, None, [(Q4_0, w, None, f) for w in wide], -1, True, (3, 0.0))
+        plan.add("linear", x=x, parts=[{"weight": (Q4_0, square), "out": out} for out in (q, k, v)])
+        plan.add(
+            "attention", q=q, k=k, v=v, out=a, n_head=HEADS, n_head_kv=HEADS, head_dim=HEAD_DIM,
+            head_dim_v=HEAD_DIM, scale=0.1, softcap=0.0, window=0, kv_type="f16", k_cache=caches[0],
+            v_cache=caches[1],
+        )  # fmt: skip
+        plan.add("linear", x=a, parts=[{"weight": (Q4_0, square), "out": o}], residual=x)
+        gate_and_up = [{"weight": (Q4_0, w), "out": f} for w in wide]
+        plan.add("linear", x=o, parts=gate_and_up, gated=True, activation="relu")
         if kind == "axpy":
-            plan.axpy(f, Q4_0, tall, None, None, o, True, h)
+            plan.add("transposed_linear", x=f, weight=(Q4_0, tall), residual=o, sparse=True, out=h)
         else:
-            plan.linear(f, None, [(Q4_0, tall, None, h)], o, False, None)
+            plan.add("linear", x=f, parts=[{"weight": (Q4_0, tall), "out": h}], residual=o)
         x, h = h, x
     plan.finish()
     return plan

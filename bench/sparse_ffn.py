@@ -40,7 +40,6 @@ from hotset.formats.quants import GGMLType
 
 DENSITIES = (0.02, 0.05, 0.10, 0.20, 0.40, 0.80)
 N_MASKS = 12  # per measurement: a step each
-SILU = 0  # csrc/kernels/kernels.h: never zero, so that the mask alone decides
 CHUNKS = 32  # of a matrix: where most of one is wanted, the operator reads all of it
 STREAMS_ABOVE = 0.75
 GAIN_TOLERANCE, PREFETCH_TARGET = 0.05, 1.7
@@ -86,17 +85,20 @@ class Operator:
         plan = _core.Plan(1, 1, 1, _core.Runtime(n_threads))
         x, act, out = plan.buffer(d, False), plan.buffer(ff, False), plan.buffer(d, False)
         inputs = np.random.default_rng(0).standard_normal((n, d), np.float32)
-        plan.embed(int(GGMLType.F32), inputs.view(np.uint8).reshape(-1), n, False, 0, x)
-        predictor = None
+        table_of = lambda rows: (int(GGMLType.F32), rows.view(np.uint8).reshape(-1))  # noqa: E731
+        plan.add("embed", weight=table_of(inputs), of="token", first_row=0, out=x)
+        wanted = {}
         if scores is not None:
             table = plan.buffer(ff, False)
-            stored = np.ascontiguousarray(scores, np.float32).view(np.uint8).reshape(-1)
-            plan.embed(int(GGMLType.F32), stored, n, False, 0, table)
-            predictor = (table, 0.0, 0)
+            stored = table_of(np.ascontiguousarray(scores, np.float32))
+            plan.add("embed", weight=stored, of="token", first_row=0, out=table)
+            wanted = {"scores": table, "threshold": 0.0, "first": 0}
         for layer in layers:
-            parts = [None if m is None else (int(layer.type), m, None, act) for m in (layer.gate, layer.up)]
-            plan.neurons(x, None, parts[0], parts[1], (SILU, 0.0), None, predictor, scores is not None, act)
-            plan.axpy(act, int(layer.type), layer.down, None, None, -1, scores is not None, out)
+            type, sparse = int(layer.type), scores is not None
+            gate = None if layer.gate is None else {"weight": (type, layer.gate)}
+            up = {"weight": (type, layer.up)}
+            plan.add("neurons", x=x, gate=gate, up=up, activation="silu", **wanted, sparse=sparse, out=act)
+            plan.add("transposed_linear", x=act, weight=(type, layer.down), sparse=sparse, out=out)
         plan.finish()
         self._plan, self._n = plan, n
 

@@ -53,18 +53,15 @@ void pause(int64_t start_ns, int turn) {
 
 }  // namespace
 
-ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int max_rows,
-                   std::shared_ptr<Runtime> runtime, int64_t timeout_ns)
+ColdPlan::ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns)
     : width_(width),
       max_tokens_(max_tokens),
-      max_rows_(std::max(max_rows, max_tokens)),
+      max_rows_(plan.max_tokens()),
       timeout_ns_(timeout_ns),
-      plan_(kernels, max_rows_, 1, std::move(runtime)),
+      plan_(plan),
       service_(new Service) {
     cut_.resize(max_tokens_);
     row_cut_.resize(max_rows_);
-    x_ = plan_.add_buffer(width, false);
-    sum_ = plan_.add_buffer(width, false);
 }
 
 ColdPlan::~ColdPlan() {
@@ -84,119 +81,8 @@ ColdPlan::Service& ColdPlan::service() const {
     return *service_;
 }
 
-int ColdPlan::buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width) {
-    for (const auto& [w, buffer] : known)
-        if (w == width) return buffer;
-    known.emplace_back(width, plan_.add_buffer(width, false));
-    return known.back().second;
-}
-
-void ColdPlan::add_fetch(const StoredGroups& rows, int group, FetchFacts::Which which, int by,
-                         float threshold) {
-    if (group < 0) return;
-    FetchFacts facts;
-    facts.store = rows.store, facts.group = group, facts.which = which;
-    facts.by = by, facts.threshold = threshold;
-    plan_.add_fetch(facts);
-}
-
-// As backends/lowering.py: where rows of up come by themselves, gates first, then up for those that fire, as
-// if the gates were a predictor's scores, and their product, which is the same to the bit.
-std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts facts,
-                                                                     const StoredGroups& rows) {
-    add_fetch(rows, rows.first, FetchFacts::Selected, facts.scores, facts.threshold);
-    const int values = facts.out;
-    if (!rows.apart) {
-        plan_.add_neurons(std::move(facts));
-        const int op = plan_.n_ops() - 1;
-        add_fetch(rows, rows.then, FetchFacts::NonZero, values, 0.0f);
-        return {{op, Counted::All}};
-    }
-    const int fired = buffer_of(fired_, facts.up.weight.rows);
-    NeuronFacts gates = facts;
-    gates.up = std::exchange(gates.gate, {});
-    gates.up_activated = false;
-    gates.value_cutoff = 0.0f;
-    gates.out = gates.up.out = fired;
-    NeuronFacts ups = std::move(facts);
-    ups.gate = {};
-    ups.activation = ups.up_activated ? ups.up_activation : Activation::Scale;
-    ups.activation_threshold = ups.up_activated ? 0.0f : 1.0f;
-    ups.up_activated = false;
-    const float value_cutoff = std::exchange(ups.value_cutoff, 0.0f);
-    ups.gate_cutoff = 0.0f;
-    ups.scores = fired, ups.threshold = std::numeric_limits<float>::denorm_min();
-    plan_.add_neurons(std::move(gates));
-    const int first = plan_.n_ops() - 1;
-    add_fetch(rows, rows.then, FetchFacts::NonZero, fired, 0.0f);
-    plan_.add_neurons(std::move(ups));
-    const int second = plan_.n_ops() - 1;
-    plan_.add_multiply(fired, values, values);
-    if (value_cutoff != 0.0f) plan_.add_cutoff(values, value_cutoff, values);
-    return {{first, Counted::Gates}, {second, Counted::OfFiring}};
-}
-
-int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold,
-                        bool predicted, StoredGroups rows) {
-    const int64_t n = facts.up.weight.rows;
-    const int values = buffer_of(values_, n), scores = buffer_of(scores_, n);
-    facts.x = x_;
-    facts.out = facts.gate.out = facts.up.out = values;
-    facts.norm = {};
-    facts.sparse = true;
-    facts.scores = scores;
-    facts.threshold = 0.0f;
-    facts.first = 0;
-    down.out = sum_;
-    const int first_op = plan_.n_ops();
-    auto counted = add_neurons(std::move(facts), rows);
-    counted.emplace_back(plan_.n_ops(), Counted::All);
-    plan_.add_axpy(values, std::move(down), -1, true);
-    layers_.push_back({number,
-                       first_op,
-                       plan_.n_ops(),
-                       std::move(counted),
-                       n,
-                       std::move(cold),
-                       predicted,
-                       scores,
-                       0,
-                       0,
-                       {},
-                       {}});
-    return n_layers() - 1;
-}
-
-// A row of the plan is one expert of a token, whose weight is 1: products with it are exact, and a sum of one
-// is that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
-int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used,
-                          StoredGroups rows) {
-    const int64_t n = neurons.up.weights[0].rows;
-    if (route_ < 0) route_ = plan_.add_buffer(2, false);
-    neurons.x = x_, neurons.route = down.route = route_;
-    neurons.out = down.x = buffer_of(values_, n);
-    neurons.n_used = down.n_used = 1;
-    down.out = sum_, down.residual = -1;
-    const int n_expert = int(neurons.up.weights.size()), first_op = plan_.n_ops();
-    std::vector<std::pair<int, Counted>> counted;
-    const auto count_last = [&] { counted.emplace_back(plan_.n_ops() - 1, Counted::All); };
-    if (rows.store) {  // experts that are there are computed while the others come
-        FetchFacts fetch;
-        fetch.store = rows.store, fetch.group = rows.first, fetch.which = FetchFacts::Routed;
-        fetch.by = route_, fetch.n_used = 1, fetch.rows_per_token = n_used, fetch.waits = false;
-        plan_.add_fetch(fetch);
-        neurons.missed = rows.store->missed(rows.first);
-        plan_.add_expert_neurons(neurons);
-        count_last();
-        plan_.add_finish_fetch(*rows.store);
-        neurons.missed_which = true;
-    }
-    plan_.add_expert_neurons(std::move(neurons));
-    count_last();
-    plan_.add_expert_sum(std::move(down));
-    count_last();
-    layers_.push_back(
-        {number, first_op, plan_.n_ops(), std::move(counted), n, {}, false, -1, n_used, n_expert, {}, {}});
+int ColdPlan::add_layer(ColdLayer layer) {
+    layers_.emplace_back().ColdLayer::operator=(std::move(layer));
     return n_layers() - 1;
 }
 
@@ -215,7 +101,7 @@ void ColdPlan::start() {
     for (int i = 0; i < n_layers(); i++) {
         asked = std::max(asked, asked_bytes(i));
         answered = std::max(answered, answer_width(i));
-        layers_[i].route.reserve(size_t(max_tokens_) * layers_[i].n_used);
+        layers_[i].asked_route.reserve(size_t(max_tokens_) * layers_[i].n_used);
         misses_.reserve(size_t(max_tokens_) * layers_[i].n_used);
     }
     const size_t tokens = size_t(max_tokens_);
@@ -264,7 +150,7 @@ std::string ColdPlan::begin(int n_tokens, const uint8_t* cut) {
         request(i).store(0, std::memory_order_relaxed);
         done(i).store(0, std::memory_order_relaxed);
         layers_[i].counts = {};
-        layers_[i].route.clear();
+        layers_[i].asked_route.clear();
     }
     s.reason.clear();
     poisoned_.store(false);
@@ -422,45 +308,46 @@ void ColdPlan::compute(Layer& layer) {
         std::fill_n(out(), n * width_, 0.0f);
         return;
     }
-    std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
+    std::copy_n(h(), n * width_, plan_.buffer(layer.x).row(0));
     if (!plan_.run_rows(layer.first_op, layer.end_op, n, cut_.data()))
         return;  // poisoned: nobody reads the answer
-    std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
+    std::copy_n(plan_.buffer(layer.sum).row(0), n * width_, out());
     count(layer);
 }
 
 // The experts that are not the device's, by expert, so that the rows of one are read once for all its tokens.
 void ColdPlan::compute_experts(Layer& layer) {
     const int32_t* asked = reinterpret_cast<const int32_t*>(memory_ + bits_offset_);
-    layer.route.assign(asked, asked + n_tokens_.load() * layer.n_used);
+    layer.asked_route.assign(asked, asked + n_tokens_.load() * layer.n_used);
     misses_.clear();
-    for (int i = 0; i < int(layer.route.size()); i++) {
-        int32_t& id = layer.route[i];
+    for (int i = 0; i < int(layer.asked_route.size()); i++) {
+        int32_t& id = layer.asked_route[i];
         id = std::clamp(id, -layer.n_expert, layer.n_expert - 1);
         if (id >= 0) misses_.push_back(i);
     }
-    std::ranges::stable_sort(misses_, {}, [&](int32_t i) { return layer.route[i]; });
+    std::ranges::stable_sort(misses_, {}, [&](int32_t i) { return layer.asked_route[i]; });
     for (size_t first = 0; first < misses_.size(); first += size_t(max_rows_)) {
         const int n = int(std::min(misses_.size() - first, size_t(max_rows_)));
         const int32_t* places = misses_.data() + first;
         for (int i = 0; i < n; i++) {
             const int64_t token = places[i] / layer.n_used;
-            std::copy_n(h() + token * width_, width_, plan_.buffer(x_).row(i));
+            std::copy_n(h() + token * width_, width_, plan_.buffer(layer.x).row(i));
             row_cut_[i] = cut_[token];
-            plan_.buffer(route_).row(i)[0] = float(layer.route[places[i]]);
-            plan_.buffer(route_).row(i)[1] = 1.0f;
+            plan_.buffer(layer.route).row(i)[0] = float(layer.asked_route[places[i]]);
+            plan_.buffer(layer.route).row(i)[1] = 1.0f;
         }
         if (!plan_.run_rows(layer.first_op, layer.end_op, n, row_cut_.data())) return;  // poisoned
         for (int i = 0; i < n; i++)
-            std::copy_n(plan_.buffer(sum_).row(i), width_, out() + places[i] * width_);
+            std::copy_n(plan_.buffer(layer.sum).row(i), width_, out() + places[i] * width_);
         count(layer);
     }
 }
 
 // Adds what the operations of a layer did just now.
 void ColdPlan::count(Layer& layer) {
-    for (const auto& [op, counted] : layer.counted) {
+    for (int op = layer.first_op; op < layer.end_op; op++) {
         FfnCounts c = plan_.op(op).counters.get();
+        const Counted counted = layer.counted[op - layer.first_op];
         if (counted == Counted::Gates) c = {c.selected, 0, c.up_rows, 0, 0, 0};
         if (counted == Counted::OfFiring) c.selected = 0;
         FfnCounts& sum = layer.counts.ffn;

@@ -51,12 +51,28 @@ struct ColdCounts {
     double seconds = 0.0;  // from seeing a request to answering it
 };
 
-// Groups of a store whose rows a layer reads, -1: none. first: before its gates; of a mixture, before its
-// experts. then: before what is made of those that fire. apart: that are rows of up too.
-struct StoredGroups {
-    RowStore* store = nullptr;  // null: all rows are in memory
-    int first = -1, then = -1;
-    bool apart = false;
+// What the counts of an operation say: of gates alone it counts what is wanted, and of what is made of those
+// that fire all but that.
+enum class Counted : uint8_t { All, Gates, OfFiring };
+
+// One layer: operations [first_op, end_op) of the plan, which read h in buffer x and leave the answer in
+// `sum`.
+struct ColdLayer {
+    int number = 0;  // in the model
+    int first_op = 0, end_op = 0;
+    std::vector<Counted> counted;  // of each operation
+    int x = -1, sum = -1;
+    // Split neurons: which are cold, bit i % 8 of byte i / 8. scores: buffer that says which are wanted.
+    // predicted: the device hands over bits; else all cold neurons are computed.
+    int64_t n_neurons = 0;
+    std::vector<uint8_t> cold;
+    bool predicted = false;
+    int scores = -1;
+    // Of a mixture: experts of a token. route: buffer of one expert of a token, its id and a weight of 1; a
+    // row of the plan is one expert of a token, so products with the weight are exact, and a sum of one is
+    // that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
+    int n_used = 0, n_expert = 0;
+    int route = -1;
 };
 
 class ColdPlan {
@@ -69,19 +85,14 @@ class ColdPlan {
         int layer;
     };
 
-    // width: of h and out. timeout_ns: how long a layer may take before the step is given up. max_rows: that
-    // are computed at a time; an expert of a token is a row.
-    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int max_rows,
-             std::shared_ptr<Runtime> runtime, int64_t timeout_ns);
+    // plan: not finished; whoever owns it keeps it until this is gone. Its rows are computed at a time; an
+    // expert of a token is a row. width: of h and out. timeout_ns: how long a layer may take before the step
+    // is given up.
+    ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns);
     ~ColdPlan();
 
-    // Weights of `facts` (its buffers and norm are set here), the down projection by rows = neurons, and
-    // which neurons are cold: bit i % 8 of byte i / 8. number: of the layer in the model. predicted: the
-    // device hands over bits; else all cold neurons are computed. Returns the layer's index here.
-    int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted,
-                  StoredGroups rows = {});
-    // The same of a mixture, n_used experts a token. `neurons` and `down`: buffers and n_used are set here.
-    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used, StoredGroups rows = {});
+    // Returns the layer's index here.
+    int add_layer(ColdLayer layer);
     void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
@@ -124,23 +135,11 @@ class ColdPlan {
     // Of the latest step; only after it has ended.
     const ColdCounts& counts(int layer) const { return layers_[layer].counts; }
     // What the device asked for of a mixture's layer, [n_tokens * n_used]; empty where it did not ask.
-    const std::vector<int32_t>& route(int layer) const { return layers_[layer].route; }
+    const std::vector<int32_t>& route(int layer) const { return layers_[layer].asked_route; }
 
   private:
-    // What the counts of an operation say: of gates alone it counts what is wanted, and of what is made of
-    // those that fire all but that.
-    enum class Counted { All, Gates, OfFiring };
-    struct Layer {
-        int number;  // in the model
-        int first_op, end_op;
-        std::vector<std::pair<int, Counted>> counted;  // operations
-        int64_t n_neurons;
-        std::vector<uint8_t> cold;
-        bool predicted;
-        int scores;
-        int n_used = 0;  // experts of a token; 0: no mixture
-        int n_expert = 0;
-        std::vector<int32_t> route;  // as it was asked for
+    struct Layer : ColdLayer {
+        std::vector<int32_t> asked_route;
         ColdCounts counts;
     };
 
@@ -151,9 +150,6 @@ class ColdPlan {
     Flag& done(int layer) const { return reinterpret_cast<Flag*>(memory_ + done_offset_)[layer]; }
     float* h() const { return reinterpret_cast<float*>(memory_ + h_offset_); }
     float* out() const { return reinterpret_cast<float*>(memory_ + out_offset_); }
-    int buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width);
-    std::vector<std::pair<int, Counted>> add_neurons(NeuronFacts facts, const StoredGroups& rows);
-    void add_fetch(const StoredGroups& rows, int group, FetchFacts::Which which, int by, float threshold);
     // Lock, threads, and what the lock protects.
     struct Service {
         const uint64_t born = n_forks();
@@ -181,15 +177,12 @@ class ColdPlan {
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
-    int x_ = -1, sum_ = -1;               // buffers of the plan
-    int route_ = -1;                      // of one expert: its id, and a weight of 1
     std::vector<int32_t> misses_;         // places in a route, by expert
     std::vector<uint8_t> cut_, row_cut_;  // of the step's tokens, and of the rows that are computed
-    std::vector<std::pair<int64_t, int>> scores_, values_, fired_;  // width → buffer
     Memory allocation_;
     uint8_t* memory_ = nullptr;
     size_t memory_bytes_ = 0, done_offset_ = 0, h_offset_ = 0, bits_offset_ = 0, out_offset_ = 0;
-    Plan plan_;
+    Plan& plan_;
 
     mutable Service* service_;  // of this process; a parent's is left as it is
     bool started_ = false;

@@ -169,42 +169,8 @@ struct LinearTail {
     bool cuts() const { return gate_cutoff != 0.0f || value_cutoff != 0.0f; }
 };
 
-struct NeuronFacts {
-    int x = -1, out = -1;
-    Norm norm;        // applied to x first; empty weight: none
-    LinearPart gate;  // without data: none, and the activation is up's
-    LinearPart up;
-    Activation activation = Activation::Relu;
-    float activation_threshold = 0.0f;
-    bool up_activated = false;
-    Activation up_activation = Activation::Relu;
-    bool sparse = false;  // leave out what is not needed
-    int scores = -1;      // buffer of a predictor, -1: none
-    float threshold = 0.0f;
-    int64_t first = 0;  // neurons before it are always selected and have no score
-    // Of tokens that are cut: what is smaller is zero of the input behind the norm, of the activation that
-    // decides, and of the value.
-    float input_cutoff = 0.0f, gate_cutoff = 0.0f, value_cutoff = 0.0f;
-    ChannelMatrix gate_channels, up_channels;  // copies by channel, where there are any
-    // [number of neurons] Where it is given, those alone for which it has `missed_which`.
-    const uint8_t* missed = nullptr;
-    bool missed_which = false;
-};
-
 constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
 static_assert(kMaxExperts <= kMaxChunks);
-
-// See graph.Route (model/graph.py). out: [n_used] ids, [n_used] weights.
-struct RouteFacts {
-    enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
-    int x = -1, out = -1;
-    int n_used = 1;
-    Scoring scoring = Softmax;
-    std::vector<float> bias;  // empty: none
-    bool normalised = false;
-    float scale = 1.0f;
-    int n_groups = 1, n_groups_used = 1, group_best = 2;
-};
 
 // A matrix for each expert, and their biases one after the other.
 struct ExpertMatrices {
@@ -222,66 +188,6 @@ struct ExpertMatrices {
     }
 };
 
-// The neurons of the experts that `route` names, side by side: f(gate) * g(up), or f(up) without a gate.
-struct ExpertFacts {
-    int x = -1, route = -1, out = -1;
-    int n_used = 1;
-    ExpertMatrices gate, up;  // gate without weights: none
-    bool activated = false;   // always with a gate
-    Activation activation = Activation::Relu;
-    float activation_threshold = 0.0f;
-    float cutoff = 0.0f;  // of what is activated, of tokens that are cut
-    bool up_activated = false;
-    Activation up_activation = Activation::Relu;
-    float up_threshold = 0.0f;
-    int scores = -1;  // buffer of the experts' predictors, a column for each of `out`; -1: none
-    float threshold = 0.0f;
-    bool sparse = false;  // leave out what is not needed: of up, and of what scores do not name
-    // [number of experts] Where it is given, those alone for which it has `missed_which`.
-    const uint8_t* missed = nullptr;
-    bool missed_which = false;
-};
-
-// out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
-// residual.
-struct ExpertSumFacts {
-    int x = -1, route = -1, residual = -1, out = -1;
-    int n_used = 1;
-    ExpertMatrices down;
-    bool by_neuron = false;  // a row per neuron, which is a column of x
-    bool apart = false;      // not summed and not weighed: side by side
-    bool sparse = false;     // and rows of zeros are left out
-};
-
-// Which rows of a store's group the operations behind it read, of any token.
-struct FetchFacts {
-    enum Which { All, Selected, NonZero, Routed, Tokens };
-    RowStore* store = nullptr;
-    int group = -1;
-    Which which = All;
-    // Buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; of tokens any, too.
-    int by = -1;
-    float threshold = 0.0f;
-    int64_t first = 0;
-    int n_used = 0;
-    bool waits = true;       // else the reads are on their way, until add_finish_fetch
-    int rows_per_token = 1;  // of `by`: one, or one for each of its experts
-};
-
-constexpr int kMaxGroup = 256;  // query heads per KV head, at most
-
-struct AttentionFacts {
-    int q = -1, k = -1, v = -1, out = -1;
-    int n_head = 0;
-    KvLayer kv;
-    float scale = 1.0f;
-    float softcap = 0.0f;      // 0: none
-    int window = 0;            // 0: none
-    int rope = -1;             // index of a rope of the plan, -1: none (already rotated)
-    Norm q_norm, k_norm;       // per head; empty weight: none
-    std::vector<float> sinks;  // of each query head: a score without a value; empty: none
-};
-
 // One operation's states of sequences, a slot each. A step never writes a slot that it reads: a chunk of it
 // may run again, and a step that was cancelled too.
 struct StateSlots {
@@ -289,27 +195,6 @@ struct StateSlots {
     int64_t size = 0;  // floats of a slot
 
     float* slot(int i) const { return data + i * size; }
-};
-
-constexpr int kMaxConvKernel = 64;
-constexpr int kMaxStateHeads = 1024;
-
-// See graph.ShortConv (model/graph.py). A state: [kernel - 1][width], the oldest inputs first.
-struct ShortConvFacts {
-    int x = -1, out = -1;
-    int kernel = 1;
-    std::vector<float> weight;  // [kernel][width]
-    StateSlots states;
-};
-
-// See graph.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
-// number per head. A state: [n_head][dim_k][dim_v].
-struct DeltaNetFacts {
-    int x = -1, alpha = -1, beta = -1, out = -1;
-    int n_head = 0, n_head_k = 0, dim_k = 0, dim_v = 0;
-    bool tiled = false;
-    std::vector<float> rate, step;  // [n_head]
-    StateSlots states;
 };
 
 class Plan {
@@ -321,44 +206,16 @@ class Plan {
     int add_rope(Rope rope);
 
     void add(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
-    void add_embed(const Matrix& weight, bool positions, int first_row, int out);
-    void add_select(int x, int out);
-    void add_norm(Norm norm, int n_head, int x, int out);
-    // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is
-    // added to the one output. cutoff: below which inputs are zero, behind the norm, of tokens that are cut;
-    // channels: of each part its copy by channel, where it has one; empty: none has.
-    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail,
-                    float cutoff = 0.0f, std::vector<ChannelMatrix> channels = {});
-    void add_neurons(NeuronFacts facts);
-    // part.out = x times part.weight (rows = inputs) + bias + residual. Sparse: rows of zeros are left out.
-    void add_axpy(int x, LinearPart part, int residual, bool sparse);
-    // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
-    void add_route(RouteFacts facts);
-    void add_fetch(FetchFacts facts);
-    // next: what operations behind it read, in the order of its use: while the disk is waited for it is
-    // fetched into the cache that threads share, as far as that has room.
-    void add_finish_fetch(RowStore& store, std::vector<std::pair<const uint8_t*, size_t>> next = {});
-    // Operations behind it read a piece of a stream. waits: they do; else the stream's user has no more to
-    // do, and what comes next may be read.
-    void add_await_piece(Stream& stream, int piece, bool waits);
-    void add_expert_neurons(ExpertFacts facts);
-    void add_expert_sum(ExpertSumFacts facts);
-    void add_mask(int x, int scores, float threshold, int64_t first, int out);
-    // out = x, of tokens that are cut 0 where |x| < threshold.
-    void add_cutoff(int x, float threshold, int out);
-    // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
-    void add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out);
-    void add_rotate(int x, int out, int n_head, int head_dim, int rope, int first);
-    // See graph.Heads; shared -1: none.
-    void add_heads(int x, int shared, int n_head, int first, int out);
-    // See graph.TransposedHeads; a matrix for each head, with a row per input.
-    void add_transposed_heads(int x, std::vector<Matrix> weights, int out);
-    void add_attention(AttentionFacts facts);
-    void add_short_conv(ShortConvFacts facts);
-    void add_delta_net(DeltaNetFacts facts);
-    void add_activate(Activation kind, float threshold, int x, int out);
-    void add_add(int a, int b, int out);
-    void add_multiply(int a, int b, int out);
+
+    // What a batch must keep to; operations narrow it as they are added. 0: any.
+    struct Limits {
+        int n_pages = 0;          // of the KV cache
+        int64_t n_vocab = 0;      // tokens
+        int64_t n_positions = 0;  // of learned position embeddings
+        int n_states = 0;         // slots for the states of sequences
+    };
+    Limits& limits() { return limits_; }
+    const Limits& limits() const { return limits_; }
 
     // After the last operation: sees to it that the runtime has the memory that the operations need.
     void finish();
@@ -386,6 +243,7 @@ class Plan {
     void cancel() { cancel_.store(true); }
 
     const Buffer& buffer(int id) const { return *buffers_[id]; }
+    int n_buffers() const { return int(buffers_.size()); }
     const Kernels& kernels() const { return kernels_; }
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
@@ -408,6 +266,7 @@ class Plan {
     const Kernels& kernels_;
     const int max_tokens_;
     const int max_pages_;
+    Limits limits_;
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Op>> ops_;
@@ -417,41 +276,6 @@ class Plan {
     mutable std::exception_ptr failure_;       // of the same
     const std::shared_ptr<Runtime> runtime_;
 };
-
-// ops/*.cpp
-// `positions`: rows are positions + first_row, not tokens.
-std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool positions, int first_row,
-                               int out);
-std::unique_ptr<Op> make_select(const Plan& plan, int x, int out);
-std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out);
-std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, LinearTail tail, float cutoff = 0.0f);
-std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                        std::vector<ChannelMatrix> channels, int residual, LinearTail tail,
-                                        float cutoff);
-std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
-std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
-std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);
-std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store,
-                                      std::vector<std::pair<const uint8_t*, size_t>> next);
-std::unique_ptr<Op> make_await_piece(const Plan& plan, Stream& stream, int piece, bool waits);
-std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
-std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);
-std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts);
-std::unique_ptr<Op> make_sign_scores(const Plan& plan, int x, const uint8_t* rows, std::vector<float> bias,
-                                     int out);
-std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope,
-                                int first);
-std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, int first, int out);
-std::unique_ptr<Op> make_transposed_heads(const Plan& plan, int x, std::vector<Matrix> weights, int out);
-std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
-std::unique_ptr<Op> make_short_conv(const Plan& plan, ShortConvFacts facts);
-std::unique_ptr<Op> make_delta_net(const Plan& plan, DeltaNetFacts facts);
-std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
-std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);
-std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out);
-std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out);
-std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out);
 
 // ops/rope.cpp: rotates one head; cos and sin are [n_rot / 2].
 void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,

@@ -106,26 +106,20 @@ def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np
     values, kept, out = plan.buffer(N_FF, False), plan.buffer(N_FF, False), plan.buffer(N_EMBD, False)
     floats = [np.ascontiguousarray(h), np.where(wanted, 1, -1).astype(np.float32)]
     for table, buffer in zip(floats, (x, scores), strict=True):
-        plan.embed(0, table.view(np.uint8).reshape(-1), n, False, 0, buffer)
+        plan.add("embed", weight=(0, table.view(np.uint8).reshape(-1)), of="token", first_row=0, out=buffer)
     parts = []
     for linear in (op for op in (ffn.gate, ffn.up) if op is not None):
         bias = None if linear.bias is None else gguf.data(linear.bias).view(np.float32)
-        parts.append((int(gguf.tensors[linear.weight].type), gguf.data(linear.weight), bias, values))
-    gate = parts[0] if len(parts) == 2 else None
-    relu = 3
-    both = relu if MODELS_UP.get(gguf.metadata["general.architecture"]) else None
-    plan.neurons(x, None, gate, parts[-1], (relu, 0.0), both, None, False, values)
-    plan.mask(values, scores, 0.0, 0, kept)
-    plan.axpy(
-        kept,
-        int(gguf.tensors[ffn.down.weight].type),
-        ready.weights.data(ffn.down.weight),
-        None,
-        None,
-        -1,
-        False,
-        out,
-    )
+        weight = int(gguf.tensors[linear.weight].type), gguf.data(linear.weight)
+        parts.append({"weight": weight, "bias": bias})
+    both = "relu" if MODELS_UP.get(gguf.metadata["general.architecture"]) else None
+    plan.add(
+        "neurons", x=x, gate=parts[0] if len(parts) == 2 else None, up=parts[-1], activation="relu",
+        up_activation=both, sparse=False, out=values,
+    )  # fmt: skip
+    plan.add("mask", x=values, scores=scores, threshold=0.0, first=0, out=kept)
+    down = int(gguf.tensors[ffn.down.weight].type), ready.weights.data(ffn.down.weight)
+    plan.add("transposed_linear", x=kept, weight=down, sparse=False, out=out)
     plan.finish()
     ids = np.arange(n, dtype=np.int32)
     plan.run(ids, ids, np.zeros(n, np.int32), np.zeros((1, 1), np.int32), np.zeros(0, np.int32))

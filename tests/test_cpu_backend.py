@@ -289,23 +289,48 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
 def test_what_does_not_fit_its_heads_is_refused() -> None:
     plan = _core.Plan(4, 1, 1, _core.Runtime(1))
     x, out = plan.buffer(32, False), plan.buffer(32, False)
-    narrow = [plan.rope(True, 8, [1.0] * 4, 1.0) for _ in range(2)]
-    assert narrow[0] == narrow[1]  # equal ropes are one
-    wide = plan.rope(True, 64, [1.0] * 32, 1.0)
-    plan.rotate(x, out, 1, 32, narrow[0], 0)
-    for rope in (wide, wide + 1, -1):
-        with pytest.raises(ValueError, match="a rope fits its head"):
-            plan.rotate(x, out, 1, 32, rope, 0)
-    plan.rotate(x, out, 1, 32, narrow[0], 24)
-    for first in (25, 33, -1):
-        with pytest.raises(ValueError, match="a rope fits its head"):
-            plan.rotate(x, out, 1, 32, narrow[0], first)
-    plan.heads(x, -1, 2, 4, plan.buffer(24, False))
-    for shared, first, width in ((-1, 5, 24), (-1, -1, 24), (x, 0, 64), (-1, 0, 25)):
-        with pytest.raises(ValueError, match=r"heads fill the width|channels are some of each head"):
-            plan.heads(x, shared, 2, first, plan.buffer(width, False))
+
+    def rotate(n_rot: int, first: int, n_freq: int | None = None) -> None:
+        freq = [1.0] * (n_rot // 2 if n_freq is None else n_freq)
+        rope = {"kind": "neox", "n_rot": n_rot, "freq": freq, "magnitude": 1.0}
+        plan.add("rotate", x=x, out=out, n_head=1, head_dim=32, rope=rope, first=first)
+
+    rotate(8, 0)
+    rotate(8, 24)
+    with pytest.raises(ValueError, match="n_rot / 2 frequencies"):
+        rotate(8, 0, n_freq=3)
+    for n_rot, first in ((64, 0), (8, 25), (8, 33), (8, -1)):
+        with pytest.raises(ValueError, match=r"a rope fits its head|first is"):
+            rotate(n_rot, first)
+    plan.add("heads", x=x, n_head=2, first=4, out=plan.buffer(24, False))
+    for shared, first, width in ((None, 5, 24), (None, -1, 24), (x, 0, 64), (None, 0, 25)):
+        with pytest.raises(ValueError, match=r"heads fill the width|channels are some of each head|first is"):
+            plan.add("heads", x=x, shared=shared, n_head=2, first=first, out=plan.buffer(width, False))
+    weight = 0, np.zeros(4 * 31 * 32, np.uint8)
     with pytest.raises(ValueError, match="bytes"):
-        plan.transposed_heads(x, 0, np.zeros(4 * 31 * 32, np.uint8), 2, out)
+        plan.add("transposed_heads", x=x, weight=weight, n_head=2, out=out)
+
+
+def test_facts_that_an_operation_does_not_take_are_refused() -> None:
+    plan = _core.Plan(4, 1, 1, _core.Runtime(1))
+    x, out = plan.buffer(32, False), plan.buffer(32, False)
+    for operation, facts, said in (
+        ("halve", {}, "no operation halve"),
+        ("scale", {"factor": 2.0}, "x is not a whole number"),
+        ("scale", {"x": x, "out": out}, "factor is not a number"),
+        ("scale", {"x": x, "out": 7, "factor": 2.0}, "no buffer 7"),
+        ("scale", {"x": x, "out": out, "factor": 2.0, "cap": 1.0}, "has no fact cap"),
+        ("activate", {"x": x, "out": out, "kind": "tan", "threshold": 0.0}, "no activation tan"),
+        ("rms_norm", {"x": x, "out": out, "n_head": 1, "eps": 1e-5, "weight": np.ones(3, np.float32)}, "32"),
+        ("rms_norm", {"x": x, "out": out, "n_head": 1, "eps": 1e-5, "weight": [1.0] * 32}, "not an array"),
+        (
+            "embed",
+            {"weight": (99, np.zeros(64, np.uint8)), "of": "token", "first_row": 0, "out": x},
+            "type 99",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan.add(operation, **facts)
 
 
 def test_usable_cores() -> None:

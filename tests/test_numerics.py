@@ -31,8 +31,8 @@ from make_blocks import random_blocks
 
 from hotset import _core
 from hotset.backends.cpu import KV_TYPES
-from hotset.backends.lowering import ACTIVATIONS, PLANES
-from hotset.backends.reference import ACTIVATIONS as EXACT_ACTIVATIONS
+from hotset.backends.lowering import PLANES
+from hotset.backends.reference import ACTIVATIONS
 from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize
 
@@ -140,7 +140,7 @@ class Fed:
     def input(self, rows: np.ndarray) -> int:
         x = self.plan.buffer(rows.shape[1], False)
         data = np.ascontiguousarray(rows, np.float32).reshape(-1).view(np.uint8)
-        self.plan.embed(F32, data, len(rows), False, 0, x)
+        self.plan.add("embed", weight=(F32, data), of="token", first_row=0, out=x)
         return int(x)
 
     def output(self, width: int) -> int:
@@ -168,7 +168,9 @@ def test_down_projections(type_: GGMLType, isa: str) -> None:
         for n, sparse in ((1, False), (1, True), (3, True), (20, True), (20, False)):
             fed = Fed(isa, n)
             source, out = fed.input(x[:n]), fed.output(cols)
-            fed.plan.axpy(source, int(type_), data, None, bias, -1, sparse, out)
+            fed.plan.add(
+                "transposed_linear", x=source, weight=(int(type_), data), bias=bias, sparse=sparse, out=out
+            )
             assert_within(fed.run(out), expected[:n], bound[:n], f"{type_.name} {isa} {kind} {n} {sparse}")
 
 
@@ -186,7 +188,9 @@ def test_down_projections_in_planes(per_byte: int, isa: str) -> None:
             fed = Fed(isa, n)
             source, out = fed.input(x[:n]), fed.output(cols)
             planes = codes.reshape(-1), scales.reshape(-1).view(np.uint8)
-            fed.plan.axpy(source, PLANES[per_byte], *planes, None, -1, False, out)
+            fed.plan.add(
+                "transposed_linear", x=source, weight=(PLANES[per_byte], *planes), sparse=False, out=out
+            )
             bound = axpy_bound(exact[:n], np.abs(weights))
             assert_within(fed.run(out), exact[:n] @ weights, bound, f"{per_byte} {isa} {kind} {n}")
 
@@ -204,7 +208,7 @@ def test_norms(isa: str, width: int) -> None:
             expected = exact * scale * weight
             fed = Fed(isa, 5)
             source, out = fed.input(x), fed.output(width)
-            fed.plan.norm(False, weight, None, eps, 1, source, out)
+            fed.plan.add("rms_norm", x=source, weight=weight, eps=eps, n_head=1, out=out)
             what = f"{isa} {kind} {width} {eps}"
             of_weight = np.abs(weight) * np.abs(scale) * TINY
             assert_within(fed.run(out), expected, rms_norm_bound(expected, width) + of_weight, f"RMS {what}")
@@ -213,7 +217,7 @@ def test_norms(isa: str, width: int) -> None:
             expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + small) * weight + bias
             fed = Fed(isa, 5)
             source, out = fed.input(x), fed.output(width)
-            fed.plan.norm(True, weight, bias, eps, 1, source, out)
+            fed.plan.add("layer_norm", x=source, weight=weight, bias=bias, eps=eps, out=out)
             bound = layer_norm_bound(exact, weight, bias, small) + U * np.abs(expected)
             assert_within(fed.run(out), expected, bound, f"layer {what}")
 
@@ -246,9 +250,9 @@ def test_activations(isa: str, kind: str) -> None:
     ).astype(np.float32)[None]
     fed = Fed(isa, 1)
     source, out = fed.input(x), fed.output(x.shape[1])
-    fed.plan.activate(ACTIVATIONS[kind], threshold, source, out)
+    fed.plan.add("activate", x=source, kind=kind, threshold=threshold, out=out)
     exact = x.astype(np.float64)
-    expected = np.asarray(EXACT_ACTIVATIONS[kind](exact, np.float32(threshold)), np.float64)
+    expected = np.asarray(ACTIVATIONS[kind](exact, np.float32(threshold)), np.float64)
     bound = activation_bound(kind, exact, expected) + U * np.abs(expected)
     assert_within(fed.run(out), expected, bound, f"{kind} {isa}")
 
@@ -266,7 +270,7 @@ def test_predictors_of_signs_are_exact(isa: str, width: int) -> None:
         for n in (1, 9):
             fed = Fed(isa, n)
             source, out = fed.input(x[:n]), fed.output(rows)
-            fed.plan.sign_scores(source, packed, bias, out)
+            fed.plan.add("sign_scores", x=source, weight=(24, packed), bias=bias, out=out)
             np.testing.assert_array_equal(fed.run(out), agree[:n].astype(np.float32) + bias)
 
 
@@ -303,7 +307,7 @@ def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> 
 )
 def test_attention(isa: str, kv_type: str, kind: str) -> None:
     heads, heads_kv, dim, dim_v = (4, 2, 64, 96) if kv_type == "q8_0" else (4, 2, 40, 24)
-    n, number, size = 1100, *KV_TYPES[kv_type]  # more than two splits
+    n, size = 1100, KV_TYPES[kv_type]  # more than two splits
     q, k = queries_and_keys(kind, n, heads, heads_kv, dim)
     v = ill("outliers", (n, heads_kv * dim_v), 3)
     for window, softcap in ((0, 0.0), (77, 0.0), (77, 2.5)):
@@ -314,9 +318,13 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
         fed = Fed(isa, n, n_pages)
         inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
         scale = dim**-0.5
-        fed.plan.attention(
-            *inputs, out, heads, heads_kv, dim, dim_v, scale, softcap, window, -1, None, None, None, number,
-            *caches, *(scales if kv_type == "q8_0" else (None, None)),
+        cache = dict(zip(("k_cache", "v_cache"), caches, strict=True))
+        if kv_type == "q8_0":
+            cache |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        fed.plan.add(
+            "attention", **dict(zip("qkv", inputs, strict=True)), out=out, n_head=heads, n_head_kv=heads_kv,
+            head_dim=dim, head_dim_v=dim_v, scale=scale, softcap=softcap, window=window, kv_type=kv_type,
+            **cache,
         )  # fmt: skip
         found = fed.run(out).reshape(n, heads, dim_v)
         store = {"f32": lambda x: x, "f16": lambda x: x.astype(np.float16), "q8_0": q8_0_stored}[kv_type]

@@ -113,7 +113,7 @@ def run_one_token(plan: _core.Plan) -> None:
 
 def embedding(plan: _core.Plan, table: np.ndarray) -> int:
     x = plan.buffer(table.shape[1], False)
-    plan.embed(F32, table.reshape(-1).view(np.uint8), len(table), False, 0, x)
+    plan.add("embed", weight=(F32, table.reshape(-1).view(np.uint8)), of="token", first_row=0, out=x)
     return int(x)
 
 
@@ -123,7 +123,7 @@ def test_a_down_projection_wider_than_its_chunks() -> None:
     weight = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
     plan = _core.Plan(1, 1, 1, _core.Runtime(2))
     x, out = embedding(plan, table), plan.buffer(width, False)
-    plan.axpy(x, F32, weight.reshape(-1).view(np.uint8), None, None, -1, False, out)
+    plan.add("transposed_linear", x=x, weight=(F32, weight.reshape(-1).view(np.uint8)), sparse=False, out=out)
     run_one_token(plan)
     expected = np.float64(2) * weight[0] + np.float64(3) * weight[1]
     # 2 * w is exact, and so is 3 * w before the one rounding of the fused multiply and add.
@@ -137,7 +137,7 @@ def test_more_matrices_of_one_input_than_chunks_allow() -> None:
     data = weight.reshape(-1).view(np.uint8)
     plan = _core.Plan(1, 1, 1, _core.Runtime(2))
     x, outs = embedding(plan, table), [plan.buffer(rows, False) for _ in range(n_parts)]
-    plan.linear(x, None, [(F32, data, None, out) for out in outs], -1, False, None)
+    plan.add("linear", x=x, parts=[{"weight": (F32, data), "out": out} for out in outs])
     run_one_token(plan)
     expected = _core.linear(F32, data, rows, table[1:])[0]
     for out in outs:

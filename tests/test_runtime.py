@@ -43,12 +43,12 @@ class Chain:
         self.plan = _core.Plan(N, 1, 4, runtime)
         rows = rng.standard_normal((2 * N, WIDTH)).astype(np.float32).view(np.uint8).reshape(-1)
         first, *others = [self.plan.buffer(WIDTH, False) for _ in range(3)]
-        self.plan.embed(0, rows, 2 * N, False, 0, first)
+        self.plan.add("embed", weight=(0, rows), of="token", first_row=0, out=first)
         data = self.matrix.view(np.uint8).reshape(-1)
         x = first
         for i in range(n_ops):
             out = others[i % 2] if i < n_ops - 1 else self.plan.buffer(WIDTH, False)
-            self.plan.linear(x, None, [(0, data, None, out)], -1, False, None)
+            self.plan.add("linear", x=x, parts=[{"weight": (0, data), "out": out}])
             x = out
         self.out = x
         self.plan.finish()
@@ -217,9 +217,9 @@ def product_of(runtime: _core.Runtime, inputs: np.ndarray, matrix: np.ndarray) -
     """matrix @ (inputs + inputs), float32."""
     plan = _core.Plan(N, 1, 4, runtime)
     x, y, z = plan.buffer(WIDTH, False), plan.buffer(WIDTH, False), plan.buffer(64, False)
-    plan.embed(0, inputs.view(np.uint8).reshape(-1), N, False, 0, x)
-    plan.add(x, x, y)
-    plan.linear(y, None, [(0, matrix.view(np.uint8).reshape(-1), None, z)], -1, False, None)
+    plan.add("embed", weight=(0, inputs.view(np.uint8).reshape(-1)), of="token", first_row=0, out=x)
+    plan.add("add", a=x, b=x, out=y)
+    plan.add("linear", x=y, parts=[{"weight": (0, matrix.view(np.uint8).reshape(-1)), "out": z}])
     plan.finish()
     ids, zeros = np.arange(N, dtype=np.int32), np.zeros(N, np.int32)
     plan.run(ids, ids, zeros, np.zeros((1, 4), np.int32), zeros[:0])

@@ -14,15 +14,11 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "facts.h"
 #include "kernels/kernels.h"
 #include "store/store.h"
 #include "store/stream.h"
 #include "types.h"
-
-namespace hotset {
-struct ExpertMatrices;
-struct NeuronFacts;
-}  // namespace hotset
 
 namespace hotset::bindings {
 
@@ -37,43 +33,16 @@ using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::devi
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// A ValueError, unless the condition holds.
-void require(bool condition, const std::string& sentence);
-
 // Of the instruction set that is named, else HOTSET_ISA's, else the best.
 const Kernels& chosen_kernels(const std::optional<std::string>& isa);
 
-// scales: of planes, whose type is then that of their codes.
-Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols,
-                   const std::optional<Bytes>& scales = std::nullopt);
+Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols);
 
 // The rows of one part of a group of a store, in place of the bytes of a matrix.
 struct StoredRows {
     std::shared_ptr<RowStore> store;
     int group, part;
 };
-using Rows = std::variant<Bytes, StoredRows>;
-
-// As make_matrix; keeps what it lies in alive in `weights` or `stores`.
-Matrix make_matrix(int type, const Rows& data, int64_t rows, int64_t cols, const std::optional<Bytes>& scales,
-                   std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores);
-
-// Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that counts; a
-// bias for each such row.
-using ExpertPart = std::tuple<std::vector<std::pair<int, Rows>>, int64_t, int64_t, std::optional<Floats>>;
-
-// The matrices of experts, rows x cols each, with n_bias numbers of a bias; keeps what they lie in alive.
-ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols, int64_t n_bias,
-                            std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores);
-
-std::vector<float> to_vector(const std::optional<Floats>& array);
-
-Activation checked_activation(int kind);
-
-// Activations of an FFN, as Python names them: (kind, threshold) of the gate, or of up without one, and up's.
-void set_activations(NeuronFacts& facts, bool gated, std::pair<int, float> activation,
-                     std::optional<int> up_activation);
-
 // For Python, which frees it.
 template <class T, class... Shape>
 nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape... shape) {

@@ -1,6 +1,6 @@
 #include "cold.h"
 
-#include "bindings/bindings.h"
+#include "bindings/plan_builder.h"
 
 namespace hotset::bindings {
 namespace {
@@ -9,78 +9,44 @@ namespace {
 // `close` may come from any.
 class Cold {
   public:
-    using Part = std::tuple<int, Rows, std::optional<Floats>>;  // type, data, bias
-    using Down = std::tuple<int, Rows, std::optional<Bytes>>;   // type, data, scales of planes
-
-    // max_rows: experts of tokens that are computed at a time.
-    Cold(int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime, double timeout,
-         const std::optional<std::string>& isa, int max_rows) {
-        require(width > 0 && max_tokens > 0, "the CPU's half needs a width and tokens");
+    // plan: not finished; its rows are computed at a time, and an expert of a token is a row.
+    Cold(nb::object plan, int64_t width, int max_tokens, double timeout)
+        : owner_(std::move(plan)), builder_(nb::cast<PlanBuilder&>(owner_)) {
+        require(width > 0 && max_tokens > 0 && max_tokens <= builder_.plan().max_tokens(),
+                "the CPU's half needs a width and tokens");
         require(timeout > 0 && timeout <= 1e6, "a timeout is more than 0 and at most a million seconds");
-        plan_ = std::make_unique<ColdPlan>(chosen_kernels(isa), width, max_tokens, max_rows,
-                                           std::move(runtime), int64_t(timeout * 1e9));
+        plan_ = std::make_unique<ColdPlan>(builder_.plan(), width, max_tokens, int64_t(timeout * 1e9));
     }
     ~Cold() {
         nb::gil_scoped_release release;  // as in PlanBuilder
         plan_.reset();
     }
 
-    // cold: bit i % 8 of byte i / 8 for each neuron. cutoffs: of the activation that decides, and of the
-    // neurons' values.
-    int layer(int number, const std::optional<Part>& gate, const Part& up, int64_t n_neurons,
-              const std::pair<int, float>& activation, std::optional<int> up_activation, const Down& down,
-              const Bytes& cold, bool predicted, const std::pair<float, float>& cutoffs) {
-        require(!started_, "layers are added before the start");
+    // The operations [first_op, end_op) of the plan, which read buffer x and leave their result in `sum`.
+    // cold: bit i % 8 of byte i / 8 for each neuron. gates, of_firing: operations that compute gates alone,
+    // and what is made of those that fire.
+    int layer(int number, int first_op, int end_op, const std::vector<int>& gates,
+              const std::vector<int>& of_firing, int x, int sum, int64_t n_neurons, const Bytes& cold,
+              bool predicted, int scores) {
+        ColdLayer layer = described(number, first_op, end_op, gates, of_firing, x, sum);
         require(n_neurons > 0 && cold.size() == size_t(n_neurons + 7) / 8, "a layer has a bit per neuron");
-        std::vector<uint8_t> bits(cold.data(), cold.data() + cold.size());
-        if (n_neurons % 8) bits.back() &= uint8_t((1 << n_neurons % 8) - 1);
-        NeuronFacts facts;
-        if (gate) facts.gate = make_part(*gate, n_neurons);
-        facts.up = make_part(up, n_neurons);
-        set_activations(facts, gate.has_value(), activation, up_activation);
-        std::tie(facts.gate_cutoff, facts.value_cutoff) = cutoffs;
-        require(facts.gate_cutoff >= 0.0f && facts.value_cutoff >= 0.0f, "a cutoff is at least 0");
-        const auto& [type, data, scales] = down;
-        const Matrix weight = make_matrix(type, data, n_neurons, plan_->width(), scales, weights_, stores_);
-        return plan_->add_layer(number, std::move(facts), {weight, {}, -1}, std::move(bits), predicted,
-                                groups_of(gate ? &std::get<1>(*gate) : nullptr, std::get<1>(up), data));
+        layer.n_neurons = n_neurons;
+        layer.cold.assign(cold.data(), cold.data() + cold.size());
+        if (n_neurons % 8) layer.cold.back() &= uint8_t((1 << n_neurons % 8) - 1);
+        layer.predicted = predicted;
+        require(builder_.width(scores) == n_neurons, "every neuron has a score");
+        layer.scores = scores;
+        return plan_->add_layer(std::move(layer));
     }
 
-    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them. cutoff: of what is
-    // activated.
-    int experts(int number, int n_expert, int n_used, int64_t n_neurons,
-                const std::optional<ExpertPart>& gate, const ExpertPart& up,
-                const std::pair<int, float>& activation,
-                const std::optional<std::pair<int, float>>& up_activation, const ExpertPart& down,
-                bool by_neuron, bool sparse, float cutoff) {
-        require(!started_, "layers are added before the start");
-        require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert && n_neurons > 0,
+    // Of a mixture, n_used experts a token.
+    int experts(int number, int first_op, int end_op, int x, int sum, int n_expert, int n_used, int route) {
+        ColdLayer layer = described(number, first_op, end_op, {}, {}, x, sum);
+        require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert,
                 "a token has some of the experts");
-        require(gate || !up_activation, "without a gate there is one activation");
-        const int64_t width = plan_->width();
-        ExpertFacts facts;
-        if (gate) facts.gate = make_experts(*gate, n_expert, n_neurons, width, n_neurons, weights_, stores_);
-        facts.up = make_experts(up, n_expert, n_neurons, width, n_neurons, weights_, stores_);
-        facts.sparse = sparse, facts.activated = true;
-        require(cutoff >= 0.0f, "a cutoff is at least 0");
-        facts.cutoff = cutoff;
-        facts.activation = checked_activation(activation.first);
-        facts.activation_threshold = activation.second;
-        if (up_activation) {
-            facts.up_activated = true;
-            facts.up_activation = checked_activation(up_activation->first);
-            facts.up_threshold = up_activation->second;
-        }
-        ExpertSumFacts sum;
-        sum.down = by_neuron ? make_experts(down, n_expert, n_neurons, width, width, weights_, stores_)
-                             : make_experts(down, n_expert, width, n_neurons, width, weights_, stores_);
-        sum.by_neuron = by_neuron, sum.sparse = sparse;
-        const auto data_of = [](const ExpertPart& part) -> const Rows& {
-            return std::get<1>(std::get<0>(part).front());
-        };
-        const StoredGroups groups = groups_of(gate ? &data_of(*gate) : nullptr, data_of(up), data_of(down));
-        require(groups.then < 0, "an expert's matrices are read together");
-        return plan_->add_experts(number, std::move(facts), std::move(sum), n_used, groups);
+        require(builder_.width(route) == 2, "a row of the plan is one expert of a token");
+        layer.n_expert = n_expert, layer.n_used = n_used, layer.route = route;
+        return plan_->add_layer(std::move(layer));
     }
     // What was asked for of a mixture's layer in the latest step: [n_tokens * n_used].
     nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> route(int layer) const;
@@ -168,33 +134,27 @@ class Cold {
         require(layer >= 0 && layer < plan_->n_layers(), "there is no layer " + std::to_string(layer));
         return layer;
     }
-    LinearPart make_part(const Part& part, int64_t n_neurons) {
-        const auto& [type, data, bias] = part;
-        require(!bias || int64_t(bias->size()) == n_neurons, "a bias has the width of its output");
-        return {make_matrix(type, data, n_neurons, plan_->width(), std::nullopt, weights_, stores_),
-                to_vector(bias), -1};
-    }
-    // What comes from a store, of the matrices of a layer. gate: null: none.
-    static StoredGroups groups_of(const Rows* gate, const Rows& up, const Rows& down) {
-        StoredGroups groups;
-        for (const Rows* data : {gate ? gate : &up, &up, &down}) {
-            const StoredRows* const rows = std::get_if<StoredRows>(data);
-            if (!rows) continue;
-            require(!groups.store || groups.store == rows->store.get(), "a layer's rows are in one store");
-            groups.store = rows->store.get();
-            const bool decides = data == (gate ? gate : &up);
-            int& group = decides ? groups.first : groups.then;
-            if (rows->group == groups.first) continue;
-            require(group < 0 || group == rows->group, "a layer's rows are in two groups at most");
-            group = rows->group;
-            if (gate && data == &up) groups.apart = true;
-        }
-        return groups;
+    ColdLayer described(int number, int first_op, int end_op, const std::vector<int>& gates,
+                        const std::vector<int>& of_firing, int x, int sum) const {
+        require(!started_, "layers are added before the start");
+        require(first_op >= 0 && first_op < end_op && end_op <= builder_.n_ops(),
+                "a layer has operations of the plan");
+        require(builder_.width(x) == plan_->width() && builder_.width(sum) == plan_->width(),
+                "what a layer reads and leaves has the width of the exchange");
+        ColdLayer layer;
+        layer.number = number, layer.first_op = first_op, layer.end_op = end_op;
+        layer.x = x, layer.sum = sum;
+        layer.counted.resize(size_t(end_op - first_op), Counted::All);
+        for (const auto& [ops, counted] : {std::pair(gates, Counted::Gates), {of_firing, Counted::OfFiring}})
+            for (const int op : ops) {
+                require(op >= first_op && op < end_op, "an operation that counts is one of the layer's");
+                layer.counted[op - first_op] = counted;
+            }
+        return layer;
     }
 
-    // Before plan_, whose threads read them until its end.
-    std::vector<Bytes> weights_;
-    std::vector<std::shared_ptr<RowStore>> stores_;
+    nb::object owner_;  // of the plan that plan_ runs, whose threads read it until its end
+    PlanBuilder& builder_;
     std::unique_ptr<ColdPlan> plan_;
     bool started_ = false;
 };
@@ -229,16 +189,11 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> Cold::seconds() const {
 
 void bind_cold(nb::module_& m) {
     nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
-        .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&,
-                      int>(),
-             "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none(),
-             "max_rows"_a = 0)
-        .def("layer", &Cold::layer, "number"_a, "gate"_a.none(), "up"_a, "n_neurons"_a, "activation"_a,
-             "up_activation"_a.none(), "down"_a, "cold"_a, "predicted"_a,
-             "cutoffs"_a = std::pair<float, float>())
-        .def("experts", &Cold::experts, "number"_a, "n_expert"_a, "n_used"_a, "n_neurons"_a, "gate"_a.none(),
-             "up"_a, "activation"_a, "up_activation"_a.none(), "down"_a, "by_neuron"_a, "sparse"_a,
-             "cutoff"_a = 0.0f)
+        .def(nb::init<nb::object, int64_t, int, double>(), "plan"_a, "width"_a, "max_tokens"_a, "timeout"_a)
+        .def("layer", &Cold::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a, "x"_a,
+             "sum"_a, "n_neurons"_a, "cold"_a, "predicted"_a, "scores"_a)
+        .def("experts", &Cold::experts, "number"_a, "first_op"_a, "end_op"_a, "x"_a, "sum"_a, "n_expert"_a,
+             "n_used"_a, "route"_a)
         .def("route", &Cold::route, "layer"_a)
         .def("start", &Cold::start)
         .def("memory", [](nb::handle self) { return nb::cast<Cold&>(self).memory(self); })

@@ -3,13 +3,15 @@
 
 #include <algorithm>
 
+#include "bindings/python_facts.h"
+
 namespace hotset::bindings {
 
 PlanBuilder::PlanBuilder(int max_tokens, int n_pages, int max_pages, std::shared_ptr<Runtime> runtime,
-                         const std::optional<std::string>& isa)
-    : n_pages_(n_pages) {
+                         const std::optional<std::string>& isa) {
     require(max_tokens > 0 && n_pages > 0 && max_pages > 0, "a plan needs tokens and pages");
     plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, std::move(runtime));
+    plan_->limits().n_pages = n_pages;
 }
 
 PlanBuilder::~PlanBuilder() {
@@ -20,61 +22,21 @@ PlanBuilder::~PlanBuilder() {
 
 int PlanBuilder::buffer(int64_t width, bool outputs) {
     require(!finished_ && width > 0, "a buffer needs a width");
-    widths_.push_back(width);
-    outputs_.push_back(outputs);
     return plan_->add_buffer(width, outputs);
 }
 
-int PlanBuilder::rope(bool neox, int n_rot, const std::vector<double>& frequencies, float magnitude) {
-    require(n_rot > 0 && n_rot % 2 == 0 && int(frequencies.size()) == n_rot / 2,
-            "a rope needs n_rot / 2 frequencies");
-    return plan_->add_rope({neox, n_rot, magnitude, frequencies});
-}
-
-void PlanBuilder::embed(int type, const Rows& data, int64_t rows, bool positions, int first_row, int out) {
-    const Matrix weight = make_matrix(type, data, rows, width(out), std::nullopt, weights_, stores_);
-    require(!positions || !weight.places, "rows of positions are in memory");
-    require(first_row >= 0 && first_row < rows && (positions || first_row == 0), "rows begin in the matrix");
-    int64_t& limit = positions ? n_positions_ : n_vocab_;
-    limit = limit ? std::min(limit, rows - first_row) : rows - first_row;
-    plan_->add_embed(weight, positions, first_row, out);
-}
-
 void PlanBuilder::input(int out) {
-    require(!finished_ && input_ < 0 && !outputs_[checked(out)], "a plan has one input, a row per token");
+    require(!finished_ && input_ < 0 && !plan_->buffer(checked(out)).outputs,
+            "a plan has one input, a row per token");
     input_ = out;
 }
 
-void PlanBuilder::select(int x, int out) {
-    require(width(x) == width(out) && !outputs_[x] && outputs_[out],
-            "select goes from tokens to outputs of one width");
-    plan_->add_select(x, out);
-}
-
-void PlanBuilder::norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
-                       int n_head, int x, int out) {
-    require(n_head > 0 && width(x) % n_head == 0 && width(x) == width(out), "a norm keeps its width");
-    same_rows(x, out);
-    plan_->add_norm(make_norm(layer, weight, bias, eps, width(x) / n_head), n_head, x, out);
-}
-
-void PlanBuilder::activate(int kind, float threshold, int x, int out) {
-    require(width(x) == width(out), "an activation keeps its width");
-    same_rows(x, out);
-    plan_->add_activate(checked_activation(kind), threshold, x, out);
-}
-
-void PlanBuilder::cutoff(int x, float threshold, int out) {
-    require(width(x) == width(out), "a cutoff keeps its width");
-    same_rows(x, out);
-    require(!outputs_[x], "what is cut belongs to all tokens");
-    plan_->add_cutoff(x, threshold, out);
-}
-
-void PlanBuilder::multiply(int a, int b, int out) {
-    check_pair(a, width(b) == 1 ? a : b, out);
-    same_rows(a, b);
-    plan_->add_multiply(a, b, out);
+void PlanBuilder::add(const std::string& operation, const nb::kwargs& facts) {
+    const Registered::Make make = find_operation(operation);
+    require(make, "there is no operation " + operation);
+    PythonFacts read(*plan_, nb::borrow<nb::dict>(facts), kept_);
+    plan_->add(make(read));
+    read.check_all_read(operation);
 }
 
 void PlanBuilder::finish() {
@@ -88,6 +50,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
                       const std::optional<Bytes>& cut, const std::optional<Ints>& states,
                       const std::optional<Ints>& saves) {
     require(finished_, "the plan is not finished");
+    const Plan::Limits& limits = plan_->limits();
     const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
     require(n > 0 && n <= plan_->max_tokens(),
             "a step takes 1 to " + std::to_string(plan_->max_tokens()) + " tokens, not " + std::to_string(n));
@@ -96,19 +59,19 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
     for (int t = 0; t < n; t++) {
         const int token = tokens.data()[t], position = positions.data()[t], sequence = sequences.data()[t];
-        require(!embeds_tokens() || (token >= 0 && token < n_vocab_),
+        require(!embeds_tokens() || (token >= 0 && token < limits.n_vocab),
                 "token " + std::to_string(token) + " is not in the vocabulary");
         require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
         require(position >= 0 && position / kPageSize < max_pages,
                 "position " + std::to_string(position) + " lies beyond the page table");
-        require(!n_positions_ || position < n_positions_, "position " + std::to_string(position) +
-                                                              " lies beyond the model's context of " +
-                                                              std::to_string(n_positions_));
+        require(!limits.n_positions || position < limits.n_positions,
+                "position " + std::to_string(position) + " lies beyond the model's context of " +
+                    std::to_string(limits.n_positions));
         const bool adjacent = t > 0 && sequences.data()[t - 1] == sequence;
         require(!adjacent || positions.data()[t - 1] < position, "positions of a sequence must rise");
         for (int i = adjacent ? positions.data()[t - 1] / kPageSize : 0; i <= position / kPageSize; i++) {
             const int page = pages.data()[int64_t(sequence) * max_pages + i];
-            require(page >= 0 && page < n_pages_, "a position has no page in the cache");
+            require(page >= 0 && page < limits.n_pages, "a position has no page in the cache");
         }
     }
     const int n_outputs = int(outputs.size());
@@ -117,7 +80,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t),
                 "outputs must be rising indices of tokens");
     }
-    if (has_states_) check_states(positions, sequences, n_sequences, states, saves);
+    if (limits.n_states) check_states(positions, sequences, n_sequences, states, saves);
     require((input_ >= 0) == x.has_value(),
             "a plan that begins with tokens takes no rows; one that begins with rows needs them");
     if (x) {
@@ -140,9 +103,10 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
             return bool(raised);
         };
-        done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(),
-                          n_sequences, max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr,
-                          has_states_ ? states->data() : nullptr, has_states_ ? saves->data() : nullptr);
+        done =
+            plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences,
+                       max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr,
+                       limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -154,7 +118,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> PlanBuilder::rows(nb::handle self, in
 }
 
 int PlanBuilder::checked(int id) const {
-    require(id >= 0 && id < int(widths_.size()), "there is no buffer " + std::to_string(id));
+    require(id >= 0 && id < plan_->n_buffers(), "there is no buffer " + std::to_string(id));
     return id;
 }
 
@@ -163,10 +127,11 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
     const int n = int(sequences.size());
     require(states && saves && int(states->size()) == n_sequences && int(saves->size()) == n,
             "a model with recurrent layers needs slots for the states of a batch");
-    std::vector<char> used(n_states_), seen(n_sequences);
+    const int n_states = plan_->limits().n_states;
+    std::vector<char> used(n_states), seen(n_sequences);
     const auto use = [&](int slot) -> char* {
-        require(slot >= -1 && slot < n_states_,
-                "a state of the batch lies outside the " + std::to_string(n_states_) + " slots of the cache");
+        require(slot >= -1 && slot < n_states,
+                "a state of the batch lies outside the " + std::to_string(n_states) + " slots of the cache");
         return slot < 0 ? nullptr : &used[slot];
     };
     for (int t = 0; t < n; t++) {
@@ -191,29 +156,6 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
                     (positions.data()[t] + 1) % kPageSize == 0,
                 "a state is saved at the end of a page or of a sequence's tokens");
     }
-}
-
-void PlanBuilder::same_rows(int a, int b) const {
-    require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix");
-}
-
-void PlanBuilder::check_pair(int a, int b, int out) const {
-    require(width(a) == width(b) && width(a) == width(out), "both sides have the same width");
-    same_rows(a, b);
-    same_rows(a, out);
-}
-
-Norm PlanBuilder::make_norm(const NormArguments& norm, int x) const {
-    if (!norm) return {};
-    const auto& [layer, weight, bias, eps] = *norm;
-    return make_norm(layer, weight, bias, eps, width(x));
-}
-
-Norm PlanBuilder::make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
-                            int64_t width) {
-    require(int64_t(weight.size()) == width && (!bias || int64_t(bias->size()) == width),
-            "a norm has the width of its input");
-    return {layer, to_vector(weight), to_vector(bias), eps};
 }
 
 nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& cells, int n_cells) const {
@@ -256,52 +198,10 @@ void bind_plan(nb::module_& m) {
         .def(nb::init<int, int, int, std::shared_ptr<Runtime>, const std::optional<std::string>&>(),
              "max_tokens"_a, "n_pages"_a, "max_pages"_a, "runtime"_a, "isa"_a.none() = nb::none())
         .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
-        .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
-        .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "positions"_a, "first_row"_a,
-             "out"_a)
         .def("input", &PlanBuilder::input, "out"_a)
-        .def("select", &PlanBuilder::select, "x"_a, "out"_a)
-        .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
-             "out"_a)
-        .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
-             "activation"_a.none(), "cutoffs"_a = std::tuple<float, float, float>(),
-             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>(), "largest"_a = -1)
-        .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
-             "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,
-             "cutoffs"_a = std::tuple<float, float, float>(),
-             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>(), "missed"_a = nb::none())
-        .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
-             "residual"_a, "sparse"_a, "out"_a)
-        .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a,
-             "waits"_a)
-        .def("finish_fetch", &PlanBuilder::finish_fetch, "store"_a, "next"_a)
-        .def("await_piece", &PlanBuilder::await_piece, "stream"_a, "piece"_a, "waits"_a)
-        .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
-             "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
-        .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
-             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "predictor"_a.none(), "cutoff"_a,
-             "sparse"_a, "out"_a, "missed"_a.none())
-        .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
-             "by_neuron"_a, "apart"_a, "sparse"_a, "out"_a)
-        .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
-        .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
+        .def("add", &PlanBuilder::add, "operation"_a, "facts"_a)
         .def("op_seconds", &PlanBuilder::op_seconds, "cells"_a, "n_cells"_a)
         .def("op_counts", &PlanBuilder::op_counts, "cells"_a, "n_cells"_a)
-        .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a, "first"_a)
-        .def("heads", &PlanBuilder::heads, "x"_a, "shared"_a, "n_head"_a, "first"_a, "out"_a)
-        .def("transposed_heads", &PlanBuilder::transposed_heads, "x"_a, "type"_a, "data"_a, "n_head"_a,
-             "out"_a)
-        .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
-             "head_dim"_a, "head_dim_v"_a, "scale"_a, "softcap"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
-             "k_norm"_a.none(), "sinks"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(),
-             "v_scale"_a.none())
-        .def("cutoff", &PlanBuilder::cutoff, "x"_a, "threshold"_a, "out"_a)
-        .def("short_conv", &PlanBuilder::short_conv, "x"_a, "weight"_a, "states"_a, "out"_a)
-        .def("delta_net", &PlanBuilder::delta_net, "x"_a, "alpha"_a, "beta"_a, "rate"_a, "step"_a, "n_head"_a,
-             "n_head_k"_a, "dim_k"_a, "dim_v"_a, "tiled"_a, "states"_a, "out"_a)
-        .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
-        .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
-        .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
@@ -311,6 +211,7 @@ void bind_plan(nb::module_& m) {
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)
         .def_prop_ro("isa", &PlanBuilder::isa)
+        .def_prop_ro("n_ops", &PlanBuilder::n_ops)
         .def_prop_ro("nbytes", &PlanBuilder::bytes)
         .def_prop_ro("own_nbytes", &PlanBuilder::own_bytes);
 }

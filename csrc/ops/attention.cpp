@@ -4,10 +4,24 @@
 // Where the cuts lie depends on positions alone, so a token's sum is the same however the work is shared out.
 #include <algorithm>
 
-#include "../plan.h"
+#include "../facts.h"
 
 namespace hotset {
 namespace {
+
+constexpr int kMaxGroup = 256;  // query heads per KV head, at most
+
+struct AttentionFacts {
+    int q = -1, k = -1, v = -1, out = -1;
+    int n_head = 0;
+    KvLayer kv;
+    float scale = 1.0f;
+    float softcap = 0.0f;      // 0: none
+    int window = 0;            // 0: none
+    int rope = -1;             // index of a rope of the plan, -1: none (already rotated)
+    Norm q_norm, k_norm;       // per head; empty weight: none
+    std::vector<float> sinks;  // of each query head: a score without a value; empty: none
+};
 
 constexpr int kSplitTokens = kSplitPages * kPageSize;
 constexpr int kTileRows = 24;  // query rows (tokens × heads of a group) that attend together
@@ -339,8 +353,58 @@ class Attention : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts) {
-    return std::make_unique<Attention>(plan, std::move(facts));
-}
+static const Registered kAttention("attention", [](Facts& facts) -> std::unique_ptr<Op> {
+    Plan& plan = facts.plan();
+    AttentionFacts f;
+    f.q = facts.buffer("q"), f.k = facts.buffer("k"), f.v = facts.buffer("v"), f.out = facts.buffer("out");
+    for (int id : {f.q, f.k, f.v, f.out}) facts.of_all_tokens(id);
+    f.n_head = facts.integer("n_head", 1, INT32_MAX);
+    const int n_head_kv = facts.integer("n_head_kv", 1, f.n_head);
+    require(f.n_head % n_head_kv == 0 && f.n_head / n_head_kv <= kMaxGroup,
+            "query heads come in groups of equal size");
+    const int head_dim = facts.integer("head_dim", 1, kMaxHeadDim);
+    const int head_dim_v = facts.integer("head_dim_v", 1, kMaxHeadDim);
+    require(facts.width(f.q) == int64_t(f.n_head) * head_dim &&
+                facts.width(f.k) == int64_t(n_head_kv) * head_dim &&
+                facts.width(f.v) == int64_t(n_head_kv) * head_dim_v &&
+                facts.width(f.out) == int64_t(f.n_head) * head_dim_v,
+            "heads fill the widths of q, k, v and out");
+    f.scale = facts.real("scale");
+    f.softcap = facts.real("softcap");
+    f.window = facts.integer("window", 0, INT32_MAX);
+    f.rope = facts.has("rope") ? facts.rope("rope") : -1;
+    require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "a rope fits its head");
+    f.q_norm = facts.norm("q_norm", head_dim);
+    f.k_norm = facts.norm("k_norm", head_dim);
+    require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
+    f.sinks = facts.floats_or_none("sinks", f.n_head);
+    const std::string type = facts.text("kv_type");
+    require(type == "f32" || type == "f16" || type == "q8_0", "a cache is F32, F16 or Q8_0");
+    const std::span<uint8_t> k = facts.writable_bytes("k_cache"), v = facts.writable_bytes("v_cache");
+    f.kv = {type == "f32"   ? KvType::F32
+            : type == "f16" ? KvType::F16
+                            : KvType::Q8_0,
+            n_head_kv,
+            head_dim,
+            head_dim_v,
+            k.data(),
+            v.data(),
+            nullptr,
+            nullptr};
+    const int n_pages = plan.limits().n_pages;
+    require(k.size() == n_pages * f.kv.k_page_bytes() && v.size() == n_pages * f.kv.v_page_bytes(),
+            "the cache has the size of its pages");
+    if (f.kv.type == KvType::Q8_0) {
+        require(head_dim % 32 == 0 && head_dim_v % 32 == 0, "a Q8_0 cache needs heads of whole 32-blocks");
+        const std::span<uint8_t> k_scale = facts.writable_bytes("k_scale"),
+                                 v_scale = facts.writable_bytes("v_scale");
+        const size_t scales = size_t(n_pages) * n_head_kv * kPageSize * 2;
+        require(k_scale.size() == scales * (head_dim / 32) && v_scale.size() == scales * (head_dim_v / 32),
+                "a Q8_0 cache has scales");
+        f.kv.k_scale = reinterpret_cast<uint16_t*>(k_scale.data());
+        f.kv.v_scale = reinterpret_cast<uint16_t*>(v_scale.data());
+    }
+    return std::make_unique<Attention>(plan, std::move(f));
+});
 
 }  // namespace hotset

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "../facts.h"
 #include "linear_input.h"
 
 namespace hotset {
@@ -237,8 +238,14 @@ class Axpy : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse) {
-    return std::make_unique<Axpy>(plan, x, std::move(part), residual, sparse);
-}
+// See operations.TransposedLinear. sparse: rows of zeros are left out.
+static const Registered kTransposedLinear("transposed_linear", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_rows(x, out);
+    LinearPart part{facts.matrix("weight", facts.width(x), facts.width(out)),
+                    facts.floats_or_none("bias", facts.width(out)), out};
+    const int residual = facts.residual(x, out);
+    return std::make_unique<Axpy>(facts.plan(), x, std::move(part), residual, facts.flag("sparse"));
+});
 
 }  // namespace hotset

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "channel_input.h"
+#include "linear.h"
 #include "linear_tail.h"
 
 namespace hotset {

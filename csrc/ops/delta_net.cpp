@@ -2,10 +2,22 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../plan.h"
+#include "../facts.h"
 
 namespace hotset {
 namespace {
+
+constexpr int kMaxStateHeads = 1024;
+
+// See graph.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
+// number per head. A state: [n_head][dim_k][dim_v].
+struct DeltaNetFacts {
+    int x = -1, alpha = -1, beta = -1, out = -1;
+    int n_head = 0, n_head_k = 0, dim_k = 0, dim_v = 0;
+    bool tiled = false;
+    std::vector<float> rate, step;  // [n_head]
+    StateSlots states;
+};
 
 constexpr float kLengthEps = 1e-6f;  // of the squared length of a query or key
 constexpr int kCancelTokens = 64;    // between two looks at the flag
@@ -99,8 +111,26 @@ class DeltaNet : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_delta_net(const Plan& plan, DeltaNetFacts facts) {
-    return std::make_unique<DeltaNet>(plan, std::move(facts));
-}
+static const Registered kDeltaNet("delta_net", [](Facts& facts) -> std::unique_ptr<Op> {
+    DeltaNetFacts f;
+    f.x = facts.buffer("x"), f.alpha = facts.buffer("alpha"), f.beta = facts.buffer("beta");
+    f.out = facts.buffer("out");
+    for (int id : {f.x, f.alpha, f.beta, f.out}) facts.of_all_tokens(id);
+    require(f.x != f.out, "an operation with a state reads what it does not write");
+    f.n_head = facts.integer("n_head", 1, kMaxStateHeads);
+    f.n_head_k = facts.integer("n_head_k", 1, f.n_head);
+    f.dim_k = facts.integer("dim_k", 1, kMaxHeadDim);
+    f.dim_v = facts.integer("dim_v", 1, kMaxHeadDim);
+    f.tiled = facts.flag("tiled");
+    require(f.n_head % f.n_head_k == 0, "heads of values share those of keys");
+    const int64_t values = int64_t(f.n_head) * f.dim_v;
+    require(facts.width(f.x) == 2 * int64_t(f.n_head_k) * f.dim_k + values && facts.width(f.out) == values &&
+                facts.width(f.alpha) == f.n_head && facts.width(f.beta) == f.n_head,
+            "heads fill the widths of a delta net");
+    f.rate = facts.floats("rate", f.n_head);
+    f.step = facts.floats("step", f.n_head);
+    f.states = facts.states("states", values * f.dim_k);
+    return std::make_unique<DeltaNet>(facts.plan(), std::move(f));
+});
 
 }  // namespace hotset

@@ -1,41 +1,73 @@
-// Operations that treat each row by itself: embedding, selection, norms, activations, sums and products.
+// Operations that treat each row by itself: embedding, selection, norms, activations, sums and products. Each
+// is described by the class of its name in model/operations.py.
 #include <algorithm>
 
+#include "../facts.h"
 #include "row_op.h"
 
 namespace hotset {
 
-std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool positions, int first_row,
-                               int out) {
-    return make_row_op(plan, out, [=](const StepTokens& step, int r, float* result) {
+static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int out = facts.buffer("out");
+    const Matrix weight = facts.matrix("weight", -1, facts.width(out));
+    const bool positions = facts.text("of") == "position";
+    const int first_row = facts.integer("first_row", 0, weight.rows - 1);
+    require(!positions || !weight.places, "rows of positions are in memory");
+    require(positions || first_row == 0, "rows of tokens begin with the first");
+    Plan::Limits& limits = facts.plan().limits();
+    int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
+    limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;
+    return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
         const int row = positions ? step.positions[r] + first_row : step.tokens[r];
         dequantize_row(weight.type, weight.row(row), weight.cols, result);
     });
-}
+});
 
-std::unique_ptr<Op> make_select(const Plan& plan, int x, int out) {
-    const Buffer& in = plan.buffer(x);
-    return make_row_op(plan, out, [&in](const StepTokens& step, int r, float* result) {
+static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    require(facts.width(x) == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
+            "select goes from tokens to outputs of one width");
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out, [&in](const StepTokens& step, int r, float* result) {
         std::copy_n(in.row(step.outputs[r]), in.width, result);
+    });
+});
+
+static std::unique_ptr<Op> make_norm(Facts& facts, bool layer, int n_head) {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    require(n_head > 0 && facts.width(x) % n_head == 0, "heads fill the width");
+    const int64_t width = facts.width(x) / n_head;
+    const Norm norm{layer, facts.floats("weight", width),
+                    layer ? facts.floats_or_none("bias", width) : std::vector<float>(), facts.real("eps")};
+    const Buffer& in = facts.plan().buffer(x);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+        for (int h = 0; h < n_head; h++)
+            norm.apply(kernels, in.row(r) + h * width, width, result + h * width);
     });
 }
 
-std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out) {
-    const Buffer& in = plan.buffer(x);
-    const Kernels& kernels = plan.kernels();
-    const int64_t width = in.width / n_head;
-    return make_row_op(plan, out,
-                       [=, &in, &kernels, norm = std::move(norm)](const StepTokens&, int r, float* result) {
-                           for (int h = 0; h < n_head; h++)
-                               norm.apply(kernels, in.row(r) + h * width, width, result + h * width);
-                       });
-}
+static const Registered kRmsNorm("rms_norm", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_norm(facts, false, facts.integer("n_head", 1, INT32_MAX));
+});
 
-std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope,
-                                int first) {
+static const Registered kLayerNorm("layer_norm", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_norm(facts, true, 1);
+});
+
+static const Registered kRotate("rotate", [](Facts& facts) -> std::unique_ptr<Op> {
+    Plan& plan = facts.plan();
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const int n_head = facts.integer("n_head", 1, INT32_MAX),
+              head_dim = facts.integer("head_dim", 1, INT32_MAX);
+    require(facts.width(x) == int64_t(n_head) * head_dim, "heads fill the width");
+    const int first = facts.integer("first", 0, head_dim), rope = facts.rope("rope");
+    require(plan.rope(rope).n_rot <= head_dim - first, "a rope fits its head");
     const Buffer& in = plan.buffer(x);
     return make_row_op(plan, out, [=, &plan, &in](const StepTokens& step, int r, float* result) {
-        const Rope& facts = plan.rope(rope);  // asked now: those that are added later move it
+        const Rope& facts = plan.rope(rope);  // looked up now: those that are added later move it
         const int half = facts.n_rot / 2;
         for (int h = 0; h < n_head; h++) {
             const float* head = in.row(r) + h * head_dim;
@@ -44,62 +76,102 @@ std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, in
                         head_dim - first, head + first, result + h * head_dim + first);
         }
     });
-}
+});
 
-std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, int first, int out) {
+static const Registered kHeads("heads", [](Facts& facts) -> std::unique_ptr<Op> {
+    Plan& plan = facts.plan();
+    const int x = facts.buffer("x"), out = facts.buffer("out"), shared = facts.buffer_or_none("shared");
+    facts.same_rows(x, out);
+    if (shared >= 0) facts.same_rows(shared, out);
+    const int n_head = facts.integer("n_head", 1, INT32_MAX);
+    require(facts.width(x) % n_head == 0 && facts.width(out) % n_head == 0, "heads fill the width");
     const Buffer& in = plan.buffer(x);
     const Buffer* of_all = shared < 0 ? nullptr : &plan.buffer(shared);
     const int64_t stride = in.width / n_head, n_shared = of_all ? of_all->width : 0;
-    const int64_t count = plan.buffer(out).width / n_head - n_shared;
+    const int64_t count = facts.width(out) / n_head - n_shared;
+    const int first = facts.integer("first", 0, stride);
+    require(count > 0 && first + count <= stride, "channels are some of each head");
     return make_row_op(plan, out, [=, &in](const StepTokens&, int r, float* result) {
         for (int h = 0; h < n_head; h++, result += count + n_shared) {
             std::copy_n(in.row(r) + h * stride + first, count, result);
             if (of_all) std::copy_n(of_all->row(r), n_shared, result + count);
         }
     });
-}
+});
 
-std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out) {
-    const Buffer& in = plan.buffer(x);
-    const Kernels& kernels = plan.kernels();
-    return make_row_op(plan, out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+static std::unique_ptr<Op> make_activation(Facts& facts, Activation kind, float threshold) {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const Buffer& in = facts.plan().buffer(x);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
         kernels.activate(kind, threshold, in.row(r), in.width, result);
     });
 }
 
-std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out) {
-    const Buffer &in = plan.buffer(x), &by = plan.buffer(scores);
-    return make_row_op(plan, out, [=, &in, &by](const StepTokens&, int r, float* result) {
+static const Registered kActivate("activate", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_activation(facts, facts.activation("kind"), facts.real("threshold"));
+});
+
+static const Registered kSoftCap("soft_cap", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_activation(facts, Activation::SoftCap, facts.real("cap"));
+});
+
+static const Registered kScale("scale", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_activation(facts, Activation::Scale, facts.real("factor"));
+});
+
+static const Registered kMask("mask", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), scores = facts.buffer("scores"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    facts.same_rows(scores, out);
+    const float threshold = facts.real("threshold");
+    const int64_t first = facts.integer("first");
+    require(first >= 0 && facts.width(scores) == facts.width(out) - first,
+            "a mask has a score for each column from `first` on");
+    const Buffer &in = facts.plan().buffer(x), &by = facts.plan().buffer(scores);
+    return make_row_op(facts.plan(), out, [=, &in, &by](const StepTokens&, int r, float* result) {
         std::copy_n(in.row(r), in.width, result);
         for (int64_t i = first; i < in.width; i++)
             if (by.row(r)[i - first] < threshold) result[i] = 0.0f;
     });
-}
+});
 
-std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out) {
-    const Buffer& in = plan.buffer(x);
-    return make_row_op(plan, out, [=, &in](const StepTokens& step, int r, float* result) {
+static const Registered kCutoff("cutoff", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    facts.of_all_tokens(x);
+    const float threshold = facts.real("threshold");
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out, [=, &in](const StepTokens& step, int r, float* result) {
         cut_small(step.cut[r] ? threshold : 0.0f, in.row(r), in.width, result);
     });
-}
+});
 
-std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out) {
-    const Buffer &left = plan.buffer(a), &right = plan.buffer(b);
-    const Kernels& kernels = plan.kernels();
-    return make_row_op(plan, out, [&left, &right, &kernels](const StepTokens&, int r, float* result) {
+static const Registered kAdd("add", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int a = facts.buffer("a"), b = facts.buffer("b"), out = facts.buffer("out");
+    facts.same_shape(a, b);
+    facts.same_shape(a, out);
+    const Buffer &left = facts.plan().buffer(a), &right = facts.plan().buffer(b);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [&left, &right, &kernels](const StepTokens&, int r, float* result) {
         kernels.add(left.row(r), right.row(r), left.width, result);
     });
-}
+});
 
-std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out) {
-    const Buffer &left = plan.buffer(a), &right = plan.buffer(b);
-    const Kernels& kernels = plan.kernels();
-    return make_row_op(plan, out, [&left, &right, &kernels](const StepTokens&, int r, float* result) {
+static const Registered kMultiply("multiply", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int a = facts.buffer("a"), b = facts.buffer("b"), out = facts.buffer("out");
+    if (facts.width(b) != 1) facts.same_shape(a, b);
+    facts.same_rows(a, b);
+    facts.same_shape(a, out);
+    const Buffer &left = facts.plan().buffer(a), &right = facts.plan().buffer(b);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [&left, &right, &kernels](const StepTokens&, int r, float* result) {
         if (right.width == left.width)
             kernels.multiply(left.row(r), right.row(r), left.width, result);
         else
             kernels.activate(Activation::Scale, right.row(r)[0], left.row(r), left.width, result);
     });
-}
+});
 
 }  // namespace hotset

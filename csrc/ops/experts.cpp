@@ -7,10 +7,42 @@
 #include <algorithm>
 #include <bit>
 
+#include "../facts.h"
 #include "linear_input.h"
 
 namespace hotset {
 namespace {
+
+// The neurons of the experts that `route` names, side by side: f(gate) * g(up), or f(up) without a gate.
+struct ExpertFacts {
+    int x = -1, route = -1, out = -1;
+    int n_used = 1;
+    ExpertMatrices gate, up;  // gate without weights: none
+    bool activated = false;   // always with a gate
+    Activation activation = Activation::Relu;
+    float activation_threshold = 0.0f;
+    float cutoff = 0.0f;  // of what is activated, of tokens that are cut
+    bool up_activated = false;
+    Activation up_activation = Activation::Relu;
+    float up_threshold = 0.0f;
+    int scores = -1;  // buffer of the experts' predictors, a column for each of `out`; -1: none
+    float threshold = 0.0f;
+    bool sparse = false;  // leave out what is not needed: of up, and of what scores do not name
+    // [number of experts] Where it is given, those alone for which it has `missed_which`.
+    const uint8_t* missed = nullptr;
+    bool missed_which = false;
+};
+
+// out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
+// residual.
+struct ExpertSumFacts {
+    int x = -1, route = -1, residual = -1, out = -1;
+    int n_used = 1;
+    ExpertMatrices down;
+    bool by_neuron = false;  // a row per neuron, which is a column of x
+    bool apart = false;      // not summed and not weighed: side by side
+    bool sparse = false;     // and rows of zeros are left out
+};
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
 constexpr int kDecodeChunks = 64;           // one token, at most
@@ -760,13 +792,72 @@ class ExpertAxpy : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts) {
-    return std::make_unique<ExpertNeurons>(plan, std::move(facts));
+namespace {
+
+// Experts of a token that a route names.
+int n_used_of(const Facts& facts, int route, int out, int n_expert) {
+    facts.same_rows(route, out);
+    const int64_t width = facts.width(route);
+    require(width % 2 == 0 && width / 2 <= n_expert, "a route names some of the experts");
+    return int(width / 2);
 }
 
-std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts) {
-    if (facts.by_neuron) return std::make_unique<ExpertAxpy>(plan, std::move(facts));
-    return std::make_unique<ExpertSum>(plan, std::move(facts));
-}
+}  // namespace
+
+// Neurons of a route's experts; without an activation the products of up. missed: those experts alone that
+// the store of up missed (true) or had (false).
+static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std::unique_ptr<Op> {
+    ExpertFacts f;
+    f.x = facts.buffer("x"), f.route = facts.buffer("route"), f.out = facts.buffer("out");
+    facts.same_rows(f.x, f.out);
+    const int n_expert = facts.integer("n_expert", 1, kMaxExperts);
+    f.n_used = n_used_of(facts, f.route, f.out, n_expert);
+    require(f.n_used > 0 && facts.width(f.out) % f.n_used == 0, "experts have neurons of their own");
+    const int64_t rows = facts.width(f.out) / f.n_used, width = facts.width(f.x);
+    f.sparse = facts.flag("sparse");
+    const bool gated = facts.has("gate");
+    if (gated) f.gate = facts.experts("gate", n_expert, rows, width, rows);
+    f.up = facts.experts("up", n_expert, rows, width, rows);
+    f.activated = facts.has("activation");
+    f.up_activated = facts.has("up_activation");
+    require((!gated || f.activated) && (gated || !f.up_activated), "a gate has an activation");
+    f.cutoff = facts.real("gate_cutoff", 0.0f);
+    require(f.cutoff >= 0.0f && (f.activated || f.cutoff == 0.0f), "what is cut is an activation");
+    if (f.activated) f.activation = facts.activation("activation");
+    f.activation_threshold = facts.real("activation_threshold", 0.0f);
+    if (f.up_activated) f.up_activation = facts.activation("up_activation");
+    f.up_threshold = facts.real("up_threshold", 0.0f);
+    if ((f.scores = facts.buffer_or_none("scores")) >= 0) {
+        f.threshold = facts.real("threshold");
+        facts.same_shape(f.scores, f.out);
+        require(f.activated, "a predictor is of what is activated");
+    }
+    if (facts.has("missed")) {
+        f.missed = facts.missed_rows(facts.record("up")->tensors("tensors").front().stored, n_expert);
+        f.missed_which = facts.flag("missed");
+    }
+    return std::make_unique<ExpertNeurons>(facts.plan(), std::move(f));
+});
+
+// by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would be
+// weighed and summed is side by side.
+static const Registered kExpertSum("expert_sum", [](Facts& facts) -> std::unique_ptr<Op> {
+    ExpertSumFacts f;
+    f.x = facts.buffer("x"), f.route = facts.buffer("route"), f.out = facts.buffer("out");
+    facts.same_rows(f.x, f.out);
+    const int n_expert = facts.integer("n_expert", 1, kMaxExperts);
+    f.n_used = n_used_of(facts, f.route, f.out, n_expert);
+    require(f.n_used > 0 && facts.width(f.x) % f.n_used == 0, "experts have neurons of their own");
+    f.residual = facts.residual(f.x, f.out);
+    f.by_neuron = facts.flag("by_neuron"), f.apart = facts.flag("apart"), f.sparse = facts.flag("sparse");
+    require(!f.apart || (!f.by_neuron && f.residual < 0 && facts.width(f.out) % f.n_used == 0),
+            "products side by side are by output, and not added to anything");
+    const int64_t neurons = facts.width(f.x) / f.n_used,
+                  outputs = facts.width(f.out) / (f.apart ? f.n_used : 1);
+    f.down = f.by_neuron ? facts.experts("down", n_expert, neurons, outputs, outputs)
+                         : facts.experts("down", n_expert, outputs, neurons, outputs);
+    if (f.by_neuron) return std::make_unique<ExpertAxpy>(facts.plan(), std::move(f));
+    return std::make_unique<ExpertSum>(facts.plan(), std::move(f));
+});
 
 }  // namespace hotset

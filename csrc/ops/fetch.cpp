@@ -7,10 +7,26 @@
 #include <unistd.h>
 #endif
 
+#include "../facts.h"
 #include "alone.h"
 
 namespace hotset {
 namespace {
+
+// Which rows of a store's group the operations behind it read, of any token.
+struct FetchFacts {
+    enum Which { All, Selected, NonZero, Routed, Tokens };
+    RowStore* store = nullptr;
+    int group = -1;
+    Which which = All;
+    // Buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; of tokens any, too.
+    int by = -1;
+    float threshold = 0.0f;
+    int64_t first = 0;
+    int n_used = 0;
+    bool waits = true;       // else the reads are on their way, until add_finish_fetch
+    int rows_per_token = 1;  // of `by`: one, or one for each of its experts
+};
 
 constexpr size_t kLine = 64, kLookBytes = 16 << 10;  // of what is fetched between two looks at the disk
 constexpr int kLearnTokens = 8;  // a step of more is a prompt's: it does not say what is needed often
@@ -142,13 +158,46 @@ class FinishFetch : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store,
-                                      std::vector<std::pair<const uint8_t*, size_t>> next) {
-    return std::make_unique<FinishFetch>(plan, store, std::move(next));
-}
+// next: what operations behind it read, in the order of its use: while the disk is waited for it is fetched
+// into the cache that threads share, as far as that has room.
+static const Registered kFinishFetch("finish_fetch", [](Facts& facts) -> std::unique_ptr<Op> {
+    std::vector<std::pair<const uint8_t*, size_t>> next;
+    for (const std::span<const uint8_t> one : facts.list_of_bytes("next"))
+        next.emplace_back(one.data(), one.size());
+    return std::make_unique<FinishFetch>(facts.plan(), facts.store("store"), std::move(next));
+});
 
-std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts) {
-    return std::make_unique<Fetch>(plan, facts);
-}
+static const Registered kFetch("fetch", [](Facts& facts) -> std::unique_ptr<Op> {
+    FetchFacts f;
+    f.store = &facts.store("store");
+    f.group = facts.integer("group", 0, f.store->n_groups() - 1);
+    require(f.store->end(), "there is no such group of rows");
+    const std::string which = facts.text("which");
+    f.by = facts.buffer("by");
+    f.waits = facts.flag("waits");
+    const int64_t n_rows = f.store->n_rows(f.group), width = facts.width(f.by);
+    if (which == "selected") {
+        f.which = FetchFacts::Selected;
+        f.threshold = facts.real("threshold");
+        f.first = facts.integer("first");
+        require(f.first >= 0 && width == n_rows - f.first, "a predictor has a score for each neuron");
+    } else if (which == "nonzero") {
+        f.which = FetchFacts::NonZero;
+        require(width == n_rows, "a neuron has a value");
+    } else if (which == "routed") {
+        f.which = FetchFacts::Routed;
+        require(width % 2 == 0 && width / 2 <= n_rows, "a route names some of the experts");
+        f.n_used = int(width / 2);
+        f.rows_per_token = facts.integer("rows_per_token", 1, INT32_MAX);
+    } else if (which == "tokens") {
+        f.which = FetchFacts::Tokens;
+        require(facts.plan().max_tokens() <= f.store->at_once(f.group) || f.store->is_whole(),
+                "a step has no more tokens than a store has room for");
+    } else {
+        require(which == "all", "there is no way to fetch called " + which);
+        f.which = FetchFacts::All;
+    }
+    return std::make_unique<Fetch>(facts.plan(), f);
+});
 
 }  // namespace hotset

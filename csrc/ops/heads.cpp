@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../plan.h"
+#include "../facts.h"
 
 namespace hotset {
 namespace {
@@ -74,8 +74,18 @@ class TransposedHeads : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_transposed_heads(const Plan& plan, int x, std::vector<Matrix> weights, int out) {
-    return std::make_unique<TransposedHeads>(plan, x, std::move(weights), out);
-}
+// weight: a matrix of each head one behind the other, with a row per input.
+static const Registered kTransposedHeads("transposed_heads", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_rows(x, out);
+    const int n_head = facts.integer("n_head", 1, kMaxChunks);
+    const int64_t width = facts.width(x);
+    require(facts.width(out) % n_head == 0, "heads fill the width");
+    const Matrix all = facts.matrix("weight", width * n_head, facts.width(out) / n_head);
+    std::vector<Matrix> weights;
+    for (int h = 0; h < n_head; h++)
+        weights.push_back({all.type, all.row(h * width), width, all.cols, all.row_bytes, nullptr});
+    return std::make_unique<TransposedHeads>(facts.plan(), x, std::move(weights), out);
+});
 
 }  // namespace hotset

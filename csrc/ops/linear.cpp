@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "linear.h"
 #include "linear_input.h"
 #include "linear_tail.h"
 
@@ -182,5 +183,74 @@ std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<
                                 int residual, LinearTail tail, float cutoff) {
     return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, tail, cutoff);
 }
+
+LinearPart linear_part(Facts& facts, int x, int out) {
+    facts.same_rows(x, out);
+    return {facts.matrix("weight", facts.width(out), facts.width(x)),
+            facts.floats_or_none("bias", facts.width(out)), out};
+}
+
+ChannelMatrix channels_of(Facts& facts, const Matrix& by_row) {
+    ChannelMatrix made;
+    if (!facts.has("channels")) return made;
+    const std::unique_ptr<Facts> of = facts.record("channels");
+    require(facts.plan().kernels().channel_linear[int(by_row.type)],
+            std::string(type_facts(by_row.type).name) + " is not laid out by channel");
+    const std::span<const uint8_t> data = of->bytes("data");
+    made.type = by_row.type, made.data = data.data(), made.rows = by_row.cols;
+    made.cols = of->integer("cols"), made.tile = of->integer("tile"), made.first_col = of->integer("first");
+    made.below = of->real("below");
+    require(made.cols > 0 && made.cols % 32 == 0 && made.first_col >= 0 && made.first_col % 32 == 0 &&
+                by_row.rows % 32 == 0 && made.first_col + by_row.rows <= made.cols && made.tile > 0 &&
+                made.tile % 32 == 0,
+            "outputs of a matrix by channel are whole groups of 32");
+    require(by_row.cols % 32 == 0 &&
+                data.size() == size_t(channel_format(by_row.type).output_bytes(by_row.cols) * made.cols),
+            "a matrix by channel has the numbers of its rows");
+    return made;
+}
+
+// Products of one input. parts: records {weight, bias, out, channels}. With a norm, it is applied to the
+// input first; input_cutoff: below which inputs are zero, behind the norm, of tokens that are cut.
+// activation: of the one part, or, gated, of the first, which is multiplied by the second; gate_cutoff,
+// value_cutoff: of the activation and of the result. residual: is added to the one result. largest: buffer of
+// LinearPart::largest.
+static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op> {
+    Plan& plan = facts.plan();
+    const int x = facts.buffer("x");
+    std::vector<LinearPart> parts;
+    std::vector<ChannelMatrix> channels;
+    for (const std::unique_ptr<Facts>& part : facts.records("parts")) {
+        parts.push_back(linear_part(*part, x, part->buffer("out")));
+        require(!parts.back().weight.places, "a product of all rows has them in order");
+        channels.push_back(channels_of(*part, parts.back().weight));
+    }
+    if (std::ranges::none_of(channels, [](const ChannelMatrix& one) { return one.data; })) channels.clear();
+    const bool gated = facts.flag("gated", false), activated = facts.has("activation");
+    require(!parts.empty() && parts.size() <= kMaxChunks && (!gated || (parts.size() == 2 && activated)) &&
+                (gated || !activated || parts.size() == 1),
+            "a matrix product has parts");
+    require(!gated || parts[0].weight.rows == parts[1].weight.rows, "gate and up have the same rows");
+    LinearTail tail;
+    if (activated)
+        tail = {gated ? LinearTail::Gated : LinearTail::Activated, facts.activation("activation"),
+                facts.real("activation_threshold", 0.0f), facts.real("gate_cutoff", 0.0f),
+                facts.real("value_cutoff", 0.0f)};
+    const int residual = facts.residual(x, parts[0].out);
+    require(residual < 0 || parts.size() == 1, "one product has a residual");
+    if (facts.has("largest")) {
+        const int largest = facts.buffer("largest");
+        facts.same_rows(parts[0].out, largest);
+        require(parts.size() == 1 && channels.empty() &&
+                    facts.width(largest) * kLogitGroup == facts.width(parts[0].out),
+                "one product by rows has a largest value in each group");
+        parts[0].largest = largest;
+    }
+    Norm norm = facts.norm("norm", facts.width(x));
+    const float cutoff = facts.real("input_cutoff", 0.0f);
+    return channels.empty() ? make_linear(plan, x, std::move(norm), std::move(parts), residual, tail, cutoff)
+                            : make_channel_linear(plan, x, std::move(norm), std::move(parts),
+                                                  std::move(channels), residual, tail, cutoff);
+});
 
 }  // namespace hotset

@@ -12,9 +12,32 @@
 #include <cstring>
 
 #include "channel_input.h"
+#include "linear.h"
 
 namespace hotset {
 namespace {
+
+struct NeuronFacts {
+    int x = -1, out = -1;
+    Norm norm;        // applied to x first; empty weight: none
+    LinearPart gate;  // without data: none, and the activation is up's
+    LinearPart up;
+    Activation activation = Activation::Relu;
+    float activation_threshold = 0.0f;
+    bool up_activated = false;
+    Activation up_activation = Activation::Relu;
+    bool sparse = false;  // leave out what is not needed
+    int scores = -1;      // buffer of a predictor, -1: none
+    float threshold = 0.0f;
+    int64_t first = 0;  // neurons before it are always selected and have no score
+    // Of tokens that are cut: what is smaller is zero of the input behind the norm, of the activation that
+    // decides, and of the value.
+    float input_cutoff = 0.0f, gate_cutoff = 0.0f, value_cutoff = 0.0f;
+    ChannelMatrix gate_channels, up_channels;  // copies by channel, where there are any
+    // [number of neurons] Where it is given, those alone for which it has `missed_which`.
+    const uint8_t* missed = nullptr;
+    bool missed_which = false;
+};
 
 constexpr int kDecodeChunks = 64;        // one token, at most
 constexpr int kPredictedChunks = 32;     // the same where most neurons are left out
@@ -423,8 +446,44 @@ class Neurons : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts) {
-    return std::make_unique<Neurons>(plan, std::move(facts));
-}
+// gate, up: records {weight, bias, channels}. scores: of a predictor; without one all neurons are wanted.
+// missed: those neurons alone that the store of up's rows missed (true) or had (false).
+static const Registered kNeurons("neurons", [](Facts& facts) -> std::unique_ptr<Op> {
+    NeuronFacts f;
+    f.x = facts.buffer("x"), f.out = facts.buffer("out");
+    f.sparse = facts.flag("sparse");
+    f.input_cutoff = facts.real("input_cutoff", 0.0f);
+    f.gate_cutoff = facts.real("gate_cutoff", 0.0f);
+    f.value_cutoff = facts.real("value_cutoff", 0.0f);
+    require(f.input_cutoff >= 0.0f && f.gate_cutoff >= 0.0f && f.value_cutoff >= 0.0f,
+            "a cutoff is at least 0");
+    f.norm = facts.norm("norm", facts.width(f.x));
+    const std::unique_ptr<Facts> up = facts.record("up");
+    f.up = linear_part(*up, f.x, f.out);
+    f.up_channels = channels_of(*up, f.up.weight);
+    const bool gated = facts.has("gate");
+    if (gated) {
+        const std::unique_ptr<Facts> gate = facts.record("gate");
+        f.gate = linear_part(*gate, f.x, f.out);
+        f.gate_channels = channels_of(*gate, f.gate.weight);
+    }
+    f.activation = facts.activation("activation");
+    f.activation_threshold = facts.real("activation_threshold", 0.0f);
+    f.up_activated = facts.has("up_activation");
+    require(gated || !f.up_activated, "without a gate there is one activation");
+    if (f.up_activated) f.up_activation = facts.activation("up_activation");
+    if ((f.scores = facts.buffer_or_none("scores")) >= 0) {
+        facts.same_rows(f.scores, f.out);
+        f.threshold = facts.real("threshold");
+        f.first = facts.integer("first");
+        require(f.first >= 0 && facts.width(f.scores) == facts.width(f.out) - f.first,
+                "a predictor has a score for each neuron");
+    }
+    if (facts.has("missed")) {
+        f.missed = facts.missed_rows(up->tensor("weight").stored, facts.width(f.out));
+        f.missed_which = facts.flag("missed");
+    }
+    return std::make_unique<Neurons>(facts.plan(), std::move(f));
+});
 
 }  // namespace hotset

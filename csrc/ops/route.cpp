@@ -2,10 +2,22 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../facts.h"
 #include "row_op.h"
 
 namespace hotset {
 namespace {
+
+// See graph.Route (model/graph.py). out: [n_used] ids, [n_used] weights.
+struct RouteFacts {
+    enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
+    int n_used = 1;
+    Scoring scoring = Softmax;
+    std::vector<float> bias;  // empty: none
+    bool normalised = false;
+    float scale = 1.0f;
+    int n_groups = 1, n_groups_used = 1, group_best = 2;
+};
 
 // Whether a comes before b: higher, of equal ones the lower index, and no number after all numbers.
 bool comes_before(const float* x, int a, int b) {
@@ -94,12 +106,33 @@ class Router {
 
 }  // namespace
 
-std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts) {
-    const Buffer& in = plan.buffer(facts.x);
-    const int out = facts.out;
-    return make_row_op(plan, out,
-                       [&in, router = Router(plan.kernels(), std::move(facts), int(in.width))](
+// See operations.Route (model/operations.py).
+static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_rows(x, out);
+    const int64_t n = facts.width(x);
+    require(n <= kMaxExperts, "a route is among " + std::to_string(kMaxExperts) + " experts at most");
+    RouteFacts f;
+    f.n_used = facts.integer("n_used", 1, n);
+    require(facts.width(out) == 2 * f.n_used, "a route has ids and weights of the experts that are used");
+    const std::string scoring = facts.text("scoring");
+    require(scoring == "softmax" || scoring == "sigmoid" || scoring == "softmax_chosen",
+            "there is no scoring " + scoring);
+    f.scoring = scoring == "softmax"   ? RouteFacts::Softmax
+                : scoring == "sigmoid" ? RouteFacts::Sigmoid
+                                       : RouteFacts::SoftmaxChosen;
+    f.bias = facts.floats_or_none("bias", n);
+    f.normalised = facts.flag("normalised");
+    f.scale = facts.real("scale");
+    f.n_groups = facts.integer("n_groups", 1, n);
+    f.n_groups_used = facts.integer("n_groups_used", 1, f.n_groups);
+    f.group_best = facts.integer("group_best", 1, 2);
+    require(n % f.n_groups == 0 && n / f.n_groups * f.n_groups_used >= f.n_used,
+            "groups of experts have equal sizes, and hold those that are used");
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out,
+                       [&in, router = Router(facts.plan().kernels(), std::move(f), int(in.width))](
                            const StepTokens&, int r, float* result) { router(in.row(r), result); });
-}
+});
 
 }  // namespace hotset

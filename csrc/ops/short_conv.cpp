@@ -1,10 +1,20 @@
 // A causal convolution over the tokens of a sequence, channel by channel. Its state are the last inputs.
 #include <algorithm>
 
-#include "../plan.h"
+#include "../facts.h"
 
 namespace hotset {
 namespace {
+
+constexpr int kMaxConvKernel = 64;
+
+// See graph.ShortConv (model/graph.py). A state: [kernel - 1][width], the oldest inputs first.
+struct ShortConvFacts {
+    int x = -1, out = -1;
+    int kernel = 1;
+    std::vector<float> weight;  // [kernel][width]
+    StateSlots states;
+};
 
 class ShortConv : public Op {
   public:
@@ -77,8 +87,20 @@ class ShortConv : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_short_conv(const Plan& plan, ShortConvFacts facts) {
-    return std::make_unique<ShortConv>(plan, std::move(facts));
-}
+static const Registered kShortConv("short_conv", [](Facts& facts) -> std::unique_ptr<Op> {
+    ShortConvFacts f;
+    f.x = facts.buffer("x"), f.out = facts.buffer("out");
+    facts.same_shape(f.x, f.out);
+    facts.of_all_tokens(f.x);
+    require(f.x != f.out, "an operation with a state reads what it does not write");
+    f.kernel = facts.integer("kernel", 1, kMaxConvKernel);
+    const int64_t width = facts.width(f.x);
+    const std::vector<float> weight = facts.floats("weight", width * f.kernel);  // [width][kernel]
+    f.weight.resize(weight.size());
+    for (int64_t c = 0; c < width; c++)
+        for (int j = 0; j < f.kernel; j++) f.weight[j * width + c] = weight[c * f.kernel + j];
+    f.states = facts.states("states", (f.kernel - 1) * width);
+    return std::make_unique<ShortConv>(facts.plan(), std::move(f));
+});
 
 }  // namespace hotset

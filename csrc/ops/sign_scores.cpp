@@ -1,6 +1,7 @@
 // A predictor of one bit per weight: how many signs of the input agree with those of each row.
 #include <algorithm>
 
+#include "../facts.h"
 #include "linear_input.h"
 
 namespace hotset {
@@ -57,9 +58,14 @@ class SignScores : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_sign_scores(const Plan& plan, int x, const uint8_t* rows, std::vector<float> bias,
-                                     int out) {
-    return std::make_unique<SignScores>(plan, x, rows, std::move(bias), out);
-}
+static const Registered kSignScores("sign_scores", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_rows(x, out);
+    const std::span<const uint8_t> rows = facts.tensor("weight").data;
+    require(int64_t(rows.size()) == facts.width(out) * ((facts.width(x) + 7) / 8),
+            "signs are a bit per channel and row");
+    return std::make_unique<SignScores>(facts.plan(), x, rows.data(),
+                                        facts.floats_or_none("bias", facts.width(out)), out);
+});
 
 }  // namespace hotset

@@ -1,4 +1,5 @@
 // A piece of a stream that the operations behind this one read: it is there when this one is done.
+#include "../facts.h"
 #include "alone.h"
 
 namespace hotset {
@@ -31,8 +32,13 @@ class AwaitPiece : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_await_piece(const Plan& plan, Stream& stream, int piece, bool waits) {
-    return std::make_unique<AwaitPiece>(plan, stream, piece, waits);
-}
+// waits: operations behind it read the piece; else the stream's user has no more to do, and what comes next
+// may be read.
+static const Registered kAwaitPiece("await_piece", [](Facts& facts) -> std::unique_ptr<Op> {
+    Stream& stream = facts.stream("stream");
+    const int64_t piece = facts.integer("piece");
+    require(stream.allocated() && piece >= 0 && piece < stream.n_pieces(), "there is no such piece");
+    return std::make_unique<AwaitPiece>(facts.plan(), stream, int(piece), facts.flag("waits"));
+});
 
 }  // namespace hotset

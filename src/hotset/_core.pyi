@@ -1,5 +1,7 @@
 """Types of the native core (csrc/bindings/)."""
 
+from typing import Any
+
 import numpy as np
 
 PAGE_SIZE: int
@@ -23,13 +25,6 @@ class StoredRows:
     def group(self) -> int: ...
 
 Rows = np.ndarray | StoredRows  # bytes of a matrix, or where they come from
-NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
-Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of the result
-# a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts; the share of its
-# channels below which these are read
-Channels = tuple[np.ndarray, int, int, int, float]
-# (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
-ExpertPart = tuple[list[tuple[int, Rows]], int, int, np.ndarray | None]
 
 def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
 def is_cut(file: int) -> bool: ...
@@ -163,154 +158,12 @@ class Plan:
     @property
     def own_nbytes(self) -> int: ...  # of these without what the runtime has
     def buffer(self, width: int, outputs: bool) -> int: ...
-    def rope(self, neox: bool, n_rot: int, frequencies: list[float], magnitude: float) -> int: ...
-    def embed(
-        self, type: int, data: np.ndarray, rows: int, positions: bool, first_row: int, out: int
-    ) -> None: ...
     def input(self, out: int) -> None: ...
-    def select(self, x: int, out: int) -> None: ...
-    def norm(
-        self,
-        layer: bool,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        eps: float,
-        n_head: int,
-        x: int,
-        out: int,
-    ) -> None: ...
-    def linear(
-        self,
-        x: int,
-        norm: NormFacts | None,
-        parts: list[Part],
-        residual: int,
-        gated: bool,
-        activation: tuple[int, float] | None,  # kind, threshold
-        cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation, the result
-        channels: list[Channels | None] = ...,
-        largest: int = -1,  # buffer of the largest value of each group of the one part, -1: none
-    ) -> None: ...
-    def neurons(
-        self,
-        x: int,
-        norm: NormFacts | None,
-        gate: Part | None,
-        up: Part,
-        activation: tuple[int, float],
-        up_activation: int | None,
-        predictor: tuple[int, float, int] | None,  # buffer of scores, threshold, first
-        sparse: bool,
-        out: int,
-        cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation that decides, the value
-        channels: list[Channels | None] = ...,
-        missed: bool | None = None,  # as of expert_neurons
-    ) -> None: ...
-    def axpy(
-        self,
-        x: int,
-        type: int,
-        data: Rows,
-        scales: np.ndarray | None,
-        bias: np.ndarray | None,
-        residual: int,
-        sparse: bool,
-        out: int,
-    ) -> None: ...
-    def fetch(
-        self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int, waits: bool
-    ) -> None: ...
-    # next: what operations behind it read, which is fetched into the cache while the disk is waited for
-    def finish_fetch(self, store: RowStore, next: list[np.ndarray]) -> None: ...
-    def await_piece(self, stream: Stream, piece: int, waits: bool) -> None: ...
-    def route(
-        self,
-        x: int,
-        n_used: int,
-        scoring: int,
-        bias: np.ndarray | None,
-        normalised: bool,
-        scale: float,
-        n_groups: int,
-        n_groups_used: int,
-        group_best: int,
-        out: int,
-    ) -> None: ...
-    def expert_neurons(
-        self,
-        x: int,
-        route: int,
-        n_expert: int,
-        gate: ExpertPart | None,
-        up: ExpertPart,
-        activation: tuple[int, float] | None,
-        up_activation: tuple[int, float] | None,
-        predictor: tuple[int, float] | None,  # buffer of scores, threshold
-        cutoff: float,  # of what is activated
-        sparse: bool,
-        out: int,
-        missed: bool | None,  # those alone that up's store missed, or had, when it began to fetch
-    ) -> None: ...
-    def expert_sum(
-        self,
-        x: int,
-        route: int,
-        n_expert: int,
-        down: ExpertPart,
-        residual: int,
-        by_neuron: bool,
-        apart: bool,
-        sparse: bool,
-        out: int,
-    ) -> None: ...
-    def sign_scores(self, x: int, rows: np.ndarray, bias: np.ndarray | None, out: int) -> None: ...
-    def mask(self, x: int, scores: int, threshold: float, first: int, out: int) -> None: ...
-    def rotate(self, x: int, out: int, n_head: int, head_dim: int, rope: int, first: int) -> None: ...
-    def heads(self, x: int, shared: int, n_head: int, first: int, out: int) -> None: ...  # shared -1: none
-    def transposed_heads(self, x: int, type: int, data: np.ndarray, n_head: int, out: int) -> None: ...
-    def attention(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        n_head: int,
-        n_head_kv: int,
-        head_dim: int,
-        head_dim_v: int,
-        scale: float,
-        softcap: float,
-        window: int,
-        rope: int,
-        q_norm: tuple[np.ndarray, float] | None,
-        k_norm: tuple[np.ndarray, float] | None,
-        sinks: np.ndarray | None,
-        kv_type: int,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
-        k_scale: np.ndarray | None,
-        v_scale: np.ndarray | None,
-    ) -> None: ...
-    def cutoff(self, x: int, threshold: float, out: int) -> None: ...
-    def short_conv(self, x: int, weight: np.ndarray, states: np.ndarray, out: int) -> None: ...
-    def delta_net(
-        self,
-        x: int,
-        alpha: int,
-        beta: int,
-        rate: np.ndarray,
-        step: np.ndarray,
-        n_head: int,
-        n_head_k: int,
-        dim_k: int,
-        dim_v: int,
-        tiled: bool,
-        states: np.ndarray,
-        out: int,
-    ) -> None: ...
-    def activate(self, kind: int, threshold: float, x: int, out: int) -> None: ...
-    def add(self, a: int, b: int, out: int) -> None: ...
-    def multiply(self, a: int, b: int, out: int) -> None: ...
+    # An operation of csrc/ops and its facts: numbers, strings, arrays, buffers by their number, tensors as
+    # (type, data[, scales]), records as dicts. What is None is absent.
+    def add(self, operation: str, **facts: Any) -> None: ...
+    @property
+    def n_ops(self) -> int: ...
     def finish(self) -> None: ...
     def run(
         self,
@@ -333,42 +186,33 @@ class Plan:
 class Cold:
     """The CPU's half of a hybrid engine (csrc/cold.h)."""
 
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        runtime: Runtime,
-        timeout: float,
-        isa: str | None = None,
-        max_rows: int = 0,  # experts of tokens that are computed at a time; at least max_tokens
-    ) -> None: ...
+    # plan: not finished; its rows are computed at a time, and an expert of a token is a row
+    def __init__(self, plan: Plan, width: int, max_tokens: int, timeout: float) -> None: ...
+    # The operations [first_op, end_op) of the plan, which read buffer x and leave their result in `sum`.
     def layer(
         self,
         number: int,
-        gate: tuple[int, Rows, np.ndarray | None] | None,  # type, data, bias
-        up: tuple[int, Rows, np.ndarray | None],
+        first_op: int,
+        end_op: int,
+        gates: list[int],  # operations that compute gates alone
+        of_firing: list[int],  # and what is made of those that fire
+        x: int,
+        sum: int,
         n_neurons: int,
-        activation: tuple[int, float],
-        up_activation: int | None,
-        down: tuple[int, Rows, np.ndarray | None],  # type, data, scales of planes
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
-        cutoffs: tuple[float, float] = ...,  # of the activation that decides, of the neurons
+        scores: int,
     ) -> int: ...
     def experts(
         self,
         number: int,
+        first_op: int,
+        end_op: int,
+        x: int,
+        sum: int,
         n_expert: int,
         n_used: int,
-        n_neurons: int,  # of an expert
-        gate: ExpertPart | None,
-        up: ExpertPart,
-        activation: tuple[int, float],
-        up_activation: tuple[int, float] | None,
-        down: ExpertPart,
-        by_neuron: bool,
-        sparse: bool,
-        cutoff: float = 0.0,  # of what is activated
+        route: int,
     ) -> int: ...
     @property
     def nbytes(self) -> int: ...  # buffers and exchange, without what the runtime has

@@ -32,7 +32,7 @@ from hotset.model.cost import KV_BLOCKS, KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
 
-KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
+KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 
@@ -251,13 +251,14 @@ class CpuBackend:
         """The slots of an operation, float32 [n_states, size]."""
         return self._states[op.out]
 
-    def _cache_of(self, op: Attention) -> tuple[Any, ...]:
-        """Keys and values of a layer as `Plan.attention` takes them."""
-        return KV_TYPES[self.kv_type][0], *self._cache[op.layer]
+    def _cache_of(self, op: Attention) -> dict[str, Any]:
+        """Keys and values of a layer as facts of an operation."""
+        names = ("k_cache", "v_cache", "k_scale", "v_scale")
+        return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.layer], strict=True))}
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""
-        size = KV_TYPES[self.kv_type][1]
+        size = KV_TYPES[self.kv_type]
         stride_v = -(-op.head_dim_v // 16) * 16
         slots = self.n_pages * op.n_head_kv * PAGE_SIZE
         k, v = np.zeros(slots * op.head_dim * size, np.uint8), np.zeros(slots * stride_v * size, np.uint8)

@@ -9,11 +9,12 @@ cutoffs go into the pass of its products.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, assert_never
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +33,6 @@ from hotset.model.operations import (
     NO_LAYER,
     PARTS,
     Activate,
-    Add,
     Attention,
     Cutoff,
     DeltaNet,
@@ -40,36 +40,29 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Heads,
     LayerNorm,
     Linear,
     Mask,
-    Multiply,
+    MaskedRoute,
     Op,
     Part,
+    Primitive,
     Recurrent,
     RMSNorm,
+    Rope,
     Rotate,
     Route,
-    Scale,
-    SelectOutputs,
     ShortConv,
-    SignScores,
-    SoftCap,
-    TransposedHeads,
     TransposedLinear,
     Value,
+    WeightKind,
     has_zeros,
     one_matrix,
 )
 
-# Numbers of csrc/kernels/kernels.h.
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5, "sigmoid": 8}
-ACTIVATIONS |= {"clamped_silu": 9, "clamped_plus_one": 10}
-SCORINGS = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}
-SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
-PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
-FETCH_ALL, FETCH_SELECTED, FETCH_NONZERO, FETCH_ROUTED, FETCH_TOKENS = range(5)
+PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type of csrc/types.h
+Facts = dict[str, Any]  # of an operation, by name; what is None is absent
+FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows that operations behind it read
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
 
 
@@ -79,50 +72,43 @@ def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
     return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
 
 
-def linear_matrix(weights: WeightSource, op: Linear) -> tuple[int, _core.Rows, np.ndarray | None]:
-    """What the native core takes of a matrix product: type, bytes of its rows, bias."""
+def linear_facts(weights: WeightSource, op: Linear) -> Facts:
+    """A matrix product: the rows of its weight, and of its bias."""
     info = weights.tensors[op.weight]
     first, last = op.first_row, op.first_row + op.out.width
     row = row_bytes(info.type, info.shape[0])
     bias = None if op.bias is None else decoded_vector(weights, op.bias)[first:last]
     data = weights.data(op.weight)
-    if isinstance(data, _core.StoredRows):
-        return int(info.type), data, bias
-    return int(info.type), data[first * row : last * row], bias
+    if not isinstance(data, _core.StoredRows):
+        data = data[first * row : last * row]
+    return {"weight": (int(info.type), data), "bias": bias}
 
 
-def transposed_matrix(
-    weights: WeightSource, op: TransposedLinear
-) -> tuple[int, _core.Rows, np.ndarray | None]:
-    """What the native core takes of a down projection by neurons: type, bytes or codes, scales of planes."""
-    info = weights.tensors[op.weight]
-    if op.scales is None:
-        return int(info.type), weights.data(op.weight), None
-    return PLANES[op.out.width // info.shape[0]], weights.data(op.weight), weights.data(op.scales)
-
-
-def expert_part(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Any:
-    """What the native core takes of the experts' matrices: tensors, rows of each expert in them, the first
-    that counts, bias."""
+def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
+    """The experts' matrices: their tensors, rows of each expert in them, the first that counts, bias."""
     first = op.first_row if isinstance(op, ExpertLinear) else 0
     n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width  # of the bias
-    tensors = [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights]
     bias = None
     if op.bias is not None:
         of_all = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
         bias = np.ascontiguousarray(of_all[:, first : first + n_rows]).reshape(-1)
-    return tensors, weights.tensors[op.weights[0]].shape[1], first, bias
+    return {
+        "tensors": [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights],
+        "n_rows": weights.tensors[op.weights[0]].shape[1],
+        "first_row": first,
+        "bias": bias,
+    }
 
 
-def activation(op: Activate) -> tuple[int, float]:
-    """An activation as the native core takes it: its number and threshold."""
-    return ACTIVATIONS[op.kind], op.threshold
+def activation_facts(op: Activate | None) -> Facts:
+    """The activation of a product or a gate."""
+    return {} if op is None else {"activation": op.kind, "activation_threshold": op.threshold}
 
 
-def cutoffs_of(ffn: Ffn) -> tuple[float, float, float]:
-    """Of an FFN's input, of the activation that decides, of its neurons' values; 0: none."""
-    of = [0.0 if cut is None else cut.threshold for cut in (ffn.in_cut, ffn.gate_cut, ffn.down_cut)]
-    return of[0], of[1], of[2]
+def cutoff_facts(ffn: Ffn) -> Facts:
+    """Of an FFN's input, of the activation that decides, of its neurons' values."""
+    cuts = {"input_cutoff": ffn.in_cut, "gate_cutoff": ffn.gate_cut, "value_cutoff": ffn.down_cut}
+    return {name: cut.threshold for name, cut in cuts.items() if cut is not None}
 
 
 @dataclass
@@ -154,16 +140,15 @@ def lower(
     plan: Any,
     *,
     entering: Value | None,
-    cache: Callable[[Attention], tuple[Any, ...]],
+    cache: Callable[[Attention], dict[str, Any]],
     states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
     channel_rates: Mapping[GGMLType, float],
     streamed: Streamed | None = None,
     whole: Collection[str] = (),
 ) -> Lowered:
-    """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
-    `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
-    [n_states, size].
+    """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: the facts of
+    an operation's keys and values. states: of an operation, float32 [n_states, size].
 
     sparse: leaves out what an FFN with zeros does not need. channel_rates, whole: see CpuBackend. streamed:
     weights that each step waits for. Raises InvalidRequestError for an unknown tap.
@@ -201,6 +186,92 @@ def lower(
     )
 
 
+@dataclass(frozen=True)
+class LoweredFfn:
+    """The native operations [first_op, end_op) of one FFN in a plan of FFNs alone.
+
+    x, given, out: buffers of what it reads, of scores or routes, and of the result. gates, ups: as in
+    Lowered.
+    """
+
+    ffn: Ffn
+    first_op: int
+    end_op: int
+    x: int
+    given: int
+    out: int
+    gates: list[int]
+    ups: list[int]
+
+
+def lower_ffns(
+    ffns: Sequence[Ffn], weights: WeightSource, plan: Any, *, sparse: bool, whole: Collection[str]
+) -> list[LoweredFfn]:
+    """FFNs alone, each on rows that its caller writes: what the CPU computes for layers of a device.
+
+    Inputs are normalised and thresholded already. Of split neurons those are computed whose score is not
+    below 0; of experts a row is one expert of a token, whose route names it with a weight of 1. sparse,
+    whole: as in CpuBackend, of experts; of split neurons those that are not wanted are always left out.
+    """
+    graph = Graph()
+    h = graph.value("worker.input", ffns[0].x.width)
+    given: dict[int, Value] = {}  # by width: scores of split neurons; 2: routes
+    for ffn in ffns:
+        width = ffn.n_ff if ffn.route is None else 2
+        if width not in given:
+            given[width] = graph.value(f"worker.given.{width}", width)
+        graph.add(_on_rows(ffn, h, given[width]))
+    fused = fuse(graph, ())
+    buffers = Buffers(plan.buffer, graph, fused, frozenset())
+    for value in (h, *given.values()):
+        buffers.begin(value)
+    emit = _Emission(plan, buffers, weights, _no_cache, _no_states, sparse, {}, None, whole)
+    found = []
+    for ffn, group in zip(ffns, fused, strict=True):
+        first, n_gates, n_ups = len(emit.at), len(emit.gates), len(emit.ups)
+        buffers.enter(group)
+        emit.rows(group, 1 if ffn.route is None else ffn.route.n_used)
+        at = buffers[h], buffers[given[ffn.n_ff if ffn.route is None else 2]], buffers[group.out[0]]
+        buffers.leave(group)
+        found.append(LoweredFfn(ffn, first, len(emit.at), *at, emit.gates[n_gates:], emit.ups[n_ups:]))
+    return found
+
+
+def _no_cache(op: Attention) -> Facts:
+    raise AssertionError(f"{op.out.name} is in no FFN")
+
+
+def _no_states(op: Recurrent) -> np.ndarray:
+    raise AssertionError(f"{op.out.name} is in no FFN")
+
+
+def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
+    """An FFN that reads h, and scores or a route instead of what selects its neurons in the graph."""
+    if ffn.route is None:
+        gate = None if ffn.gate is None else replace(one_matrix(ffn.gate), by_channel=None)
+        up = replace(one_matrix(ffn.up), by_channel=None)
+        assert isinstance(ffn.down, TransposedLinear)
+        scored = Mask(ffn.selected, ffn.selected, given, 0.0)
+        down = replace(ffn.down, bias=None)
+        return replace(ffn, x=h, norm=None, in_cut=None, gate=gate, up=up, select=scored, down=down)
+    assert isinstance(ffn.up, ExpertLinear)
+    assert isinstance(ffn.down, ExpertSum)
+    neurons = replace(ffn.selected, width=ffn.up.n_rows)
+    experts_gate = ffn.gate
+    return replace(
+        ffn,
+        x=h,
+        norm=None,
+        in_cut=None,
+        gate=replace(experts_gate, route=given, out=neurons)
+        if isinstance(experts_gate, ExpertLinear)
+        else None,
+        up=replace(ffn.up, route=given, out=neurons),
+        select=MaskedRoute(replace(ffn.route, out=given, n_used=1), None),
+        down=replace(ffn.down, x=neurons, route=given),
+    )
+
+
 def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, gates: list[int], ups: list[int]) -> np.ndarray:
     """Lowered.counted. gates, ups: operations that compute an FFN's gates alone, and the rest."""
     selected, active, gate_rows, up_rows, down_rows, left_out = range(len(COUNTS))
@@ -228,7 +299,7 @@ class _Emission:
         plan: Any,
         buffers: Buffers,
         weights: WeightSource,
-        cache: Callable[[Attention], tuple[Any, ...]],
+        cache: Callable[[Attention], Facts],
         states: Callable[[Recurrent], np.ndarray],
         sparse: bool,
         channel_rates: Mapping[GGMLType, float],
@@ -236,6 +307,7 @@ class _Emission:
         whole: Collection[str],
     ) -> None:
         self._channel_rates, self._whole = channel_rates, whole
+        self._rows_per_token = 1
         self._streamed, self._piece = streamed, -1  # which was waited for last
         self._behind: Sequence[Fused] = ()  # groups
         self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
@@ -256,13 +328,19 @@ class _Emission:
             self._operation(group)
             self.at.append((group.layer, group.part))
 
+    def rows(self, group: Fused, rows_per_token: int) -> None:
+        """An FFN on rows of which a token has so many."""
+        assert group.ffn is not None
+        self._rows_per_token, sparse = rows_per_token, self._sparse
+        self._sparse = sparse or group.ffn.route is None
+        self._ffn(group.ffn, group)
+        self._sparse = sparse
+
     def begin(self, ffn: Ffn) -> None:
         """Has the rows of an FFN be read from here on."""
         if ffn.route is not None:
             assert isinstance(ffn.up, ExpertLinear)
-            self._fetch(
-                ffn, ffn.up.weights[0], set(), FETCH_ROUTED, self._buffers[ffn.route.out], waits=False
-            )
+            self._fetch(ffn, ffn.up.weights[0], set(), "routed", self._buffers[ffn.route.out], waits=False)
         else:
             self._fetch_selected(ffn, set(), waits=False)
         self._begun.add(ffn.out)
@@ -271,7 +349,7 @@ class _Emission:
         """What a stream brings next may be read when all is done: for the stage behind, or the next step."""
         if self._streamed is not None:
             following = (self._piece + 1) % self._streamed.n_pieces
-            self._plan.await_piece(self._streamed.stream, following, False)
+            self._add("await_piece", stream=self._streamed.stream, piece=following, waits=False)
             self.at.append((NO_LAYER, "other"))
 
     def _await(self, *ops: Op | None) -> None:
@@ -285,74 +363,66 @@ class _Emission:
         pieces = {places[name][0] for op in known for name in op.matrices if name in places}
         for piece in pieces - {self._piece}:
             assert len(pieces) == 1, "what is read together is one piece"
-            self._plan.await_piece(self._streamed.stream, piece, True)
+            self._add("await_piece", stream=self._streamed.stream, piece=piece, waits=True)
             self.at.append((known[0].layer, known[0].part))
             self._piece = piece
 
     def _operation(self, group: Fused) -> None:
         """A group that becomes one native operation: told by the operation that the others were fused
         into."""
-        plan, buffers = self._plan, self._buffers
+        buffers = self._buffers
         if group.linears:
             self._linears(group)
             return
         if isinstance(first := group.ops[0], TransposedLinear):
-            self._fetch(first, first.weight, set(), FETCH_NONZERO, buffers[first.x])
+            self._fetch(first, first.weight, set(), "nonzero", buffers[first.x])
             self._axpy(first, group.residual(first.out), group.out[0])
             return
-        main = group.ops[-1]
-        out = buffers[main.out]
-        match main:
+        match main := group.ops[-1]:
             case Embed():
-                info = self._weights.tensors[main.weight]
-                self._fetch(main, main.weight, set(), FETCH_TOKENS, out)
-                plan.embed(
-                    int(info.type), self._weights.data(main.weight), int(info.shape[1]),
-                    main.of == "position", main.first_row, out,
-                )  # fmt: skip
-            case Mask():
-                plan.mask(buffers[main.x], buffers[main.scores], main.threshold, main.first, out)
-            case Cutoff():
-                plan.cutoff(buffers[main.x], main.threshold, out)
-            case SignScores():
-                plan.sign_scores(buffers[main.x], self._weights.data(main.weight), self._bias(main.bias), out)
-            case SelectOutputs():
-                plan.select(buffers[main.x], out)
-            case RMSNorm() | LayerNorm():
-                layer, weight, bias, eps = self._norm(main)
-                n_head = main.n_head if isinstance(main, RMSNorm) else 1
-                plan.norm(layer, weight, bias, eps, n_head, buffers[main.x], out)
-            case Rotate():
-                plan.rotate(buffers[main.x], out, main.n_head, main.head_dim, self._rope(main), main.first)
-            case Heads() | TransposedHeads():
-                self._heads(main, out)
+                self._fetch(main, main.weight, set(), "tokens", buffers[main.out])
+                self._plain(main)
             case Attention():
                 self._attention(main, group.ops[:-1])
             case ShortConv() | DeltaNet():
-                self._recurrent(main, out)
-            case Activate():
-                plan.activate(*activation(main), buffers[main.x], out)
-            case SoftCap():
-                plan.activate(SOFT_CAP, main.cap, buffers[main.x], out)
-            case Scale():
-                plan.activate(SCALE, main.factor, buffers[main.x], out)
-            case Add():
-                plan.add(buffers[main.a], buffers[main.b], out)
-            case Multiply():
-                plan.multiply(buffers[main.a], buffers[main.b], out)
-            case Route():
-                self._route(main, main.out)
+                self._plain(main, states=self._states(main))
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
             case ExpertLinear():
                 self._expert_products(main)
             case ExpertSum():
-                self._fetch(main, main.weights[0], set(), FETCH_ROUTED, buffers[main.route])
+                self._fetch(main, main.weights[0], set(), "routed", buffers[main.route])
                 self._expert_sum(main, None, main.out)
-            case Linear() | TransposedLinear() | Ffn():
+            case Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
-                assert_never(main)
+                self._plain(main)
+
+    def _plain(self, op: Primitive, **more: Any) -> None:
+        """An operation whose native facts are the fields of its record: a value is its buffer, a vector is
+        decoded, a matrix or a table of rows is a tensor."""
+        kinds = {weight.name: weight.kind for weight in op.weights_read}
+        facts: Facts = dict(more)
+        for field in fields(op):
+            match value := getattr(op, field.name):
+                case Value():
+                    facts[field.name] = self._buffers[value]
+                case Rope():
+                    facts[field.name] = rope_facts(value)
+                case str() if value in kinds:
+                    facts[field.name] = self._weight(value, kinds[value])
+                case _ if field.name not in ("layer", "part", "site", "by_channel"):
+                    facts[field.name] = value
+        self._add(native_name(type(op)), **facts)
+
+    def _weight(self, name: str, kind: WeightKind) -> Any:
+        """A vector as float32 [n], anything else as a tensor: its type and bytes."""
+        if kind == "vector":
+            return decoded_vector(self._weights, name)
+        return int(self._weights.tensors[name].type), self._weights.data(name)
+
+    def _add(self, operation: str, **facts: Any) -> None:
+        self._plan.add(operation, **{name: fact for name, fact in facts.items() if fact is not None})
 
     # ---- matrix products
 
@@ -375,34 +445,42 @@ class _Emission:
         *,
         multiplied: bool = False,
         cut: Cutoff | None = None,
-        neuron_cuts: tuple[float, float] = (0.0, 0.0),
+        neuron_cuts: Facts | None = None,
     ) -> None:
         """multiplied: the first product, activated, times the second is the result. norm, cut: in front.
         neuron_cuts: cutoffs of the activation, and of the result."""
+        cutoffs = {"input_cutoff": None if cut is None else cut.threshold} | (neuron_cuts or {})
         for linear in linears:
             if isinstance(self._weights.data(linear.weight), _core.StoredRows):
                 raise InvalidRequestError(
                     f"{linear.out.name} lies inside an FFN, which cannot be tapped under a memory budget"
                 )
-        channels, largest = self._channels(linears), -1
-        if outs[0] == self.logits and not channels and outs[0].width % LOGIT_GROUP == 0:
+        channels, largest = self._channels(linears), None
+        if outs[0] == self.logits and not any(channels) and outs[0].width % LOGIT_GROUP == 0:
             self.largest = largest = self._plan.buffer(outs[0].width // LOGIT_GROUP, True)
-        self._plan.linear(
-            self._buffers[norm.x if norm else cut.x if cut else linears[0].x],
-            self._norm(norm) if norm else None,
-            [self._part(linear, out) for linear, out in zip(linears, outs, strict=True)],
-            self._residual(residual),
-            multiplied,
-            activation(activate) if activate else None,
-            (0.0 if cut is None else cut.threshold, *neuron_cuts),
-            channels,
-            largest,
+        self._add(
+            "linear",
+            x=self._buffers[norm.x if norm else cut.x if cut else linears[0].x],
+            norm=self._norm(norm),
+            parts=[
+                {**linear_facts(self._weights, linear), "out": self._buffers[out], "channels": copy}
+                for linear, out, copy in zip(linears, outs, channels, strict=True)
+            ],
+            residual=self._buffer(residual),
+            gated=multiplied,
+            **activation_facts(activate),
+            **cutoffs,
+            largest=largest,
         )
 
     def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value) -> None:
-        self._plan.axpy(
-            self._buffers[op.x], *transposed_matrix(self._weights, op), self._bias(op.bias),
-            self._residual(residual), self._sparse, self._buffers[out],
+        info, data = self._weights.tensors[op.weight], self._weights.data(op.weight)
+        weight: tuple[Any, ...] = int(info.type), data
+        if op.scales is not None:
+            weight = PLANES[op.out.width // info.shape[0]], data, self._weights.data(op.scales)
+        self._add(
+            "transposed_linear", x=self._buffers[op.x], weight=weight, bias=self._bias(op.bias),
+            residual=self._buffer(residual), sparse=self._sparse, out=self._buffers[out],
         )  # fmt: skip
 
     # ---- the FFN
@@ -422,7 +500,7 @@ class _Emission:
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             self._products(
                 ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
-                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=cutoffs_of(ffn)[1:],
+                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=cutoff_facts(ffn),
             )  # fmt: skip
             self.at.append((ffn.layer, ffn.part))
 
@@ -430,7 +508,7 @@ class _Emission:
         self._await(down)
         if isinstance(down, TransposedLinear):
             if ffn.has_zeros:
-                self._fetch(ffn, down.weight, fetched, FETCH_NONZERO, self._buffers[ffn.selected])
+                self._fetch(ffn, down.weight, fetched, "nonzero", self._buffers[ffn.selected])
             self._axpy(down, residual, group.out[0])
         else:
             assert isinstance(down, Linear)
@@ -452,55 +530,54 @@ class _Emission:
         their sum."""
         gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
         is_begun = ffn.out in self._begun
-        if mask is None and not is_begun:
-            self._route(route, route.out)
+        if isinstance(ffn.select, Route) and not is_begun:
+            self._plain(route)
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
         if not is_begun:
             overlaps = _is_stored(self._weights, up.weights[0])
-            self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out], waits=not overlaps)
+            self._fetch(ffn, up.weights[0], set(), "routed", self._buffers[route.out], waits=not overlaps)
+        up_act = ffn.up_act
         for missed in self._as_they_come(ffn, up.weights[0]):
-            self._plan.expert_neurons(
-                self._buffers[ffn.x],
-                self._buffers[route.out],
-                up.n_expert,
-                expert_part(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
-                expert_part(self._weights, up),
-                activation(ffn.gate_act),
-                activation(ffn.up_act) if ffn.up_act else None,
-                (self._buffers[mask.scores], mask.threshold) if mask else None,
-                cutoffs_of(ffn)[1],
-                self._sparse and self._leaves_out_rows(ffn),
-                self._buffers[ffn.selected],
-                missed,
+            self._add(
+                "expert_neurons",
+                x=self._buffers[ffn.x],
+                route=self._buffers[route.out],
+                n_expert=up.n_expert,
+                gate=expert_facts(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
+                up=expert_facts(self._weights, up),
+                **activation_facts(ffn.gate_act),
+                up_activation=None if up_act is None else up_act.kind,
+                up_threshold=None if up_act is None else up_act.threshold,
+                scores=None if mask is None else self._buffers[mask.scores],
+                threshold=None if mask is None else mask.threshold,
+                gate_cutoff=None if ffn.gate_cut is None else ffn.gate_cut.threshold,
+                sparse=self._sparse and self._leaves_out_rows(ffn),
+                out=self._buffers[ffn.selected],
+                missed=missed,
             )
             self.at.append((ffn.layer, ffn.part))
         self._await(down)
         self._expert_sum(down, group.residual(ffn.out), group.out[0])
         self.at.append((ffn.layer, ffn.part))
 
-    def _route(self, op: Route, out: Value) -> None:
-        self._plan.route(
-            self._buffers[op.x], op.n_used, SCORINGS[op.scoring], self._bias(op.bias), op.normalised,
-            op.scale, op.n_groups, op.n_groups_used, op.group_best, self._buffers[out],
-        )  # fmt: skip
-
     def _expert_products(self, op: ExpertLinear) -> None:
         """Of an FFN that was taken apart: products with one matrix of its experts."""
         buffers = self._buffers
-        self._fetch(op, op.weights[0], set(), FETCH_ROUTED, buffers[op.route])
-        self._plan.expert_neurons(
-            buffers[op.x], buffers[op.route], op.n_expert, None, expert_part(self._weights, op), None, None,
-            None, 0.0, False, buffers[op.out], None,
+        self._fetch(op, op.weights[0], set(), "routed", buffers[op.route])
+        self._add(
+            "expert_neurons", x=buffers[op.x], route=buffers[op.route], n_expert=op.n_expert,
+            up=expert_facts(self._weights, op), sparse=False, out=buffers[op.out],
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:
         """Or, of an ExpertLinear, what it sums side by side."""
-        apart, by_neuron = isinstance(op, ExpertLinear), isinstance(op, ExpertSum) and op.by_neuron
-        self._plan.expert_sum(
-            self._buffers[op.x], self._buffers[op.route], op.n_expert, expert_part(self._weights, op),
-            self._residual(residual), by_neuron, apart, self._sparse, self._buffers[out],
+        self._add(
+            "expert_sum", x=self._buffers[op.x], route=self._buffers[op.route], n_expert=op.n_expert,
+            down=expert_facts(self._weights, op), residual=self._buffer(residual),
+            by_neuron=isinstance(op, ExpertSum) and op.by_neuron, apart=isinstance(op, ExpertLinear),
+            sparse=self._sparse, out=self._buffers[out],
         )  # fmt: skip
 
     def _fetch(
@@ -508,7 +585,7 @@ class _Emission:
         op: Op,
         name: str,
         fetched: set[int],
-        which: int,
+        which: FetchKind,
         by: int,
         threshold: float = 0.0,
         first: int = 0,
@@ -521,9 +598,14 @@ class _Emission:
         rows = self._weights.data(name)
         if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
             return
-        if not self._sparse and which not in (FETCH_ROUTED, FETCH_TOKENS):
-            which = FETCH_ALL
-        self._plan.fetch(rows.store, rows.group, which, by, threshold, first, waits)
+        if not self._sparse and which not in ("routed", "tokens"):
+            which = "all"
+        by_rows: Facts = {}
+        if which == "selected":
+            by_rows = {"threshold": threshold, "first": first}
+        elif which == "routed":
+            by_rows = {"rows_per_token": self._rows_per_token}
+        self._add("fetch", store=rows.store, group=rows.group, which=which, by=by, waits=waits, **by_rows)
         self.at.append((op.layer, op.part))
         fetched.add(rows.group)
 
@@ -532,7 +614,7 @@ class _Emission:
         mask = ffn.mask
         assert mask is not None
         self._fetch(
-            ffn, ffn.decides.weight, fetched, FETCH_SELECTED, self._buffers[mask.scores], mask.threshold,
+            ffn, ffn.decides.weight, fetched, "selected", self._buffers[mask.scores], mask.threshold,
             mask.first, waits=waits,
         )  # fmt: skip
 
@@ -547,26 +629,31 @@ class _Emission:
             assert isinstance(rows, _core.StoredRows)
             fetched.add(rows.group)
         elif mask is None:
-            self._fetch(ffn, decides, fetched, FETCH_ALL, out, waits=not overlaps)
+            self._fetch(ffn, decides, fetched, "all", out, waits=not overlaps)
         else:
             self._fetch_selected(ffn, fetched, waits=not overlaps)
         if isinstance(up, _core.StoredRows) and up.group not in fetched:
             self._neurons_by_gate(ffn, fetched)
             return fetched
+        gated = None if ffn.gate is None else one_matrix(ffn.gate)
+        gate_copy, up_copy = self._channels([gated, one_matrix(ffn.up)])
+        gate = None if gated is None else linear_facts(self._weights, gated)
         for missed in self._as_they_come(ffn, decides):
-            self._plan.neurons(
-                self._buffers[ffn.x],
-                self._norm(ffn.norm) if ffn.norm else None,
-                self._part(one_matrix(ffn.gate), ffn.selected) if ffn.gate else None,
-                self._part(one_matrix(ffn.up), ffn.selected),
-                activation(ffn.gate_act),
-                ACTIVATIONS[ffn.up_act.kind] if ffn.up_act else None,
-                (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
-                self._sparse,
-                out,
-                cutoffs_of(ffn),
-                self._channels([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]),
-                missed,
+            self._add(
+                "neurons",
+                x=self._buffers[ffn.x],
+                norm=self._norm(ffn.norm),
+                gate=None if gate is None else {**gate, "channels": gate_copy},
+                up={**linear_facts(self._weights, one_matrix(ffn.up)), "channels": up_copy},
+                **activation_facts(ffn.gate_act),
+                up_activation=None if ffn.up_act is None else ffn.up_act.kind,
+                scores=None if mask is None else self._buffers[mask.scores],
+                threshold=None if mask is None else mask.threshold,
+                first=None if mask is None else mask.first,
+                sparse=self._sparse,
+                **cutoff_facts(ffn),
+                out=out,
+                missed=missed,
             )
             self.at.append((ffn.layer, ffn.part))
         return fetched
@@ -580,7 +667,7 @@ class _Emission:
         rows = self._weights.data(name)
         assert isinstance(rows, _core.StoredRows)
         yield False
-        self._plan.finish_fetch(rows.store, self._read_next())
+        self._add("finish_fetch", store=rows.store, next=self._read_next())
         self.at.append((op.layer, op.part))
         yield True
 
@@ -599,115 +686,104 @@ class _Emission:
     def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
         """Gates first, so that of up only the rows of those that fire are fetched: the same products."""
         assert ffn.gate is not None
-        plan, out, norm = self._plan, self._buffers[ffn.selected], self._norm(ffn.norm) if ffn.norm else None
-        x, fired = self._buffers[ffn.x], self._buffers.borrow(ffn.selected)
-        names = [one_matrix(op).weight for op in (ffn.gate, ffn.up)]
-        gate, up = (linear_matrix(self._weights, one_matrix(op)) for op in (ffn.gate, ffn.up))
-        of_input, of_gate, of_value = cutoffs_of(ffn)
-        kind = activation(ffn.gate_act)
-        cutoffs = of_input, of_gate, 0.0
-        for missed in self._as_they_come(ffn, names[0]):
-            plan.neurons(
-                x, norm, None, (*gate, fired), kind, None, None, self._sparse, fired, cutoffs, [], missed
+        out, fired = self._buffers[ffn.selected], self._buffers.borrow(ffn.selected)
+        gate, up = one_matrix(ffn.gate), one_matrix(ffn.up)
+        mask = ffn.mask
+        cutoffs = cutoff_facts(ffn)
+        of_input, of_value = cutoffs.get("input_cutoff"), cutoffs.pop("value_cutoff", None)
+        shared = {"x": self._buffers[ffn.x], "norm": self._norm(ffn.norm), "sparse": self._sparse}
+        for missed in self._as_they_come(ffn, gate.weight):
+            self._add(
+                "neurons", **shared, up=linear_facts(self._weights, gate), **activation_facts(ffn.gate_act),
+                scores=None if mask is None else self._buffers[mask.scores],
+                threshold=None if mask is None else mask.threshold,
+                first=None if mask is None else mask.first,
+                **cutoffs, out=fired, missed=missed,
             )  # fmt: skip
             self.gates.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
-        overlaps = _is_stored(self._weights, names[1])
-        self._fetch(ffn, names[1], fetched, FETCH_NONZERO, fired, waits=not overlaps)
-        kind = activation(ffn.up_act) if ffn.up_act else (SCALE, 1.0)
-        cutoffs, scores = (of_input, 0.0, 0.0), (fired, LEAST, 0)
-        for missed in self._as_they_come(ffn, names[1]):
-            plan.neurons(
-                x, norm, None, (*up, out), kind, None, scores, self._sparse, out, cutoffs, [], missed
+        overlaps = _is_stored(self._weights, up.weight)
+        self._fetch(ffn, up.weight, fetched, "nonzero", fired, waits=not overlaps)
+        unchanged = {"activation": "scale", "activation_threshold": 1.0}
+        for missed in self._as_they_come(ffn, up.weight):
+            self._add(
+                "neurons", **shared, up=linear_facts(self._weights, up),
+                **(unchanged if ffn.up_act is None else activation_facts(ffn.up_act)),
+                scores=fired, threshold=LEAST, first=0, input_cutoff=of_input, out=out, missed=missed,
             )  # fmt: skip
             self.ups.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
-        plan.multiply(fired, out, out)
+        self._add("multiply", a=fired, b=out, out=out)
         self.at.append((ffn.layer, ffn.part))
-        if of_value:
-            plan.cutoff(out, of_value, out)
+        if of_value is not None:
+            self._add("cutoff", x=out, threshold=of_value, out=out)
             self.at.append((ffn.layer, ffn.part))
 
     # ---- attention, and what may stand in its place
 
-    def _recurrent(self, main: Recurrent, out: int) -> None:
-        plan, buffers, states = self._plan, self._buffers, self._states(main)
-        if isinstance(main, ShortConv):
-            weight = decoded_vector(self._weights, main.weight).reshape(-1, main.kernel)
-            plan.short_conv(buffers[main.x], np.ascontiguousarray(weight.T), states, out)
-            return
-        rate, step = (decoded_vector(self._weights, name) for name in (main.rate, main.step))
-        plan.delta_net(
-            buffers[main.x], buffers[main.alpha], buffers[main.beta], rate, step, main.n_head,
-            main.n_head_k, main.dim_k, main.dim_v, main.tiled, states, out,
-        )  # fmt: skip
-
-    def _heads(self, op: Heads | TransposedHeads, out: int) -> None:
-        """What heads make of a latent vector, and what they are put together of."""
-        x = self._buffers[op.x]
-        if isinstance(op, TransposedHeads):
-            info = self._weights.tensors[op.weight]
-            self._plan.transposed_heads(x, int(info.type), self._weights.data(op.weight), op.n_head, out)
-            return
-        shared = -1 if op.shared is None else self._buffers[op.shared]
-        self._plan.heads(x, shared, op.n_head, op.first, out)
-
     def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
         """heads: the head norms and rotations of q and k that were fused into it."""
         q, k = main.q, main.k
-        rope, q_norm, k_norm = -1, None, None
+        rope, q_norm, k_norm = None, None, None
         for op in reversed(heads):
             if isinstance(op, Rotate):
-                rope = self._rope(op)
-            norm = (decoded_vector(self._weights, op.weight), op.eps) if isinstance(op, RMSNorm) else None
+                rope = rope_facts(op.rope)
+            norm = self._norm(op) if isinstance(op, RMSNorm) else None
             if op.out == q:
                 q, q_norm = op.x, norm or q_norm
             else:
                 k, k_norm = op.x, norm or k_norm
-        buffers = self._buffers
-        self._plan.attention(
-            buffers[q], buffers[k], buffers[main.v], buffers[main.out], main.n_head, main.n_head_kv,
-            main.head_dim, main.head_dim_v, main.scale, main.softcap, main.window, rope, q_norm, k_norm,
-            self._bias(main.sinks), *self._cache(main),
-        )  # fmt: skip
+        self._plain(replace(main, q=q, k=k), rope=rope, q_norm=q_norm, k_norm=k_norm, **self._cache(main))
 
     # ---- small things
 
-    def _part(self, op: Linear, out: Value) -> tuple[int, _core.Rows, np.ndarray | None, int]:
-        """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
-        return *linear_matrix(self._weights, op), self._buffers[out]
+    def _channels(self, ops: Sequence[Linear | None]) -> list[Facts | None]:
+        """Copies by channel: bytes, outputs in all, those of a tile, its first, below which share of channels
+        it pays.
 
-    def _channels(self, ops: Sequence[Linear]) -> list[Any]:
-        """Copies by channel as the plan takes them: bytes, outputs in all, those of a tile, its first, below
-        which share of channels it pays.
-
-        Empty where there is none, or every channel is to be read, and under a budget of memory, which has
-        room for the rows alone: the bits are the same.
+        None where there is none, or every channel is to be read, and under a budget of memory, which has room
+        for the rows alone: the result is bitwise identical.
         """
-        if isinstance(self._weights, StoredWeights):
-            return []
-        found: list[Any] = []
+        found: list[Facts | None] = []
         for op in ops:
-            copy, info = op.by_channel, self._weights.tensors[op.weight]
-            if copy is None or not self._sparse or op.first_row % PLANE_GROUP or op.out.width % PLANE_GROUP:
+            copy = None if op is None or isinstance(self._weights, StoredWeights) else op.by_channel
+            is_whole = op is not None and op.first_row % PLANE_GROUP == op.out.width % PLANE_GROUP == 0
+            if op is None or copy is None or not self._sparse or not is_whole:
                 found.append(None)
                 continue
+            info = self._weights.tensors[op.weight]
             n_rows = info.shape[-1]
             below = break_even(info, self._channel_rates.get(info.type, 1.0))
-            found.append((self._weights.data(copy), n_rows, tile_of(n_rows), op.first_row, below))
-        return found if any(one is not None for one in found) else []
+            found.append(
+                {
+                    "data": self._weights.data(copy),
+                    "cols": n_rows,
+                    "tile": tile_of(n_rows),
+                    "first": op.first_row,
+                    "below": below,
+                }
+            )
+        return found
 
-    def _residual(self, value: Value | None) -> int:
-        """The buffer that a product is added to, -1: none."""
-        return -1 if value is None else self._buffers[value]
+    def _buffer(self, value: Value | None) -> int | None:
+        return None if value is None else self._buffers[value]
 
     def _bias(self, name: str | None) -> np.ndarray | None:
         return None if name is None else decoded_vector(self._weights, name)
 
-    def _norm(self, op: RMSNorm | LayerNorm) -> tuple[bool, np.ndarray, np.ndarray | None, float]:
+    def _norm(self, op: RMSNorm | LayerNorm | None) -> Facts | None:
+        if op is None:
+            return None
         bias = self._bias(op.bias) if isinstance(op, LayerNorm) else None
-        return isinstance(op, LayerNorm), decoded_vector(self._weights, op.weight), bias, op.eps
+        weight = decoded_vector(self._weights, op.weight)
+        return {"layer": isinstance(op, LayerNorm), "weight": weight, "bias": bias, "eps": op.eps}
 
-    def _rope(self, op: Rotate) -> int:
-        rope = op.rope
-        return self._plan.rope(rope.kind == "neox", rope.n_rot, list(rope.freq), rope.magnitude)
+
+def rope_facts(rope: Rope) -> Facts:
+    """A rotation as operations take it."""
+    return {"kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude}
+
+
+def native_name(operation: type) -> str:
+    """The name of an operation in csrc/ops: its class's in snake case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation.__name__).lower()

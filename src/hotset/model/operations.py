@@ -441,14 +441,14 @@ class Cutoff(Operation):
     """out = x, but of tokens that are cut (Batch.cut) 0 where |x| < threshold.
 
     Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
-    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. of: which of a
-    layer's cutoffs it is, as model/cutoffs.py names them.
+    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. site: which of
+    a layer's cutoffs it is, as model/cutoffs.py names them.
     """
 
     out: Value
     x: Value
     threshold: float
-    of: CutoffName
+    site: CutoffName
 
 
 @dataclass(frozen=True)
@@ -564,11 +564,11 @@ class MaskedRoute:
     """Of the experts that a route names, the neurons that the scores of their predictors name.
 
     The route is an operation before the FFN, since the experts' predictors are. mask: of the neurons of the
-    chosen experts, side by side.
+    chosen experts, side by side; None: all of them.
     """
 
     route: Route
-    mask: Mask
+    mask: Mask | None
 
 
 # Which neurons of an FFN are wanted: all, those that a predictor's scores name, those of some experts, or
@@ -625,7 +625,8 @@ class Ffn(Operation):
             case Route():
                 return self.x, self.select.x
             case MaskedRoute():
-                return self.x, self.select.route.out, self.select.mask.scores
+                mask = self.select.mask
+                return self.x, self.select.route.out, *(() if mask is None else (mask.scores,))
             case All():
                 return (self.x,)
             case _:

@@ -168,7 +168,7 @@ class ChannelPlan:
 
 def cutoffs_by_value(graph: Graph) -> dict[Value, CutoffName]:
     """By whose shares (Thresholds.kept) zeros of a product's input are known."""
-    found: dict[Value, CutoffName] = {op.out: op.of for op in graph.primitives if isinstance(op, Cutoff)}
+    found: dict[Value, CutoffName] = {op.out: op.site for op in graph.primitives if isinstance(op, Cutoff)}
     return found | {ffn.selected: "down_in" for ffn in graph.ffns if ffn.gate_cut is not None}
 
 

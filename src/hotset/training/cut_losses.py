@@ -46,7 +46,7 @@ def sites_of(graph: Graph) -> list[dict[str, Cutoff]]:
     sites: list[dict[str, Cutoff]] = [{} for _ in range(graph.n_layer)]
     for op in graph.primitives:
         if isinstance(op, Cutoff):
-            sites[op.layer][op.of] = op
+            sites[op.layer][op.site] = op
     return sites
 
 

@@ -49,24 +49,12 @@ from hotset.backends.base import WeightSource
 from hotset.backends.cpu import new_runtime
 from hotset.backends.gpu.capture import Graphs
 from hotset.backends.gpu.devices import current
-from hotset.backends.lowering import (
-    ACTIVATIONS,
-    activation,
-    cutoffs_of,
-    expert_part,
-    linear_matrix,
-    transposed_matrix,
-)
+from hotset.backends.lowering import lower_ffns
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
 from hotset.model.graph import Graph
 from hotset.model.operations import (
-    ExpertLinear,
-    ExpertSum,
     Ffn,
     Route,
-    TransposedLinear,
-    has_zeros,
-    one_matrix,
 )
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
@@ -161,13 +149,18 @@ class ColdService:
                 threads.callback(runtime.close)
             self.n_threads = runtime.n_threads
             try:
-                self._native = native = _core.Cold(width, max_batch, runtime, timeout, isa, max_rows=max_rows)
+                plan = _core.Plan(max(max_rows, max_batch), 1, 1, runtime, isa)
+                self._native = native = _worker(
+                    [ffns[layer] for layer in self.layers],
+                    weights,
+                    {layer: np.asarray(hot) for layer, hot in layers.items()},
+                    plan,
+                    max_batch=max_batch,
+                    timeout=timeout,
+                    sparse=sparse,
+                    whole=whole,
+                )
                 threads.callback(native.close)
-                for layer in self.layers:
-                    if layer in layers:
-                        _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
-                    else:
-                        _add_experts(native, weights, ffns[layer], sparse, whole)
                 native.start()
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from None
@@ -309,7 +302,8 @@ def _end(threads: ExitStack, exchange: _Direct | _OnStream) -> None:
     exchange.shared.drop_tensors()
 
 
-def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) -> None:
+def _cold_bits(ffn: Ffn, hot: np.ndarray) -> np.ndarray:
+    """Of each neuron of a split layer whether the CPU has it: uint8, bit i % 8 of byte i // 8."""
     if hot.dtype != np.bool_ or hot.shape != (ffn.n_ff,):
         raise InvalidRequestError(
             f"the neurons of layer {ffn.layer} on a device are given by bool [{ffn.n_ff}], not {hot.dtype} "
@@ -317,40 +311,35 @@ def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) ->
         )
     if hot.all():
         raise InvalidRequestError(f"layer {ffn.layer} has no neuron on the CPU")
-    assert isinstance(ffn.down, TransposedLinear)
-    native.layer(
-        ffn.layer,
-        linear_matrix(weights, one_matrix(ffn.gate)) if ffn.gate else None,
-        linear_matrix(weights, one_matrix(ffn.up)),
-        ffn.n_ff,
-        activation(ffn.gate_act),
-        activation(ffn.up_act)[0] if ffn.up_act else None,
-        transposed_matrix(weights, ffn.down),
-        np.packbits(~hot, bitorder="little"),
-        ffn.mask is not None,
-        cutoffs_of(ffn)[1:],  # what is posted is the input as it is left
-    )
+    return np.packbits(~hot, bitorder="little")
 
 
-def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool, whole: Collection[str]) -> None:
-    gate, up, down = ffn.gate, ffn.up, ffn.down
-    assert isinstance(up, ExpertLinear)
-    assert isinstance(down, ExpertSum)
-    native.experts(
-        ffn.layer,
-        up.n_expert,
-        up.n_used,
-        up.n_rows,
-        expert_part(weights, gate) if isinstance(gate, ExpertLinear) else None,
-        expert_part(weights, up),
-        activation(ffn.gate_act),
-        activation(ffn.up_act) if ffn.up_act else None,
-        expert_part(weights, down),
-        down.by_neuron,
-        sparse
-        and (has_zeros(ffn.gate_act.kind) or (ffn.gate_cut is not None and ffn.up_tensor not in whole)),
-        cutoffs_of(ffn)[1],
-    )
+def _worker(
+    ffns: Sequence[Ffn],
+    weights: WeightSource,
+    hot: Mapping[int, np.ndarray],
+    plan: _core.Plan,
+    *,
+    max_batch: int,
+    timeout: float,
+    sparse: bool,
+    whole: Collection[str],
+) -> _core.Cold:
+    """The thread that computes cold neurons and experts on request, not started. plan: empty."""
+    cold = {ffn.layer: _cold_bits(ffn, hot[ffn.layer]) for ffn in ffns if ffn.layer in hot}
+    lowered = lower_ffns(ffns, weights, plan, sparse=sparse, whole=whole)
+    native = _core.Cold(plan, ffns[0].out.width, max_batch, timeout)
+    for one in lowered:
+        ffn = one.ffn
+        at = ffn.layer, one.first_op, one.end_op
+        if ffn.route is None:
+            native.layer(
+                *at, one.gates, one.ups, one.x, one.out, ffn.n_ff, cold[ffn.layer], ffn.mask is not None,
+                one.given,
+            )  # fmt: skip
+        else:
+            native.experts(*at, one.x, one.out, ffn.route.x.width, ffn.route.n_used, one.given)
+    return native
 
 
 def _sentence(error: BaseException) -> str:
@@ -716,12 +705,16 @@ def round_trip_seconds(
     device = torch.device(device)
     kind = kind or choose_kind(device).kind
     n_ff = 2 * width
-    native = _core.Cold(width, 1, _core.Runtime(1), PROBE_TIMEOUT)
-    rows = np.zeros(n_ff * width * 4, np.uint8)  # never read, hence never in memory
+    plan = _core.Plan(1, 1, 1, _core.Runtime(1))
+    x, scores, values, out = (plan.buffer(n, False) for n in (width, n_ff, n_ff, width))
+    rows = 0, np.zeros(n_ff * width * 4, np.uint8)  # F32, never read, hence never in memory
+    relu = {"activation": "relu", "activation_threshold": 0.0}
+    wanted = {"scores": scores, "threshold": 0.0, "first": 0}
+    plan.add("neurons", x=x, up={"weight": rows}, **relu, **wanted, sparse=True, out=values)
+    plan.add("transposed_linear", x=values, weight=rows, sparse=True, out=out)
+    native = _core.Cold(plan, width, 1, PROBE_TIMEOUT)
     everything = np.full(n_ff // 8, 255, np.uint8)
-    native.layer(
-        0, None, (0, rows, None), n_ff, (ACTIVATIONS["relu"], 0.0), None, (0, rows, None), everything, True
-    )
+    native.layer(0, 0, plan.n_ops, [], [], x, out, n_ff, everything, True, scores)
     native.start()
     exchange = _exchange(kind, _Shared(native, 1, width, [n_ff // 8], [1]), device, driver)
     h = torch.ones(1, width, device=device)

@@ -1,0 +1,20 @@
+// What operations with matrix products share: the facts of a product, and the product by rows and by channel.
+#pragma once
+
+#include "../facts.h"
+
+namespace hotset {
+
+// A record {weight, bias} with out.width rows.
+LinearPart linear_part(Facts& facts, int x, int out);
+// Its fact `channels`, a record {data, cols, tile, first, below}: a copy of the same matrix by channel.
+// Without data where there is none.
+ChannelMatrix channels_of(Facts& facts, const Matrix& by_row);
+
+std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
+                                int residual, LinearTail tail, float cutoff);
+std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
+                                        std::vector<ChannelMatrix> channels, int residual, LinearTail tail,
+                                        float cutoff);
+
+}  // namespace hotset
