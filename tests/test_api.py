@@ -91,7 +91,7 @@ def model(path: Path) -> Iterator[hotset.Model]:
 
 
 def pages_in_use(model: hotset.Model) -> int:
-    return model.engine.pool.n_pages - model.engine.pool.n_available
+    return model.engine.scheduler.pool.n_pages - model.engine.scheduler.pool.n_available
 
 
 def test_generate(model: hotset.Model):

@@ -136,7 +136,7 @@ def test_steps_of_different_sizes_are_brought_together(bos_id: int | None):
     def last(*batches: int) -> hotset.PerplexityResult:
         engines = [engine(batches[0]), engine(batches[1], peak=2.5)]
         *_, (_, result) = compare_chunks(engines, tokens, n_ctx=65, bos_id=bos_id, n_neurons=[200, 200])
-        assert all(one.pool.n_available == one.pool.n_pages for one in engines)
+        assert all(one.scheduler.pool.n_available == one.scheduler.pool.n_pages for one in engines)
         return result
 
     same = last(128, 128)
@@ -151,10 +151,10 @@ def test_steps_of_different_sizes_are_brought_together(bos_id: int | None):
 
 def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
     """Rows of one step at most, and while they are compared, tiles of them."""
-    import hotset.engine.engine as engine_module
     import hotset.engine.perplexity as perplexity_module
+    import hotset.engine.scheduler as scheduler_module
 
-    monkeypatch.setattr(engine_module, "_MAX_LOGITS_BYTES", 4 * 97 * 5)
+    monkeypatch.setattr(scheduler_module, "_MAX_LOGITS_BYTES", 4 * 97 * 5)
     monkeypatch.setattr(perplexity_module, "_TILE_BYTES", 8 * 97 * 2)
     widest: list[int] = []
     log_softmax = perplexity_module._log_softmax
@@ -174,7 +174,9 @@ def test_a_failure_of_one_side_frees_both():
     engines[1].backend.fail_at_step = 5
     with pytest.raises(RuntimeError, match="told to fail"):
         list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
-    assert all(one.pool.n_available == one.pool.n_pages and not one.has_work for one in engines)
+    pools = [one.scheduler.pool for one in engines]
+    assert all(pool.n_available == pool.n_pages for pool in pools)
+    assert not any(one.has_work for one in engines)
 
 
 def test_what_cannot_be_compared_is_a_sentence(plain: Path, tmp_path: Path):

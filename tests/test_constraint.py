@@ -24,8 +24,9 @@ from test_api import write_model
 from test_tokenizer import bpe_metadata, sentencepiece_metadata
 
 import hotset
-from hotset.engine.engine import Engine, Sequence
+from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text import constraint, grammar_child
 from hotset.text.constraint import GrammarConstraint, Grammars
@@ -180,7 +181,7 @@ def answers(kind: str, form: dict[str, Any], seeds: range, **params: Any) -> lis
         found.append(prepared(engine, prompt, each, kind))
     while engine.has_work:
         engine.step()
-    assert engine.pool.n_available == engine.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
     return found
 
 
@@ -399,8 +400,8 @@ def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
     n_vocab = made.tokenizer.n_vocab
     (alone,) = run(Engine(FakeBackend(n_vocab, n_pages=64), 256), 1)
     few = Engine(FakeBackend(n_vocab, n_pages=5), 256, max_sequences=3)
-    leave, n_left = few._leave, []
-    few._leave = lambda sequence: (n_left.append(sequence.finish_reason), leave(sequence))[1]  # type: ignore[method-assign]
+    leave, n_left = few.scheduler.remove, []
+    few.scheduler.remove = lambda sequence: (n_left.append(sequence.finish_reason), leave(sequence))[1]  # type: ignore[method-assign]
     crowded = run(few, 3)
     assert None in n_left, "none lost its pages"
     assert crowded[0].tokens == alone.tokens

@@ -20,9 +20,10 @@ from waiting import WATCHDOG, when
 from hotset.backends.base import Batch, StepResult
 from hotset.engine import driver
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Engine, Event, Sequence
+from hotset.engine.engine import Engine
 from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Event, Sequence
 from hotset.errors import (
     HotsetError,
     InvalidRequestError,
@@ -201,7 +202,7 @@ def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
     thread.cancel([dropped])
     backend.permits.release(1000)
     assert tokens_of(thread, kept) == expected(prompt(30), seed=0, max_tokens=20)[1:]
-    assert thread.engine.pool.n_available == thread.engine.pool.n_pages
+    assert thread.engine.scheduler.pool.n_available == thread.engine.scheduler.pool.n_pages
     thread.close()
 
 
@@ -355,7 +356,7 @@ def test_a_fault_of_the_engine_ends_what_runs_and_not_the_thread(
 
     with thread.exclusive() as engine:
         sequences = [ask(thread, prompt(5, i), seed=i) for i in range(3)]
-        monkeypatch.setattr(engine, "_schedule", broken)
+        monkeypatch.setattr(engine.scheduler, "schedule", broken)
     for sequence in sequences:
         last = events(thread, sequence)[-1]
         assert last.finish_reason == "error"
@@ -500,7 +501,7 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
             backend.permits = threading.Semaphore(1000)
             with thread.exclusive() as engine:
                 assert not engine.has_work
-                assert engine.pool.n_available == engine.pool.n_pages
+                assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
             mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
             ok = mine == expected(prompt(8), seed=3, max_tokens=5)
             try:

@@ -70,7 +70,7 @@ def test_vectors_have_the_same_bits_in_any_chunks_and_company(model: Any, poolin
                     loaded.generate, texts[2], temperature=0, max_tokens=30, ignore_eos=True
                 )
                 together = loaded.embed(texts, pooling=pooling)
-            assert loaded.engine.pool.n_available == loaded.engine.pool.n_pages
+            assert loaded.engine.scheduler.pool.n_available == loaded.engine.scheduler.pool.n_pages
         assert (together == alone).all()
         assert answer.result().tokens == expected
 

@@ -11,9 +11,10 @@ import pytest
 from fake_backend import FakeBackend, fake_logits
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult
-from hotset.engine.engine import Engine, Sequence
+from hotset.engine.engine import Engine
 from hotset.engine.perplexity import perplexity_chunks
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
 
 
@@ -33,7 +34,7 @@ def drain(engine: Engine) -> None:
 def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
     sequence = engine.submit(tokens, SamplingParams(**params), stop_ids=stop_ids)
     drain(engine)
-    assert engine.pool.n_available == engine.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
     return sequence
 
 
@@ -75,7 +76,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     drain(batched)
     assert [sequence.tokens for sequence in sequences] == alone
     assert {sequence.finish_reason for sequence in sequences} == {"length"}
-    assert batched.pool.n_available == n_pages
+    assert batched.scheduler.pool.n_available == n_pages
 
 
 def test_a_preempted_sequence_is_computed_again_and_goes_on():
@@ -87,9 +88,9 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
     ]
     preempted = False
     while tight.has_work:
-        before = set(tight.running)
+        before = set(tight.scheduler.running)
         tight.step()
-        preempted |= any(s in tight.waiting for s in before)
+        preempted |= any(s in tight.scheduler.waiting for s in before)
     assert preempted
     assert tight.counters().preemptions >= 1
     assert tight.backend.n_tokens_seen > 2 * 159
@@ -100,7 +101,7 @@ def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
     tight = engine(256, n_pages=5)
     old, new = (tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(2))
-    while new not in tight.waiting or new.n_computed == 0:
+    while new not in tight.scheduler.waiting or new.n_computed == 0:
         tight.step()
     n_generated = len(new.generated)
     assert len(new.tokens) == 2 * PAGE_SIZE + 1
@@ -119,13 +120,13 @@ def test_a_preempted_sequence_goes_on_before_those_that_wait():
         tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(3)
     )
     tight.step()
-    while list(tight.waiting) == [third]:
+    while list(tight.scheduler.waiting) == [third]:
         tight.step()
-    assert list(tight.waiting) == [new, third]
+    assert list(tight.scheduler.waiting) == [new, third]
     while old.finish_reason is None:
         tight.step()
     tight.step()
-    assert tight.running[0] is new
+    assert tight.scheduler.running[0] is new
 
 
 def test_logits_of_a_preempted_sequence_are_handed_out_once():
@@ -141,9 +142,9 @@ def test_logits_of_a_preempted_sequence_are_handed_out_once():
     )
     preempted = False
     while tight.has_work:
-        ran = scored in tight.running
+        ran = scored in tight.scheduler.running
         tight.step()
-        preempted |= ran and scored in tight.waiting and bool(positions)
+        preempted |= ran and scored in tight.scheduler.waiting and bool(positions)
     assert preempted
     assert positions == list(range(20, 190))
 
@@ -235,7 +236,7 @@ def test_a_running_sequence_shares_its_pages():
     assert short.n_reused == 3 * PAGE_SIZE
     assert short.pages[:3] == long.pages[:3]
     drain(shared)
-    assert shared.pool.n_available == 6
+    assert shared.scheduler.pool.n_available == 6
     assert short.tokens == generate(engine(), [*prompt(200), 1], seed=2, max_tokens=30).tokens
 
 
@@ -251,7 +252,7 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
         if not at_once:
             shared.step()
     shared.step()
-    assert len(shared.running) == n_running
+    assert len(shared.scheduler.running) == n_running
     drain(shared)
 
 
@@ -263,11 +264,11 @@ def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page()
         shared.step()
     shared.submit([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
     shared.submit(prompt(5), SamplingParams(seed=3, max_tokens=3))
-    n_free = shared.pool.n_available
+    n_free = shared.scheduler.pool.n_available
     shared.step()
-    assert (len(shared.running), len(shared.waiting)) == (1, 2)
-    assert shared.pool.n_available == n_free  # the prefix that it found was given back
-    assert shared.pool._references.count(2) == 0
+    assert (len(shared.scheduler.running), len(shared.scheduler.waiting)) == (1, 2)
+    assert shared.scheduler.pool.n_available == n_free  # the prefix that it found was given back
+    assert shared.scheduler.pool._references.count(2) == 0
 
 
 @pytest.mark.parametrize("n", [2, 5])
@@ -285,7 +286,7 @@ def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, r
         assert sequence.n_reused == (3 * PAGE_SIZE if i and reuses else 0)
     n_prompt = len(tokens) + (n - 1) * (10 if reuses else len(tokens))
     assert shared.backend.n_tokens_seen == n_prompt + n * 5
-    assert shared.pool.n_available == shared.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 4])
@@ -303,7 +304,7 @@ def test_who_follows_another_goes_on_when_that_one_leaves(n_steps: int):
     for sequence, n in ((second, 290), (third, 128)):
         alone = generate(engine(), [*tokens[:n], *prompt(40, seed=n)], seed=1, max_tokens=5)
         assert sequence.tokens == alone.tokens
-    assert shared.pool.n_available == shared.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
 
 
 def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over():
@@ -317,7 +318,7 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     drain(shared)
     assert third.n_reused == 2 * PAGE_SIZE
     assert second.generated == generate(engine(), prompt(150), seed=1, max_tokens=4).generated
-    assert shared.pool.n_available == shared.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
 
 
 def test_clients_have_their_turns_and_within_one_whoever_came_first():
@@ -331,7 +332,7 @@ def test_clients_have_their_turns_and_within_one_whoever_came_first():
         shared.step()
         began += [i for i, each in enumerate(order) if each.started and i not in began]
     assert began == [0, 4, 6, 1, 2, 3, 5]
-    assert len(shared.waiting) == 0
+    assert len(shared.scheduler.waiting) == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -388,12 +389,12 @@ def test_cancelling_frees_pages_and_disturbs_nobody(n_steps: int):
     shared.cancel(dropped)
     assert dropped.finish_reason == "cancelled"
     in_use = -(-kept.n_computed // PAGE_SIZE)
-    assert shared.pool.n_available == shared.pool.n_pages - in_use
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages - in_use
     drain(shared)
     assert kept.tokens == alone.tokens
     shared.cancel(kept)
     assert kept.finish_reason == "length"
-    assert (shared._page_tables == -1).all()
+    assert (shared.scheduler.page_tables == -1).all()
 
 
 def test_stop_tokens_end_the_answer():
@@ -464,7 +465,7 @@ def test_the_engine_goes_on_after_a_step_failed():
         assert sequence.finish_reason == "error"
         assert isinstance(sequence.error, RuntimeError)
     assert not shared.has_work
-    assert shared.pool.n_available == shared.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
     expected = generate(engine(), prompt(10), seed=1, max_tokens=10).tokens
     assert generate(shared, prompt(10), seed=1, max_tokens=10).tokens == expected
 
@@ -535,7 +536,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
 
 
 def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hotset.engine.engine._MAX_LOGITS_BYTES", 10 * 4 * 97)
+    monkeypatch.setattr("hotset.engine.scheduler._MAX_LOGITS_BYTES", 10 * 4 * 97)
     scoring = Engine(FakeBackend(), 512, prompt_seconds=math.inf)
     sizes = []
     scoring.score(prompt(100), lambda position, rows: sizes.append(len(rows)), first=65)
@@ -613,7 +614,7 @@ def test_perplexity_is_llama_perplexitys(n_ctx: int, max_batch: int, bos_id: int
         assert result.ppl == pytest.approx(ppl, rel=1e-6)
         assert result.error == pytest.approx(error, rel=1e-5)
         assert result.n_scored == (i + 1) * (n_ctx - 1 - n_ctx // 2)
-    assert scoring.pool.n_available == scoring.pool.n_pages
+    assert scoring.scheduler.pool.n_available == scoring.scheduler.pool.n_pages
 
 
 def test_perplexity_refuses_what_it_cannot_measure():

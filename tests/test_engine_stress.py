@@ -14,8 +14,9 @@ from fake_backend import FakeBackend, fake_logits
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Engine, Sequence
+from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence
 
 N_CTX = 384
 BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4)]
@@ -39,27 +40,27 @@ def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
 
 def check_pages(engine: Engine) -> None:
     """Every page is held as often as running sequences have it, and every running sequence has a slot."""
-    pool = engine.pool
-    held = Counter(page for sequence in engine.running for page in sequence.pages)
+    pool = engine.scheduler.pool
+    held = Counter(page for sequence in engine.scheduler.running for page in sequence.pages)
     assert [held[page] for page in range(pool.n_pages)] == pool._references
     assert pool.n_available == sum(1 for n in pool._references if not n)
-    if engine.states is not None:
-        states = engine.states
-        taken = Counter(slot for sequence in engine.running for slot in sequence.states.values())
+    if engine.scheduler.states is not None:
+        states = engine.scheduler.states
+        taken = Counter(slot for sequence in engine.scheduler.running for slot in sequence.states.values())
         assert [taken[slot] for slot in range(states.n_states)] == states._references
         assert states.n_available == sum(1 for n in states._references if not n)
         assert len(states._idle) <= len(states._slots) <= sum(key is not None for key in pool._keys)
-        for sequence in engine.running:
+        for sequence in engine.scheduler.running:
             assert not sequence.n_computed or sequence.n_computed in sequence.states
-        assert not any(sequence.states for sequence in engine.waiting)
-    slots = [sequence.slot for sequence in engine.running]
-    assert sorted(slots + engine._slots) == list(range(engine.max_sequences))
-    for sequence in engine.running:
-        table = engine._page_tables[sequence.slot]
+        assert not any(sequence.states for sequence in engine.scheduler.waiting)
+    slots = [sequence.slot for sequence in engine.scheduler.running]
+    assert sorted(slots + engine.scheduler.free_slots) == list(range(engine.max_sequences))
+    for sequence in engine.scheduler.running:
+        table = engine.scheduler.page_tables[sequence.slot]
         assert table[: len(sequence.pages)].tolist() == sequence.pages
         assert sequence.n_computed <= len(sequence.pages) * PAGE_SIZE
         assert sequence.n_registered <= len(sequence.pages)
-    assert all(sequence.slot < 0 and not sequence.pages for sequence in engine.waiting)
+    assert all(sequence.slot < 0 and not sequence.pages for sequence in engine.scheduler.waiting)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +108,9 @@ def test_a_thousand_requests_come_and_go(
 
     while len(asked) + len(scored) < n or engine.has_work:
         if len(asked) + len(scored) < n:
-            for _ in range(draw.choice([0, 0, 1, 2, 6]) if len(engine.waiting) < 20 else 0):
+            for _ in range(draw.choice([0, 0, 1, 2, 6]) if len(engine.scheduler.waiting) < 20 else 0):
                 ask()
-        there = [*engine.running, *engine.waiting]
+        there = [*engine.scheduler.running, *engine.scheduler.waiting]
         if there and draw.random() < 0.08:
             stop = engine.cancel if draw.random() < 0.5 else engine.interrupt
             stop(draw.choice(there))
@@ -141,7 +142,7 @@ def test_a_thousand_requests_come_and_go(
     assert (now.running, now.waiting, now.pages_used) == (0, 0, 0)
     assert now.reused_tokens > 0
     assert (now.preemptions > 0) == (n_pages < 64)
-    assert (engine._page_tables == -1).all()
+    assert (engine.scheduler.page_tables == -1).all()
 
 
 def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
@@ -177,6 +178,6 @@ def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
     assert not wrong
     with thread.exclusive() as engine:
         check_pages(engine)
-        assert engine.pool.n_available == 12
+        assert engine.scheduler.pool.n_available == 12
         assert not engine.has_work
     thread.close()

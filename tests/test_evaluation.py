@@ -180,7 +180,8 @@ def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
     assert last.accuracy != last.accuracy_norm  # so that neither stands for the other
     assert last.accuracy_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(20))
     assert last.accuracy_norm_error == pytest.approx(np.std(right_norm, ddof=1) / math.sqrt(20))
-    assert model.engine.pool.n_available == model.engine.pool.n_pages  # nothing is left behind
+    pool = model.engine.scheduler.pool
+    assert pool.n_available == pool.n_pages  # nothing is left behind
 
 
 def test_the_sums_themselves(model: hotset.Model) -> None:

@@ -21,8 +21,8 @@ from hotset.backends.base import PAGE_SIZE, Batch, StepResult
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.engine.engine import Engine
-from hotset.engine.engine import Sequence as Request
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence as Request
 from hotset.errors import InvalidRequestError, OutOfMemoryError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
@@ -294,8 +294,8 @@ def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
         assert engine.counters().preemptions > 0
         for sequence, rows in asked:
             assert_computed_alone(gguf, sequence, rows)
-        assert engine.states is not None
-        assert engine.states.n_available == n_states
+        assert engine.scheduler.states is not None
+        assert engine.scheduler.states.n_available == n_states
 
 
 class Unsteady:
@@ -348,8 +348,8 @@ def test_cancelled_and_failed_steps_leave_states_to_go_on_from(gguf: GGUFFile, f
     assert len(done) == 12 if not fails else unsteady.n_failed > 1 and len(done) > 2
     for sequence, rows in done:
         assert_computed_alone(gguf, sequence, rows)
-    assert engine.states is not None
-    assert engine.states.n_available == 12
+    assert engine.scheduler.states is not None
+    assert engine.scheduler.states.n_available == 12
 
 
 def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile) -> None:
@@ -390,8 +390,8 @@ def test_a_loaded_model_counts_its_states(path: Path) -> None:
         expected = model.logits(ids)
         # Steps of their own beside the engine's have slots of their own, and give them back.
         np.testing.assert_array_equal(model.taps(ids, ["logits"])["logits"], expected)
-        assert model.engine.states is not None
-        assert model.engine.states.n_available == n_states
+        assert model.engine.scheduler.states is not None
+        assert model.engine.scheduler.states.n_available == n_states
         steps = model.tap_steps(prompt(60), ["logits"])
         next(steps)
         with pytest.raises(OutOfMemoryError, match="another text has the slots"):

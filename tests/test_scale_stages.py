@@ -337,7 +337,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
         while engine.has_work:
             engine.step()
         assert [one.error for one in found] == [None] * 5
-        assert engine.pool.n_available == engine.pool.n_pages
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
         return [one.generated for one in found]
 
     backend = Losing()

@@ -110,9 +110,9 @@ def test_stop_strings(path: Path, model: hotset.Model):
                     choice = reply.json()["choices"][0]
                     found, reason = choice["message"]["content"], choice["finish_reason"]
                 assert (found, reason) == (text[: text.index(stop)], "stop")
-        while service.model.engine.running:
+        while service.model.engine.scheduler.running:
             await asyncio.sleep(0.001)
-        pool = service.model.engine.pool
+        pool = service.model.engine.scheduler.pool
         assert pool.n_available == pool.n_pages
 
     run(path, work)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from hotset.engine.engine import Event, FinishReason
+from hotset.engine.sequence import Event, FinishReason
 from hotset.server.answers import (
     Answer,
     AnswerRequest,

@@ -104,8 +104,8 @@ class Serving:
         engine = self.model.engine
 
         def is_idle() -> bool:
-            busy = self.service.n_open or engine.running or engine.waiting
-            return not busy and engine.pool.n_available == engine.pool.n_pages
+            busy = self.service.n_open or engine.scheduler.running or engine.scheduler.waiting
+            return not busy and engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
 
         until(is_idle, "the server does not come to rest")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Event, FinishReason
-from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.engine.sequence import Event, FinishReason
+from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause

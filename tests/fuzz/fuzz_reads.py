@@ -101,7 +101,7 @@ def attack(
     with hotset.load(path, **settings, ram_budget=budget) as under:
         assert under.stored is not None
         assert list(under.generate(prompts[0], **options).tokens) == texts[0]
-        before, n_free = held(), under.engine.pool.n_available
+        before, n_free = held(), under.engine.scheduler.pool.n_available
         under.stored.reader.inject_faults(share, seed)
         waiting = list(zip(prompts, texts, strict=True))
 
@@ -129,8 +129,8 @@ def attack(
         for name, a, b, room in zip(("threads", "files", "bytes"), before, after, (0, 0, LEAK), strict=True):
             if b > a + room:
                 report.problems.append(f"{name}: {a} before, {b} after")
-        if under.engine.has_work or under.engine.pool.n_available != n_free:
-            report.problems.append(f"pages: {n_free} before, {under.engine.pool.n_available} after")
+        if under.engine.has_work or under.engine.scheduler.pool.n_available != n_free:
+            report.problems.append(f"pages: {n_free} before, {under.engine.scheduler.pool.n_available} after")
         for prompt, text in zip(prompts, texts, strict=True):
             if list(under.generate(prompt, **options).tokens) != text:
                 report.problems.append("wrong without faults, after them")

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, StepStats
     from hotset.backends.stored import StoreCounts, StoredWeights
-    from hotset.engine.engine import CutTokens, Sequence
+    from hotset.engine.engine import CutTokens
+    from hotset.engine.sequence import Sequence
     from hotset.model.cost import KVType
 
 _SEED = 0
@@ -268,8 +269,8 @@ class _RandomRequests:
         return seconds
 
     def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
-        from hotset.engine.engine import Sequence
         from hotset.engine.sampler import Sampler, SamplingParams
+        from hotset.engine.sequence import Sequence
 
         class Drawn(Sampler):
             """Any token will do, as for llama-bench: what is measured is not the sampler.

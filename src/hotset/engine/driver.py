@@ -19,7 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import cast
 
 from hotset.engine.counters import Counters
-from hotset.engine.engine import Engine, Event, EventSink, Sequence
+from hotset.engine.engine import Engine
+from hotset.engine.sequence import Event, EventSink, Sequence
 from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
 
 _LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
@@ -85,16 +86,16 @@ class EngineThread:
             self._wake.notify_all()
             drives = self._thread.ident == self._driver and not self._guests
         if drives:  # a guest's steps do not take it in
-            self.engine.make_way(sequence)
+            self.engine.preempt_step(sequence)
 
     def check_room(self, n: int = 1) -> None:
         """Raises QueueFullError where so many sequences more are too many (`max_waiting`)."""
         if self.max_waiting is None:
             return
-        n_there = len(self._inbox) + self.engine.n_unfinished
+        n_there = len(self._inbox) + self.engine.scheduler.n_unfinished
         if n_there + n > self.engine.max_sequences + self.max_waiting:
             self._n_refused += 1
-            n_waiting = max(n_there - len(self.engine.running), 0)
+            n_waiting = max(n_there - len(self.engine.scheduler.running), 0)
             raise QueueFullError(n_waiting, self.engine.seconds_to_wait())
 
     def next_event(self, sequence: Sequence) -> Event:
@@ -114,7 +115,7 @@ class EngineThread:
         For whoever has no use for a token before the last: to be woken for each takes a core from the step
         that computes the next one, a twentieth of the speed of a small model on two cores.
         """
-        while not sequence.all_told.wait(timeout=_LOOK_SECONDS):
+        while not sequence.all_notified.wait(timeout=_LOOK_SECONDS):
             _check_process(sequence)
 
     def cancel(self, sequences: Iterable[Sequence]) -> None:

@@ -13,7 +13,7 @@ from hotset.backends.base import WeightSource
 from hotset.backends.reference import normalised
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
-from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
 from hotset.model.graph import Graph

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.engine.engine import Engine, Sequence
+from hotset.engine.engine import Engine
 from hotset.engine.sampler import TokenLogprobs, token_logprobs
+from hotset.engine.sequence import Sequence
 
 
 class PromptLogprobs:

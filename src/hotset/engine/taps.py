@@ -38,8 +38,8 @@ def steps(
     slots = None
     try:
         with thread.exclusive() as engine:
-            pages = engine.take_pages(len(ids))
-            slots = engine.take_states()
+            pages = engine.scheduler.take_pages(len(ids))
+            slots = engine.scheduler.take_states()
         table = np.array([pages], np.int32)
         for i, start in enumerate(range(0, len(ids), n_step)):
             n = min(n_step, len(ids) - start)
@@ -60,6 +60,6 @@ def steps(
     finally:
         if pages and not thread.closed:
             with thread.exclusive() as engine:
-                engine.pool.release(pages)
+                engine.scheduler.pool.release(pages)
                 if slots is not None:
-                    engine.give_states()
+                    engine.scheduler.give_states()

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, assert_never
 
-from hotset.engine.engine import Event
-from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.engine.sequence import Event
+from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import HotsetError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of

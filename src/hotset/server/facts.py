@@ -61,6 +61,7 @@ async def plan(http: Request) -> dict[str, Any]:
     where files are mapped."""
     service = service_of(http)
     model = service.model
+    n_pages = model.engine.scheduler.pool.n_pages
     return {
         "placement": placement_dict(model.placement) if model.placement is not None else None,
         "ram": model.ram.as_dict() if model.ram is not None else None,
@@ -69,9 +70,9 @@ async def plan(http: Request) -> dict[str, Any]:
         "file_bytes": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
         "cache": {
             "type": model.kv_type,
-            "pages": model.engine.pool.n_pages,
-            "tokens": model.engine.pool.n_pages * PAGE_SIZE,
-            "bytes": model.engine.pool.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
+            "pages": n_pages,
+            "tokens": n_pages * PAGE_SIZE,
+            "bytes": n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
             "states": model.backend.n_states,
             "state_bytes": model.backend.n_states * model.cost.state_bytes,
         },

@@ -22,9 +22,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from hotset.api import Model, Prompt
 from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors, pooling_of
-from hotset.engine.engine import Event
-from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
+from hotset.engine.sequence import Event
+from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.escaping import clause
 from hotset.parameters import shown
 from hotset.report.experts import expert_counts

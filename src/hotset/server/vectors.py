@@ -11,7 +11,7 @@ import numpy as np
 
 from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors
-from hotset.engine.engine import Event
+from hotset.engine.sequence import Event
 from hotset.errors import QueueFullError
 from hotset.server.answers import Submit, raise_end
 

@@ -26,7 +26,7 @@ from hotset.training import prompts
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.engine.engine import Sequence as EngineSequence
+    from hotset.engine.sequence import Sequence as EngineSequence
     from hotset.model.config import ModelConfig
 
 _LONGEST = 448  # tokens of a document, with its beginning

@@ -1,0 +1,68 @@
+"""Builds the batch of a step from the tokens that the scheduler chose."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.backends.base import Batch
+from hotset.engine.scheduler import Chunks
+
+
+class BatchBuilder:
+    """Fills arrays that live as long as it does; a Batch is a view of them, valid until the next one.
+
+    max_batch: tokens. max_sequences: rows of the page table. cuts: whether the graph has activation
+    thresholds. has_states: whether it has recurrent layers.
+    """
+
+    def __init__(self, max_batch: int, max_sequences: int, *, cuts: bool, has_states: bool) -> None:
+        self._cuts, self._has_states = cuts, has_states
+        self._tokens = np.zeros(max_batch, np.int32)
+        self._positions = np.zeros(max_batch, np.int32)
+        self._sequences = np.zeros(max_batch, np.int32)
+        self._outputs = np.zeros(max_batch, np.int32)
+        self._cut = np.zeros(max_batch, np.bool_)
+        self._states = np.full(max_sequences, -1, np.int32)
+        self._saves = np.full(max_batch, -1, np.int32)
+
+    def build(self, chunks: Chunks, page_tables: np.ndarray) -> Batch:
+        """The batch of some sequences and so many tokens of each. page_tables: int32 [max_sequences,
+        max_pages], by slot."""
+        tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
+        n_tokens = n_outputs = 0
+        for sequence, n in chunks:
+            start = sequence.n_computed
+            if n == 1:
+                tokens[n_tokens] = sequence.tokens[start]
+                positions[n_tokens] = start
+                sequences[n_tokens] = sequence.slot
+            else:
+                tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
+                positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
+                sequences[n_tokens : n_tokens + n] = sequence.slot
+            if self._cuts:
+                self._cut[n_tokens : n_tokens + n] = np.arange(start, start + n) >= sequence.n_dense
+            if self._has_states:
+                self._states[sequence.slot] = sequence.states[start] if start else -1
+                self._saves[n_tokens : n_tokens + n] = -1
+                for end, slot in sequence.states.items():
+                    if end > start:
+                        self._saves[n_tokens + end - start - 1] = slot
+            n_rows = sequence.n_rows(n)
+            if n_rows == 1:
+                outputs[n_outputs] = n_tokens + n - 1
+            else:
+                outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
+            n_outputs += n_rows
+            n_tokens += n
+        return Batch(
+            tokens[:n_tokens],
+            positions[:n_tokens],
+            sequences[:n_tokens],
+            page_tables,
+            outputs[:n_outputs],
+            tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
+            self._cut[:n_tokens] if self._cuts else None,
+            self._states if self._has_states else None,
+            self._saves[:n_tokens] if self._has_states else None,
+        )

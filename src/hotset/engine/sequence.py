@@ -1,0 +1,192 @@
+"""A request on its way through the engine, and the events that it gives.
+
+A sequence is a list of tokens of which the first `n_computed` are in the KV cache; whatever is missing is
+computed next. That one rule covers a new prompt, a chunk of a long one, decoding (one token is missing) and a
+sequence that was preempted and starts again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, StepStats
+from hotset.engine.kv_cache import NONE_CUT, ROOT
+from hotset.engine.sampler import Sampler, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+class Event(NamedTuple):
+    """A generated token, or the end of a sequence, or both.
+
+    token: None for an end without one. logprobs: of the token, if asked for. time: when it came,
+    time.perf_counter() seconds. finish_reason: set in the last event. error: what ended it, for "error".
+    """
+
+    token: int | None
+    logprobs: TokenLogprobs | None
+    time: float
+    finish_reason: FinishReason | None
+    error: Exception | None
+
+
+class EventSink(Protocol):
+    """Where the events of a sequence go: a queue, or whatever passes them on."""
+
+    def put(self, event: Event) -> None:
+        """Takes an event, at once: the thread that computes calls it."""
+
+
+class Sequence:
+    """One request on its way through the engine; made by `Engine.prepare`, `prepare_score` and `prepare_tap`.
+
+    tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
+    n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if asked for.
+    finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
+    (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
+    waited), or "error" (then `error` holds the exception).
+    n_dense: tokens before it are computed as they are, those from it on without their small values.
+    client: who asked, for a fair order; any key. deadline: time.perf_counter() seconds when it ends.
+    started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
+    step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
+    the engine collects them.
+    events: where the engine puts an Event for each generated token and for the end; None: nowhere.
+    all_notified: set when the last of them is there.
+    process: the id of the process that the sequence belongs to.
+    """
+
+    __slots__ = (
+        "all_notified",
+        "chain",
+        "client",
+        "deadline",
+        "error",
+        "events",
+        "finish_reason",
+        "first_output",
+        "first_token",
+        "last_token",
+        "logprobs",
+        "n_computed",
+        "n_dense",
+        "n_notified",
+        "n_prompt",
+        "n_registered",
+        "n_reused",
+        "n_tokens_max",
+        "on_logits",
+        "on_tap",
+        "pages",
+        "preempted",
+        "process",
+        "reuse_prefix",
+        "sampler",
+        "slot",
+        "started",
+        "states",
+        "step_stats",
+        "stop_ids",
+        "tap",
+        "tokens",
+    )
+
+    def __init__(self, tokens: list[int], sampler: Sampler | None, n_tokens_max: int) -> None:
+        self.tokens = tokens
+        self.n_prompt = len(tokens)
+        self.n_dense = NONE_CUT
+        self.sampler = sampler
+        self.n_tokens_max = n_tokens_max
+        self.stop_ids: frozenset[int] = frozenset()
+        self.on_logits: Callable[[int, np.ndarray], None] | None = None
+        self.first_output = 0  # the next position of the prompt that on_logits waits for
+        self.tap: str | None = None  # the value of the graph that on_tap waits for
+        self.on_tap: Callable[[int, np.ndarray], None] | None = None
+        self.reuse_prefix = True
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.n_reused = 0
+        self.n_computed = 0
+        self.pages: list[int] = []
+        self.n_registered = 0  # pages that other sequences can find, from the first on
+        self.chain = ROOT  # serial number of the last of them
+        # Slots of recurrent states by the number of tokens before: from that of n_computed it goes on, the
+        # others are those that the step in flight writes, or (of one that was cancelled) wrote in part.
+        self.states: dict[int, int] = {}
+        self.slot = -1  # row of the page table while it runs
+        self.started = 0.0
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.step_stats: list[StepStats] = []
+        self.events: EventSink | None = None
+        self.all_notified = threading.Event()
+        self.n_notified = len(tokens)  # tokens whose events were put
+        self.process = os.getpid()
+        self.client: str | None = None
+        self.deadline = math.inf
+        self.preempted = False  # it lost its pages once
+
+    def notify(self) -> None:
+        """Puts what is new into the queue of events."""
+        if self.events is None:
+            return
+        n = len(self.tokens)
+        for i in range(self.n_notified, n):
+            logprobs = self.logprobs[i - self.n_prompt] if self.logprobs else None
+            last = i == n - 1
+            self.events.put(
+                Event(self.tokens[i], logprobs, self.last_token, self.finish_reason if last else None, None)
+            )
+        if self.finish_reason is not None and (n == self.n_notified or self.error is not None):
+            self.events.put(Event(None, None, time.perf_counter(), self.finish_reason, self.error))
+        self.n_notified = n
+        if self.finish_reason is not None:
+            self.all_notified.set()
+
+    @property
+    def generated(self) -> list[int]:
+        """The generated token ids so far (a copy)."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def prompt_per_second(self) -> float:
+        """Prompt tokens computed (not reused) per second until the first generated token."""
+        seconds = self.first_token - self.started
+        return (self.n_prompt - self.n_reused) / seconds if seconds > 0 else 0.0
+
+    @property
+    def predicted_per_second(self) -> float:
+        """Generated tokens per second after the first; 0.0 before there is a second."""
+        seconds = self.last_token - self.first_token
+        return (len(self.tokens) - self.n_prompt - 1) / seconds if seconds > 0 else 0.0
+
+    # ---- what it needs of the next step
+
+    @property
+    def n_missing(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def n_reusable_pages(self) -> int:
+        """Pages that it may share with others: one token must be computed, and all whose
+        logits are wanted."""
+        reusable = len(self.tokens) - 1
+        if self.on_logits:
+            reusable = min(reusable, self.first_output)
+        return reusable // PAGE_SIZE if self.reuse_prefix else 0
+
+    def n_rows(self, n: int) -> int:
+        """Of how many tokens at the end of its next n the logits are wanted."""
+        end = self.n_computed + n
+        n_rows = int(self.sampler is not None and end == len(self.tokens))
+        if self.on_logits and end <= self.n_prompt:
+            n_rows = max(n_rows, end - max(self.first_output, self.n_computed))
+        return n_rows
