@@ -281,7 +281,7 @@ class Plan {
 void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,
                  float* out);
 
-// graph.Cutoff; a NaN stays.
+// operations.Cutoff; a NaN stays.
 inline void cut_small(float threshold, const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i++) out[i] = std::fabs(x[i]) < threshold ? 0.0f : x[i];
 }

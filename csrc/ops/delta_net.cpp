@@ -1,4 +1,4 @@
-// The gated delta rule: a matrix per head, which each token lets decay, corrects and reads (graph.DeltaNet).
+// The gated delta rule: a matrix per head, which each token lets decay, corrects and reads (operations.DeltaNet).
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxStateHeads = 1024;
 
-// See graph.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
+// See operations.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
 // number per head. A state: [n_head][dim_k][dim_v].
 struct DeltaNetFacts {
     int x = -1, alpha = -1, beta = -1, out = -1;

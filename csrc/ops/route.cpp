@@ -8,7 +8,7 @@
 namespace hotset {
 namespace {
 
-// See graph.Route (model/graph.py). out: [n_used] ids, [n_used] weights.
+// See operations.Route (model/operations.py). out: [n_used] ids, [n_used] weights.
 struct RouteFacts {
     enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
     int n_used = 1;

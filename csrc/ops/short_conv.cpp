@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMaxConvKernel = 64;
 
-// See graph.ShortConv (model/graph.py). A state: [kernel - 1][width], the oldest inputs first.
+// See operations.ShortConv (model/operations.py). A state: [kernel - 1][width], the oldest inputs first.
 struct ShortConvFacts {
     int x = -1, out = -1;
     int kernel = 1;

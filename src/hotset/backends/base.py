@@ -30,9 +30,10 @@ class Batch:
     [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
     outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
     taps: names of graph values to hand out.
-    cut: bool [n_tokens], whose small values are zero where the graph cuts (graph.Cutoff); None: nobody's.
+    cut: bool [n_tokens], whose small values are zero where the graph has thresholds (operations.Cutoff);
+    None: of no token.
 
-    Where the graph has operations with a state (graph.Recurrent; else both are ignored), positions of a
+    Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
     sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
     its first token of the batch, -1 where that is the first of all. saves: int32 [n_tokens], the slot that
     takes the state after a token, the last of a page or of the sequence in the batch; -1: none. A step that

@@ -3,7 +3,7 @@
 The tokens are cut into chunks of n_ctx, each computed on its own with BOS in place of its first token where
 the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
 the standard error of the mean negative log-likelihood, carried through the exponential. Where small values of
-answers are cut (graph.Cutoff) those of all tokens are: what is measured is how answers are predicted.
+answers are cut (operations.Cutoff) those of all tokens are: what is measured is how answers are predicted.
 
 Side by side, every engine sees the same tokens, and each is measured against the first: what it predicts for
 a token is compared over the whole vocabulary while both rows of logits are there, so that nothing of the

@@ -1,6 +1,6 @@
 """Slots for recurrent states: which are free, which a sequence has, which hold the end of a prefix.
 
-What operations with a state (graph.Recurrent) leave of all tokens before a position cannot be cut out of
+What operations with a state (operations.Recurrent) leave of all tokens before a position cannot be cut out of
 pages: a prefix is reused up to the end of a page whose state was kept. The backend owns the memory, this
 module the numbering. A slot is written by one step and never again while anybody has it, so that a step which
 failed is run again from where it began, sequences of one prefix share a slot, and nothing is ever copied.

@@ -84,7 +84,7 @@ DRELU = FFNActivation("relu", up="relu")
 class ExpertDefaults:
     """What files with experts of one architecture need not say.
 
-    scoring, normalised: see graph.Route. gated_share: what the shared network yields is multiplied by the
+    scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by the
     sigmoid of a product of its own. early: the router reads what enters the layer, before attention and as it
     is; elsewhere what the experts read.
     """
@@ -248,7 +248,7 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer. n: of them; n_used: for a token. The rest: see graph.Route.
+    """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
 
     n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
     early: see ExpertDefaults.
@@ -276,7 +276,7 @@ class ConvMixer:
 
 @dataclass(frozen=True)
 class DeltaMixer:
-    """A gated delta net in place of attention: see graph.DeltaNet. kernel: of the convolution before it."""
+    """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before it."""
 
     kernel: int
     n_head: int

@@ -78,7 +78,7 @@ def build(
 
 
 def scores_of_signs(signs: np.ndarray, inputs: np.ndarray) -> np.ndarray:
-    """graph.SignScores without bias: signs uint8 [n, bytes], inputs [m, n_embd] → float32 [m, n]."""
+    """operations.SignScores without bias: signs uint8 [n, bytes], inputs [m, n_embd] → float32 [m, n]."""
     width = inputs.shape[1]
     negative = np.unpackbits(signs, axis=1, count=width, bitorder="little").astype(np.float32)
     return np.where(inputs < 0, -1, 1).astype(np.float32) @ (1 - 2 * negative).T

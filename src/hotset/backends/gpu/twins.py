@@ -55,7 +55,7 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which tokens lose their small values, and what is small (graph.Cutoff).
+    """Which tokens lose their small values, and what is small (operations.Cutoff).
 
     tokens: int32 [T], other than 0 for those that do. threshold: magnitudes below it are zero.
     """
@@ -246,7 +246,7 @@ def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
     """Channels of x whose sign is that of a row, less those where it differs, + bias. [T, n].
 
     signs: uint8 [n, ceil(width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is negative
-    (graph.SignScores). A channel of x below zero is negative.
+    (operations.SignScores). A channel of x below zero is negative.
     """
     n, width = len(signs), x.shape[1]
     ours = torch.where(x < 0, -1.0, 1.0)
@@ -279,7 +279,7 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
 def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
-    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See graph.Route. (Of a token
+    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. (Of a token
     with a score that is not a number the ids are any, for its weights are none either.)
     """
     if op.scoring == "softmax":
