@@ -84,8 +84,8 @@ DRELU = FFNActivation("relu", up="relu")
 class ExpertDefaults:
     """What files with experts of one architecture need not say.
 
-    scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by the
-    sigmoid of a product of its own. early: the router reads what enters the layer, before attention and as it
+    scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
+    the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and as it
     is; elsewhere what the experts read.
     """
 
@@ -276,7 +276,8 @@ class ConvMixer:
 
 @dataclass(frozen=True)
 class DeltaMixer:
-    """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before it."""
+    """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
+    it."""
 
     kernel: int
     n_head: int

@@ -279,8 +279,8 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
 def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
-    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. (Of a token
-    with a score that is not a number the ids are any, for its weights are none either.)
+    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. (Of a
+    token with a score that is not a number the ids are any, for its weights are none either.)
     """
     if op.scoring == "softmax":
         p = torch.softmax(x, dim=1)
