@@ -59,7 +59,7 @@ class Engine:
     less than a step of answers takes; inf: as long as they like, as where one sequence runs at once
     (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
     cut: whose small values are zero where the graph has thresholds (operations.Cutoff): those of generated
-    tokens, or of prompts too. It is a fact of a token, whatever step it is in and however often it is computed.
+    tokens, or of prompts too. It is a fact of a token, whatever step it is in.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """

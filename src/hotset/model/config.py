@@ -85,8 +85,8 @@ class ExpertDefaults:
     """What files with experts of one architecture need not say.
 
     scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
-    the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and as it
-    is; elsewhere what the experts read.
+    the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
+    as it is; elsewhere what the experts read.
     """
 
     scoring: Scoring = "softmax"
