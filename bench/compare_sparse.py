@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--dense", type=Path, required=True, help="plain GGUF file of the same weights")
     parser.add_argument("--drelu", action="store_true", help="the plain file's activation, and its targets")
     parser.add_argument("--modes", default="dense,exact,predicted", help="also exact@plain, dense@plain")
-    parser.add_argument("--predictor", help="of predicted: mlp:q4_0, sign, svd:128, ...")
+    parser.add_argument("--predictor", help="of predicted: mlp:q4_0, svd:128, ...")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=256, help="tokens; 0: decode only (256)")
     parser.add_argument("--gen", type=int, default=32, help="tokens decoded (32)")

@@ -1,6 +1,6 @@
 """Predictors on one table: what each finds, what it costs, and what its mistakes do to the model.
 
-usage: python bench/predictors.py --model MODEL.gguf [--text FILE] [--kinds mlp,mlp:q4_0,sign,svd:128]
+usage: python bench/predictors.py --model MODEL.gguf [--text FILE] [--kinds mlp,mlp:q4_0,svd:128]
 
 Recall and precision are those of neurons, over all layers, against the neurons that fire on the same FFN
 inputs; `of values` is recall with each neuron counted by its magnitude. KL is the mean divergence of the next
@@ -28,7 +28,6 @@ import hotset
 from hotset.formats.gguf import open_gguf
 from hotset.units import human_size
 
-SIGN_MARGINS = (-0.10, -0.05, 0.0, 0.05)
 SVD_RANKS = (32, 64, 128, 256, 512)
 BUILT = re.compile(r"^predictor .*built in ([\d.]+) s")
 
@@ -54,8 +53,7 @@ def default_kinds(model: Path) -> list[str]:
     with open_gguf(model) as file:
         published = "blk.0.fc1.weight" in file.tensors
     kinds = ["mlp", "mlp:q8_0", "mlp:q4_0"] if published else []
-    kinds += ["sign", "svd", *(f"sign:{margin:g}" for margin in SIGN_MARGINS)]
-    return [*kinds, *(f"svd:{rank}" for rank in SVD_RANKS)]
+    return [*kinds, "svd", *(f"svd:{rank}" for rank in SVD_RANKS)]
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from hotset.model.operations import (
     Scale,
     SelectOutputs,
     ShortConv,
-    SignScores,
     SoftCap,
     TransposedHeads,
     TransposedLinear,
@@ -260,10 +259,6 @@ class Oracle(ReferenceBackend):
         match op:
             case Embed() | SelectOutputs() | Mask() | Cutoff() | Heads():
                 return expected, -U * np.abs(expected)  # to the bit
-            case SignScores():
-                return expected, U * (
-                    np.abs(expected) + (0 if op.bias is None else np.abs(self._weight(op.bias)))
-                )
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
             case Add() | Multiply() | Scale():

@@ -31,7 +31,7 @@ N_FF = (
 )
 CASES: dict[str, tuple[str, str | None, GGMLType]] = {
     "bamboo": ("exact", None, GGMLType.F32),
-    "opt": ("predicted", "sign:0", GGMLType.F16),
+    "opt": ("predicted", "svd:32", GGMLType.F16),
     "falcon-40b": ("predicted", None, GGMLType.Q4_0),
 }
 SPLIT = ("bamboo", "opt")  # also with two thirds of the neurons on the CPU

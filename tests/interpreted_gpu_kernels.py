@@ -472,15 +472,6 @@ def test_pack_bits(n_scored: int, first: int) -> None:
     assert torch.equal(found, twins.pack_bits(t(scores), 0.25, first))
 
 
-@pytest.mark.parametrize(("n_tokens", "n", "width"), [(1, 9, 32), (3, 21, 43), (10, 8, 700)])
-def test_sign_scores(n_tokens: int, n: int, width: int) -> None:
-    x, bias = randn(n_tokens, width), t(randn(n))
-    x[0, :5] = 0.0
-    signs = t(np.packbits(rng_of(1).random((n, width)) < 0.5, axis=1, bitorder="little"))
-    assert torch.equal(kernels.sign_scores(t(x), signs, bias), twins.sign_scores(t(x), signs, bias))
-    assert torch.equal(kernels.sign_scores(t(x), signs), twins.sign_scores(t(x), signs))
-
-
 @pytest.mark.parametrize("width", [32, 100])
 def test_norms(width: int) -> None:
     x, weight, bias = t(randn(3, width)), t(randn(width, seed=1)), t(randn(width, seed=2))

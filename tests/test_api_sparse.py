@@ -93,7 +93,7 @@ def test_exact_is_dense_to_the_bit_and_a_prediction_is_not(plain: Path):
 
 
 def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
-    for predictor in ("mlp", "mlp:q8_0", "sign", "svd:16"):
+    for predictor in ("mlp", "mlp:q8_0", "svd:16"):
         with hotset.load(published, backend=backend, predictor=predictor) as model:
             assert model.sparsity.mode == "predicted"
             assert str(model.sparsity.spec).startswith(predictor)

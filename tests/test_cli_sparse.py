@@ -150,7 +150,8 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
     [
         (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is not known"),
         (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is not known"),
-        (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd or sign"),
+        (["run", "PLAIN", "hi", "--predictor", "sign"], 1, "the predictor sign was removed; use svd"),
+        (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd, or train"),
         (["run", "PLAIN", "hi", "--sparsity", "exact", "--predictor", "svd"], 1, "leave one of the two out"),
         (["run", "DENSE", "hi", "--sparsity", "exact"], 1, "--activation relu"),
         (["run", "PLAIN", "hi", "--profile", "TEXT"], 1, "name a predictor too"),
@@ -236,8 +237,8 @@ def test_bench_json_has_the_mode_and_what_was_touched(published: Path) -> None:
     table = inside(*arguments, "md").stdout
     assert re.search(r"\| of read \| +sparsity \| active \|", table)
     assert re.search(r"\| +tg4 \| +[\d.]+ ± [\d.]+ \| +\d+% \| +mlp \| +\d+% \|", table)
-    lines = list(csv.DictReader(io.StringIO(inside(*arguments, "csv", "--predictor", "sign").stdout)))
-    assert [line["predictor"] for line in lines] == ["sign", "sign"]
+    lines = list(csv.DictReader(io.StringIO(inside(*arguments, "csv", "--predictor", "svd").stdout)))
+    assert [line["predictor"] for line in lines] == ["svd:32:q4_0", "svd:32:q4_0"]
 
 
 @needs_core

@@ -226,7 +226,7 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
     [
         ("exact", "M", {"sparsity": "exact"}, ()),
         ("svd:256:q8_0", "M", {"predictor": "svd:256:q8_0"}, ()),
-        ("predicted:sign:0.1", "M", {"sparsity": "predicted", "predictor": "sign:0.1"}, ()),
+        ("predicted:svd:32", "M", {"sparsity": "predicted", "predictor": "svd:32"}, ()),
         ("predicted", "M", {"sparsity": "predicted"}, ()),
         ("cache-type=q8_0", "M", {"kv_type": "q8_0"}, ("cache-type=q8_0",)),
         (
@@ -251,10 +251,10 @@ def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], sa
 
 def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command():
     asked = replace(BASE, sparsity="predicted", predictor="svd", profile="p")
-    sides = sides_of("M", asked, ["dense", "sign", "other"])
+    sides = sides_of("M", asked, ["dense", "svd", "other"])
     assert [side.model for side in sides] == ["M", "M", "other"]
     assert [side.settings.sparsity for side in sides] == ["dense", None, None]
-    assert [side.settings.predictor for side in sides] == [None, "sign", None]
+    assert [side.settings.predictor for side in sides] == [None, "svd", None]
     assert [side.settings.profile for side in sides] == [None, Path("p"), None]
 
 

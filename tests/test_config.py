@@ -60,9 +60,9 @@ def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **k
 def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
     """The tensors of a two-layer llama of SOUND; a shape of None drops one of them.
 
-    Planes and signs have the types that hotset builds them with, the others are F32.
+    Planes have the types that hotset builds them with, the others are F32.
     """
-    own = {"codes": GGMLType.I8, "scales": GGMLType.F16, "sign.weight": GGMLType.I8}
+    own = {"codes": GGMLType.I8, "scales": GGMLType.F16}
     layer = {
         "attn_norm": (64,), "attn_q": (64, 64), "attn_k": (64, 32), "attn_v": (64, 32),
         "attn_output": (64, 64), "ffn_norm": (64,),
@@ -519,15 +519,15 @@ def test_a_type_that_nothing_computes_with_is_named(type_: GGMLType) -> None:
             describe(config, tensors)
 
 
-def test_planes_and_signs_have_types_of_their_own() -> None:
+def test_planes_have_types_of_their_own() -> None:
     config = config_from_gguf(file(), activation="relu")
-    shapes = {"ffn_down_t.codes": (64, 96), "ffn_down_t.scales": (64, 3), "sign.weight": (8, 96)}
+    shapes = {"ffn_down_t.codes": (64, 96), "ffn_down_t.scales": (64, 3)}
     for name in shapes:
         tensors = complete(**{f"blk.{i}.{n}": shape for i in range(2) for n, shape in shapes.items()})
-        describe(config, tensors, Predictor("sign", (0.0, 0.0)))
+        describe(config, tensors)
         tensors[f"blk.1.{name}"].type = GGMLType.F32
         with pytest.raises(UnsupportedModelError, match=f"blk.1.{name} has the type F32"):
-            describe(config, tensors, Predictor("sign", (0.0, 0.0)))
+            describe(config, tensors)
 
 
 def test_the_output_is_tied_where_the_file_has_none() -> None:
@@ -659,7 +659,6 @@ def test_a_threshold_must_be_a_number(value: Any) -> None:
         ("mlp", {"fc1": (32, 8), "fc2": (8, 96)}, r"fc1\.weight is \[32, 8\], .* \[64, 8\]"),
         ("mlp", {"fc1": (64, 8), "fc2": (8, 95)}, r"fc2\.weight is \[8, 95\], .* \[8, 96\]"),
         ("svd", {"svd_a": (64, 8), "svd_b": (9, 96)}, r"svd_b\.weight is \[9, 96\], .* \[8, 96\]"),
-        ("sign", {"sign": (64, 96)}, r"sign\.weight is \[64, 96\], .* \[8, 96\]"),
     ],
 )
 def test_a_predictor_that_does_not_fit_is_refused(
@@ -672,15 +671,14 @@ def test_a_predictor_that_does_not_fit_is_refused(
 
 
 def test_where_predictors_stand_in_the_graph() -> None:
-    """mlp reads the residual stream, so that it can run before the FFN's norm; svd and sign read the norm."""
+    """mlp reads the residual stream, so that it can run before the FFN's norm; svd reads the norm."""
     config = config_from_gguf(file(), activation="relu")
-    shapes = {"fc1": (64, 8), "fc2": (8, 96), "svd_a": (64, 4), "svd_b": (4, 96), "sign": (8, 96)}
+    shapes = {"fc1": (64, 8), "fc2": (8, 96), "svd_a": (64, 4), "svd_b": (4, 96)}
     tensors = complete(**{f"blk.{i}.{n}.weight": shape for i in range(2) for n, shape in shapes.items()})
     dense = [value.name for value in describe(config, tensors).values]
     for kind, more in (
         ("mlp", ["ffn_pred_h", "ffn_pred_h_act", "ffn_pred"]),
         ("svd", ["ffn_pred_h", "ffn_pred"]),
-        ("sign", ["ffn_pred"]),
     ):
         graph = describe(config, tensors, Predictor(kind, (0.5, 0.25)))  # type: ignore[arg-type]
         computed = [op.out.name for op in graph.primitives]

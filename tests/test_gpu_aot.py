@@ -74,7 +74,7 @@ def weights(type_: GGMLType, n_rows: int, n_cols: int) -> DeviceMatrix:
 
 
 def decode_step() -> None:
-    """One token of a sparse layer, Q4_0, and its predictor by signs."""
+    """One token of a sparse layer, Q4_0, and its predictor."""
     kernels.linear(new(1, D), weights(Q4_0, D, D))
     up = weights(Q4_0, N_FF, D)
     kernels.linear(new(1, D), weights(Q4_0, 1024, D), activation="relu")
@@ -82,7 +82,6 @@ def decode_step() -> None:
     bits = kernels.pack_bits(new(1, N_FF), 0.0)
     counts = new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits, counts=counts)
-    kernels.sign_scores(new(1, D), new(N_FF, D // 8, dtype=torch.uint8))
     kernels.rms_norm(new(1, D), new(D), 1e-5)
     pages = new(N_PAGES, 8, 64, 128, dtype=torch.float16)
     table, one = new(1, N_PAGES, dtype=torch.int32), new(1, dtype=torch.int32)
@@ -514,7 +513,7 @@ def check(rows: list[dict[str, Any]], target: str) -> None:
 def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(decode_step, TARGETS[target], monkeypatch)
     assert {row["kernel"] for row in rows} == {
-        "_matvec_kernel", "_chosen_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel", "_sign_kernel",
+        "_matvec_kernel", "_chosen_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel",
         "_norm_kernel", "_angles_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
     }  # fmt: skip
     check(rows, target)

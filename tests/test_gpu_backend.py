@@ -26,7 +26,7 @@ from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import Mask
@@ -121,7 +121,9 @@ def test_every_activation(tmp_path: Path, activation: str) -> None:
     assert_close(logits_of(gpu(ready.weights, graph), ids, [7, 8], [0]), expected)
 
 
-def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, ids: np.ndarray) -> Any:
+def prepared_clearly(
+    path: Path, model: str, mode: str, predictor: str | None, ids: np.ndarray, *given: Any, **how: Any
+) -> Any:
     """A model whose predictor leaves no neuron of these tokens in doubt.
 
     A score that is the threshold but for the rounding of a sum names its neuron on one side and not on the
@@ -129,8 +131,8 @@ def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, i
     """
     for seed in range(1, 30):
         (folder := path / str(seed)).mkdir()
-        ready, graph = prepared(write(folder, model, seed=seed), mode, predictor)
-        if mode == "exact" or predictor == "sign:0":  # no scores, or whole numbers
+        ready, graph = prepared(write(folder, model, *given, seed=seed, **how), mode, predictor)
+        if mode == "exact":  # no scores
             return ready, graph
         limits = {op.scores.name: op.threshold for op in graph.primitives if isinstance(op, Mask)}
         assert limits
@@ -162,7 +164,7 @@ def masked_reference(
     return np.concatenate(found), np.concatenate(expected)
 
 
-@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0", "svd:32"])
+@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
     ready, graph = prepared(write(tmp_path, model), "predicted", predictor)
@@ -176,12 +178,12 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
     """Neurons below `first` have no row in the predictor."""
     from dataclasses import replace
 
-    ready, _ = prepared(write(tmp_path, model), "predicted", "sign:0")
+    ready, _ = prepared(write(tmp_path, model), "predicted", "svd:32")
     config = config_from_gguf(write(tmp_path / "again", model))
     tensors = dict(ready.weights.tensors)
     first = 40
     for i in range(N_LAYER):
-        info = tensors[f"blk.{i}.sign.weight"]
+        info = tensors[f"blk.{i}.svd_b.weight"]
         tensors[info.name] = replace(info, shape=(info.shape[0], info.shape[1] - first))
         tensors.pop(f"blk.{i}.always.bias", None)
 
@@ -194,7 +196,9 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
 
         def data(self, name: str) -> np.ndarray:
             data = source.data(name)
-            return data[first * tensors[name].shape[0] :] if name.endswith(".sign.weight") else data
+            info = tensors[name]
+            n_bytes = first * row_bytes(info.type, info.shape[0])
+            return data[n_bytes:] if name.endswith(".svd_b.weight") else data
 
         def check(self) -> None:
             source.check()
@@ -265,7 +269,8 @@ def test_only_the_outputs_that_are_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", ["dense", "predicted"])
 def test_taps(tmp_path: Path, model: str, mode: str) -> None:
-    ready, graph = prepared(write(tmp_path, model), mode, "sign:0" if mode == "predicted" else None)
+    predictor = "svd:32" if mode == "predicted" else None
+    ready, graph = prepared_clearly(tmp_path, model, mode, predictor, tokens(30))
     names = tuple(value.name for value in graph.values)
     step = batch([(tokens(30), 0, [1])], names)
     backend = gpu(ready.weights, graph)
@@ -281,9 +286,10 @@ def test_taps(tmp_path: Path, model: str, mode: str) -> None:
 
 
 def test_statistics_are_the_references(tmp_path: Path) -> None:
-    for model, predictor in (("bamboo", "sign:0"), ("llama", None), ("opt", "sign:0"), ("falcon-40b", None)):
+    for model, predictor in (("bamboo", "svd:32"), ("llama", None), ("opt", "svd:32"), ("falcon-40b", None)):
         mode = "exact" if predictor is None else "predicted"
-        ready, graph = prepared(write(tmp_path / model, model), mode, predictor)
+        (tmp_path / model).mkdir()
+        ready, graph = prepared_clearly(tmp_path / model, model, mode, predictor, tokens(5))
         backend = gpu(ready.weights, graph)
         reference = ReferenceBackend(ready.weights, graph, n_pages=2, sparse=True)
         for ids in (tokens(1), tokens(5)):
@@ -325,7 +331,7 @@ def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), at: int = 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0", "svd:32"])
+@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | None, share: float) -> None:
     ids = tokens(24)
@@ -354,14 +360,14 @@ def test_hot_rows_of_every_type(tmp_path: Path, type_: GGMLType, dialect: Any) -
 
 
 @pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
-@pytest.mark.parametrize("predictor", [None, "sign:0"])
+@pytest.mark.parametrize("predictor", [None, "svd:32"])
 @pytest.mark.parametrize("model", ["bamboo", "opt"])
 def test_cold_rows_stream_in_for_prompts(
     tmp_path: Path, model: str, predictor: str | None, dialect: Any
 ) -> None:
     mode = "exact" if predictor is None else "predicted"
-    ready, graph = prepared(write(tmp_path, model, T.Q4_0, dialect=dialect), mode, predictor)
     ids = tokens(40)
+    ready, graph = prepared_clearly(tmp_path, model, mode, predictor, ids, T.Q4_0, dialect=dialect)
     expected = logits_of(gpu(ready.weights, graph), ids, [], [2, 0])
     stage, cold = split(ready.weights, graph, masks(0.3), stream_from=16, stream_bytes=3000)
     assert_close(run(stage, ids, [32, 38]), expected)
@@ -369,7 +375,7 @@ def test_cold_rows_stream_in_for_prompts(
     assert cold.n_posts == 2 * N_LAYER
 
 
-@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0"])
+@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_an_ffn_that_can_go_first_is_posted_before_attention(
     tmp_path: Path, model: str, predictor: str | None

@@ -229,16 +229,6 @@ def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
     assert np.array_equal(twins.unpack_bits(bits, n_scored + first).numpy(), expected)
 
 
-def test_sign_scores() -> None:
-    n, width = 21, 43
-    signs, x, bias = rng_of(1).random((n, width)) < 0.5, randn(3, width), randn(n)
-    x[0, :5] = 0.0
-    packed = np.packbits(signs, axis=1, bitorder="little")
-    found = twins.sign_scores(torch.from_numpy(x), torch.from_numpy(packed), torch.from_numpy(bias))
-    whole = np.where(x < 0, -1, 1) @ np.where(signs, -1, 1).T
-    assert np.array_equal(found.numpy(), whole.astype(np.float32) + bias)
-
-
 # ---- cutoffs -------------------------------------------------------------------------------------------
 
 

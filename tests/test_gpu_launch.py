@@ -37,7 +37,7 @@ from hotset.model.operations import Activate, Value  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (
-    "cut", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn", "sign_scores",
+    "cut", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "rotate", "store_kv", "rotate_store", "attention",
 )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) ->
     """Numbers of a step come from files, plans and shapes: none of them may be NumPy's."""
     ids, cuts = tokens(50), [33, 43, 44, 46]
     for name, mode, predictor in (
-        ("bamboo", "exact", None), ("bamboo", "predicted", None), ("opt", "predicted", "sign:0"),
+        ("bamboo", "exact", None), ("bamboo", "predicted", None), ("opt", "predicted", "svd:32"),
         ("falcon-40b", "predicted", None),
     ):  # fmt: skip
         folder = tmp_path / f"{name}-{mode}"
@@ -177,7 +177,6 @@ def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
     triton_kernels.linear(x, m)
     triton_kernels.linear_bits(x, m, None, 0.0)
     triton_kernels.sparse_ffn(x, m, m, m, activation="relu", counts=counts)
-    triton_kernels.sign_scores(x, new(64, 8, dtype=torch.uint8))
     pages, table = new(4, 2, 64, 64, dtype=torch.float16), new(1, 4, dtype=torch.int32)
     cos_sin = triton_kernels.angles(tokens_, RopeTable("neox", 64, new(2, ANGLE_STEP, 32), new(2, 16, 32)))
     q = triton_kernels.rotate_store(
@@ -191,4 +190,4 @@ def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
         n_neurons=64, activation=Activate(value, value, "silu"), up_activation=None, by_neuron=False,
         sparse=False,
     )  # fmt: skip
-    assert launched >= {"_cut_kernel", "_pack_kernel", "_sign_kernel", "_heads_kernel", "_values_kernel"}
+    assert launched >= {"_cut_kernel", "_pack_kernel", "_heads_kernel", "_values_kernel"}

@@ -257,23 +257,6 @@ def test_activations(isa: str, kind: str) -> None:
     assert_within(fed.run(out), expected, bound, f"{kind} {isa}")
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("width", [1, 31, 64, 1000, 8192])
-def test_predictors_of_signs_are_exact(isa: str, width: int) -> None:
-    rng, rows = np.random.default_rng(6), 37
-    signs = rng.integers(0, 2, (rows, width), dtype=np.uint8)
-    packed = np.packbits(signs, axis=1, bitorder="little").reshape(-1)
-    bias = ill("all scales", (rows,), 3)
-    for kind in KINDS:
-        x = ill(kind, (9, width))
-        agree = np.where(x < 0, -1, 1) @ np.where(signs, -1, 1).T
-        for n in (1, 9):
-            fed = Fed(isa, n)
-            source, out = fed.input(x[:n]), fed.output(rows)
-            fed.plan.add("sign_scores", x=source, weight=(24, packed), bias=bias, out=out)
-            np.testing.assert_array_equal(fed.run(out), agree[:n].astype(np.float32) + bias)
-
-
 # ---- attention
 
 

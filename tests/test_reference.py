@@ -31,7 +31,6 @@ from hotset.model.operations import (
     Rotate,
     Route,
     SelectOutputs,
-    SignScores,
     TransposedLinear,
     Value,
 )
@@ -282,14 +281,12 @@ def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: 
         return ReferenceBackend(gguf, graph, n_pages=4).step(batch(n, tokens=range(n))).logits
 
 
-def test_products_of_rows_columns_and_signs(tmp_path: Path) -> None:
+def test_products_of_rows_and_columns(tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     x, rows, columns = (rng.standard_normal(s).astype(F32) for s in ((96, 40), (96, 40), (40, 96)))
-    x[:, 7] = 0  # neither sign: it counts as positive
-    biases = {n: rng.standard_normal(96).astype(F32) for n in ("rows.bias", "columns.bias", "signs.bias")}
-    packed = np.packbits(rows < 0, axis=1, bitorder="little")
+    biases = {n: rng.standard_normal(96).astype(F32) for n in ("rows.bias", "columns.bias")}
     tensors = {name: (data, GGMLType.F32, None) for name, data in {"x": x, "rows": rows, **biases}.items()}
-    tensors |= {"columns": (columns, GGMLType.F32, None), "signs": (packed, GGMLType.I8, (5, 96))}
+    tensors["columns"] = (columns, GGMLType.F32, None)
 
     def linear(graph: Graph, x: Value) -> Value:
         return graph.add(Linear(graph.value("out", 30), x, "rows", "rows.bias", first_row=50))
@@ -297,16 +294,10 @@ def test_products_of_rows_columns_and_signs(tmp_path: Path) -> None:
     def transposed(graph: Graph, x: Value) -> Value:
         return graph.add(TransposedLinear(graph.value("out", 96), x, "columns", "columns.bias"))
 
-    def signs(graph: Graph, x: Value) -> Value:
-        return graph.add(SignScores(graph.value("out", 96), x, "signs", "signs.bias"))
-
     found = step_of(tmp_path, tensors, linear)
     np.testing.assert_allclose(found, (x[:6] @ rows.T + biases["rows.bias"])[:, 50:80], rtol=1e-4, atol=1e-5)
     found = step_of(tmp_path, tensors, transposed)
     np.testing.assert_allclose(found, x[:6] @ columns + biases["columns.bias"], rtol=1e-4, atol=1e-5)
-    agree = ((x[:6, None] < 0) == (rows < 0)).sum(2)
-    expected = (agree - (40 - agree)).astype(F32) + biases["signs.bias"]
-    assert np.array_equal(step_of(tmp_path, tensors, signs), expected)
 
 
 @pytest.mark.parametrize("type_", [GGMLType.Q4_0, GGMLType.Q8_0])

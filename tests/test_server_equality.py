@@ -21,7 +21,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "dense": {"sparsity": "dense"},
     "exact": {"sparsity": "exact"},
     "predicted": {"sparsity": "predicted"},
-    "sign": {"predictor": "sign"},
+    "svd": {"predictor": "svd"},
 }
 
 

@@ -72,9 +72,9 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
         for mode in ("dense", "exact"):
             assert choice(gguf, mode).mode == mode
             assert choice(gguf, mode).predictor is None
-        for text in ("sign", "svd:16", "sign:0.1"):
+        for text in ("svd", "svd:16"):
             assert choice(gguf, None, text) == choice(gguf, "predicted", text)
-            assert choice(gguf, None, text).predictor == text[:4].strip(":")
+            assert choice(gguf, None, text).predictor == "svd"
     assert choice(published, "predicted").predictor == "mlp"
     assert choice(plain, "predicted").predictor == "svd"
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_costs_a_sentence(
 
 
 def test_mlp_needs_a_file_with_predictors(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="this file has none; choose svd or sign"):
+    with pytest.raises(InvalidRequestError, match="this file has none; choose svd, or train it"):
         choice(relu(tmp_path / "plain.gguf"), None, "mlp")
 
 

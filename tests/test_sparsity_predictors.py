@@ -68,8 +68,6 @@ def matrix(weights: WeightSource, name: str) -> np.ndarray:
 def test_what_the_option_says() -> None:
     assert parse_predictor("mlp") == PredictorSpec("mlp")
     assert parse_predictor("mlp:q4_0") == PredictorSpec("mlp", type=GGMLType.Q4_0)
-    assert parse_predictor("sign") == PredictorSpec("sign")
-    assert parse_predictor("SIGN:-0.25") == PredictorSpec("sign", margin=-0.25)
     assert parse_predictor("svd") == PredictorSpec("svd")
     assert parse_predictor("svd:64") == PredictorSpec("svd", rank=64)
     assert parse_predictor("svd:64:f16") == PredictorSpec("svd", rank=64, type=GGMLType.F16)
@@ -78,15 +76,15 @@ def test_what_the_option_says() -> None:
         "",
         "mlp:f16",
         "mlp:q8_0:1",
-        "sign:2",
-        "sign:nan",
-        "sign:",
         "svd:0",
         "svd:x",
         "svd:8:q5_0",
         "svd:",
     ):
-        with pytest.raises(InvalidRequestError, match="must be mlp, mlp:q8_0, mlp:q4_0, sign"):
+        with pytest.raises(InvalidRequestError, match="must be mlp, mlp:q8_0, mlp:q4_0, svd"):
+            parse_predictor(text)
+    for text in ("sign", "SIGN:-0.25", "sign:x"):
+        with pytest.raises(InvalidRequestError, match=r"^the predictor sign was removed; use svd$"):
             parse_predictor(text)
 
 
@@ -108,13 +106,12 @@ def test_the_threshold_is_the_highest_that_keeps_the_recall() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("predictor", ["sign", "svd:16"])
 @pytest.mark.parametrize("calibration", [GIVEN, WRITTEN, DRAWN], ids=["given", "written", "drawn"])
 def test_predictors_keep_what_they_are_calibrated_to(
-    architecture: str, predictor: str, calibration: Calibration, tmp_path: Path
+    architecture: str, calibration: Calibration, tmp_path: Path
 ) -> None:
     gguf = model(tmp_path / "model.gguf", architecture)
-    ready = prepared(gguf, predictor, calibration)
+    ready = prepared(gguf, "svd:16", calibration)
     layers = quality(gguf, ready)
     # The first layer reads what calibration saw; what others read has passed through a predicted layer.
     # Tokens that calibration did not see are like those that it saw, and no more.
@@ -186,38 +183,13 @@ def test_more_rank_selects_fewer_neurons(tmp_path: Path) -> None:
     assert shares[0] - shares[-1] > 0.1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
-def test_signs_are_those_of_the_deciding_matrix(architecture: str, tmp_path: Path) -> None:
-    gguf = model(
-        tmp_path / "model.gguf", architecture, type_of=lambda n: GGMLType.Q8_0 if "ffn" in n else GGMLType.F32
-    )
-    ready = prepared(gguf, "sign:0.0")
-    decides = matrix(gguf, f"blk.0.{'ffn_gate' if architecture == 'llama' else 'ffn_up'}.weight")
-    backend, _ = opened(gguf, ready)
-    seen = taps.run(
-        backend, TOKENS[0], ("blk.0.ffn_norm", "blk.0.ffn_pred", "blk.0.ffn_masked", "blk.0.ffn_act")
-    )
-    agree = (seen["blk.0.ffn_norm"][:, None, :] < 0) == (decides < 0)
-    scores = 2 * agree.sum(axis=2) - N_EMBD
-    assert np.array_equal(seen["blk.0.ffn_pred"], scores)
-    assert np.array_equal(seen["blk.0.ffn_masked"], np.where(scores < 0, 0, seen["blk.0.ffn_act"]))
-
-
-def test_a_margin_of_minus_one_selects_everything(tmp_path: Path) -> None:
-    gguf = model(tmp_path / "model.gguf")
-    for layer in quality(gguf, prepared(gguf, "sign:-1", DRAWN)):
-        assert layer.selected_share == layer.recall == 1
-
-
 def test_a_bias_counts_in_a_score(tmp_path: Path) -> None:
     """opt's up projection has a bias: with a large one, a neuron fires whatever its row says."""
     gguf = model(tmp_path / "model.gguf", "opt")
     bias = np.asarray(gguf.data("blk.0.ffn_up.bias")).view(np.float32)
-    for predictor in ("svd:64:f16", "sign"):
-        ready = prepared(gguf, predictor)
-        added = matrix(ready.weights, "blk.0.always.bias")
-        assert np.corrcoef(added, bias)[0, 1] > 0.9
-    backend, _ = opened(gguf, prepared(gguf, "svd:64:f16"))
+    ready = prepared(gguf, "svd:64:f16")
+    assert np.array_equal(matrix(ready.weights, "blk.0.always.bias"), bias)
+    backend, _ = opened(gguf, ready)
     seen = taps.run(backend, TOKENS[0], ("blk.0.ffn_up", "blk.0.ffn_pred"))
     np.testing.assert_allclose(seen["blk.0.ffn_pred"], seen["blk.0.ffn_up"], atol=0.02)
 
@@ -235,9 +207,6 @@ def test_a_predictor_is_built_again_for_other_settings(tmp_path: Path) -> None:
     assert was_built("svd:16", Calibration(TOKENS[:2], open_backend=reference))
     assert was_built("svd:16", Calibration(TOKENS[:2], recall=0.9, open_backend=reference))
     assert was_built("svd:8", DRAWN)
-    assert was_built("sign", DRAWN)
-    assert was_built("sign:0.0", DRAWN)
-    assert not was_built("sign:0.0", GIVEN)  # a margin that is given needs no calibration
     assert not was_built("svd:8", DRAWN)
     other = prepare(
         gguf,
@@ -284,7 +253,7 @@ def test_rows_that_no_blocks_divide_cost_a_sentence(tmp_path: Path) -> None:
         prepared(gguf, "mlp:q8_0")
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "mlp:q8_0", "sign", "svd:32"])
+@pytest.mark.parametrize("predictor", ["mlp", "mlp:q8_0", "svd:32"])
 def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_path: Path) -> None:
     keys = {"hotset.n_always": np.array([5, 0], np.int32)}
     whole = model(tmp_path / "whole.gguf", dialect="powerinfer", ranks=(32, 32))
@@ -315,7 +284,7 @@ def test_a_damaged_count_costs_a_sentence(value: Any, tmp_path: Path) -> None:
         prepared(gguf, "svd:8", DRAWN)
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "sign", "svd:8"])
+@pytest.mark.parametrize("predictor", ["mlp", "svd:8"])
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_neurons_that_a_profile_saw_always_fire_are_selected(
     predictor: str, architecture: str, tmp_path: Path
@@ -358,19 +327,18 @@ def test_drawn_inputs_are_spread_as_the_norm_makes_them(
         assert (np.abs(spread - weight) < 5 * error).all()
 
 
-@pytest.mark.parametrize("predictor", ["sign", "svd:8"])
-def test_a_profile_adds_to_the_bias_that_a_predictor_has(predictor: str, tmp_path: Path) -> None:
+def test_a_profile_adds_to_the_bias_that_a_predictor_has(tmp_path: Path) -> None:
     """OPT's neurons have biases, and a predictor that is built takes them into its scores."""
     gguf = model(tmp_path / "model.gguf", "opt", dialect="powerinfer")
     counts = np.zeros((2, N_FF), np.uint64)
     counts[:, 7] = 100
     profile = Profile(tuple(counts), 100, sidecar.fingerprint(gguf), ("hash",))
     names = ("blk.0.ffn_pred", "blk.1.ffn_pred")
-    ready = prepared(gguf, predictor)
+    ready = prepared(gguf, "svd:8")
     biases = matrix(ready.weights, "blk.0.always.bias")
     assert np.abs(biases).max() > 0
     alone = taps.run(opened(gguf, ready)[0], TOKENS[0], names)
-    found = taps.run(opened(gguf, prepared(gguf, predictor, profile=profile))[0], TOKENS[0], names[:1])
+    found = taps.run(opened(gguf, prepared(gguf, "svd:8", profile=profile))[0], TOKENS[0], names[:1])
     others = np.arange(N_FF) != 7
     np.testing.assert_array_equal(found[names[0]][:, others], alone[names[0]][:, others])
     assert np.isposinf(found[names[0]][:, 7]).all()

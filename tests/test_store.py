@@ -261,10 +261,10 @@ def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str
 def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -> None:
     gguf = write(tmp_path, model, GGMLType.Q4_0)
     ids, pages = tokens(24), [2, 0]
-    ready, graph = prepared(gguf, "predicted", "sign")
+    ready, graph = prepared(gguf, "predicted", "svd")
     whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
     for share in (0.0, 0.3, 1.0):
-        backend, weights = stored(gguf, "predicted", share, predictor="sign", ring=ring)
+        backend, weights = stored(gguf, "predicted", share, predictor="svd", ring=ring)
         for cuts in (ONE_BY_ONE, []):
             np.testing.assert_array_equal(
                 logits_of(backend, ids, cuts, pages), logits_of(whole, ids, cuts, pages)
@@ -306,7 +306,7 @@ def test_a_step_that_needs_more_than_usual_borrows(
     monkeypatch.setattr(stored_module, "_USUAL_SHARE", 0.0)
     monkeypatch.setattr(stored_module, "_USUAL_LEAST", 40)
     gguf = write(tmp_path, "llama", GGMLType.Q8_0, ranks=(32, 64, 32))
-    predictor = "sign" if mode == "predicted" else None
+    predictor = "svd" if mode == "predicted" else None
     ready, graph = prepared(gguf, mode, predictor)
     ids, pages = tokens(40), [2, 0]
     whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)

@@ -67,10 +67,10 @@ def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTra
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_a_trace_has_the_neurons_that_a_step_needs(tmp_path: Path, mode: str) -> None:
     gguf = write(tmp_path, "bamboo", GGMLType.Q8_0)
-    trace = traced(gguf, mode, "sign" if mode == "predicted" else None)
+    trace = traced(gguf, mode, "svd" if mode == "predicted" else None)
     assert isinstance(trace, NeuronTrace)
     assert trace.sparsity == mode
-    ready, graph = prepared(gguf, mode, "sign" if mode == "predicted" else None)
+    ready, graph = prepared(gguf, mode, "svd" if mode == "predicted" else None)
     backend = CpuBackend(ready.weights, graph, n_pages=8, max_batch=1, n_threads=1, sparse=True)
     for i, id in enumerate(tokens(N_TOKENS)):
         backend.step(batch([(np.array([id]), i, [0])]))
@@ -184,7 +184,7 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
     assert replayed.n_counted == sum(len(ids) for layers in requests[30:] for ids in layers)
     for point in replayed.points:
         assert point.n_bytes == point.n_slots * 102
-        for policy in ("static", "lru", "per_layer", "optimum"):
+        for policy in ("lru", "optimum"):
             hits = simulate(requests, trace.sizes, policy, point.n_slots)
             assert point.hit_rates[policy] == hits / replayed.n_counted, (policy, point)
 
@@ -215,7 +215,7 @@ def test_a_replay_says_what_a_store_does(tmp_path: Path, model: str, mode: str, 
     if bundled:
         reorder(gguf.path, tmp_path / "bundled.gguf", None, bundle=True)
         gguf = open_gguf(tmp_path / "bundled.gguf")
-    predictor = "sign" if mode == "predicted" else None
+    predictor = "svd" if mode == "predicted" else None
     trace = traced(gguf, mode, predictor)
     for share in (0.0, 0.05, 0.3, 0.7, 1.0):
         backend, weights = stored(gguf, mode, share, predictor=predictor, gap=0)
@@ -232,9 +232,9 @@ def test_records_of_whole_pages_are_read_as_was_said(tmp_path: Path) -> None:
     wide = write(tmp_path, "bamboo", GGMLType.F32, n_embd=512, n_ff=96)
     reorder(wide.path, tmp_path / "bundled.gguf", None, bundle=True)
     gguf = open_gguf(tmp_path / "bundled.gguf")
-    trace = traced(gguf, "predicted", "sign")
+    trace = traced(gguf, "predicted", "svd")
     assert {group.read_bytes for group in trace.stored} == {8192}
-    backend, weights = stored(gguf, "predicted", 0.2, predictor="sign", gap=0)
+    backend, weights = stored(gguf, "predicted", 0.2, predictor="svd", gap=0)
     assert weights.store is not None
     least, most = weights.store.least_bytes, weights.store.most_bytes
     [point] = replay(trace, (), sizes=[least + int(0.2 * (most - least))]).points

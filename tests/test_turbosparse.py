@@ -114,7 +114,7 @@ def test_show_tells_of_the_predictors(model: tuple[Path, Any]) -> None:
 
 
 def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
-    for how in ({"predictor": "svd"}, {"predictor": "sign:0.1"}, {"predictor": "mlp:q4_0"}):
+    for how in ({"predictor": "svd"}, {"predictor": "svd:32"}, {"predictor": "mlp:q4_0"}):
         with pytest.raises(InvalidRequestError, match="is part of the model"):
             hotset.load(model[0] / "model.gguf", backend="cpu", **how)
     with pytest.raises(InvalidRequestError, match="it has no others"):

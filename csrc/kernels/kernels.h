@@ -319,13 +319,9 @@ struct Kernels {
     // What axpy does, with decoded rows that lie in cache: row r at tile + r * n_cols.
     void (*tile_axpy)(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
                       float* sums);
-    // out[r] = channels where the signs of x and of row r agree, minus those where they differ, for rows of k
-    // bits (set: negative) in whole bytes, spare bits zero. x_signs: the same of x.
-    void (*sign_scores)(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out);
-    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, is below zero, is not below the bound (as a
-    // NaN); spare bits are zero.
+    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, or not below the bound (as a NaN); spare bits
+    // are zero.
     void (*nonzero_bits)(const float* x, int64_t n, uint64_t* bits);
-    void (*negative_bits)(const float* x, int64_t n, uint64_t* bits);
     void (*not_below_bits)(const float* x, float bound, int64_t n, uint64_t* bits);
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros). Of a block with a
     // value that is not finite the codes are 0 and scale and sum NaN, so that every product with it is NaN.

@@ -127,11 +127,6 @@ inline uint32_t nonzero_lanes(V a) {
     return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, zero, _CMP_NEQ_UQ))) |
            uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, zero, _CMP_NEQ_UQ))) << 8;
 }
-inline uint32_t negative_lanes(V a) {
-    const __m256 zero = _mm256_setzero_ps();
-    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, zero, _CMP_LT_OQ))) |
-           uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, zero, _CMP_LT_OQ))) << 8;
-}
 inline uint32_t not_below_lanes(V a, V bound) {
     return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, bound.lo, _CMP_NLT_UQ))) |
            uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, bound.hi, _CMP_NLT_UQ))) << 8;

@@ -89,9 +89,6 @@ inline V blend_range(int first, int last, V a, V b) {
 inline uint32_t nonzero_lanes(V a) {
     return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
 }
-inline uint32_t negative_lanes(V a) {
-    return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ);
-}
 inline uint32_t not_below_lanes(V a, V bound) {
     return _mm512_cmp_ps_mask(a.v, bound.v, _CMP_NLT_UQ);
 }

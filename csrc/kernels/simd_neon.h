@@ -135,11 +135,6 @@ inline uint32_t nonzero_lanes(V a) {
     for (int i = 0; i < 4; i++) lanes[i] = vmvnq_u32(vceqzq_f32(a.v[i]));
     return lane_bits(lanes);
 }
-inline uint32_t negative_lanes(V a) {
-    uint32x4_t lanes[4];
-    for (int i = 0; i < 4; i++) lanes[i] = vcltzq_f32(a.v[i]);
-    return lane_bits(lanes);
-}
 inline uint32_t not_below_lanes(V a, V bound) {
     uint32x4_t lanes[4];
     for (int i = 0; i < 4; i++) lanes[i] = vmvnq_u32(vcltq_f32(a.v[i], bound.v[i]));

@@ -71,11 +71,6 @@ inline uint32_t nonzero_lanes(V a) {
     for (int i = 0; i < 16; i++) bits |= uint32_t(a.v[i] != 0.0f) << i;
     return bits;
 }
-inline uint32_t negative_lanes(V a) {
-    uint32_t bits = 0;
-    for (int i = 0; i < 16; i++) bits |= uint32_t(a.v[i] < 0.0f) << i;
-    return bits;
-}
 // A bit for each lane unless it is below the bound.
 inline uint32_t not_below_lanes(V a, V bound) {
     uint32_t bits = 0;

@@ -244,22 +244,6 @@ void gather(const Matrix& w, const uint8_t* const* rows, int n, const Inputs& x,
     for (int j = 0; j < n; j++) out[j] = one_row<Format>(w, rows[j], x, t, rows[j + kGatherAhead]);
 }
 
-void sign_scores(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out) {
-    const int64_t bytes = (k + 7) / 8;
-    for (int64_t r = 0; r < n_rows; r++) {
-        const uint8_t* row = rows + r * bytes;
-        int64_t differ = 0, i = 0;
-        for (; i + 8 <= bytes; i += 8) {
-            uint64_t a, b;
-            memcpy(&a, row + i, 8);
-            memcpy(&b, x_signs + i, 8);
-            differ += std::popcount(a ^ b);
-        }
-        for (; i < bytes; i++) differ += std::popcount(uint8_t(row[i] ^ x_signs[i]));
-        out[r] = float(k - 2 * differ);
-    }
-}
-
 // What `lanes` says of n floats, as bits in whole 64-bit words.
 template <class F>
 inline void lanes_to_bits(const float* x, int64_t n, uint64_t* bits, F lanes) {
@@ -275,10 +259,6 @@ inline void lanes_to_bits(const float* x, int64_t n, uint64_t* bits, F lanes) {
 
 void nonzero_bits(const float* x, int64_t n, uint64_t* bits) {
     lanes_to_bits(x, n, bits, [](V v) { return nonzero_lanes(v); });
-}
-
-void negative_bits(const float* x, int64_t n, uint64_t* bits) {
-    lanes_to_bits(x, n, bits, [](V v) { return negative_lanes(v); });
 }
 
 void not_below_bits(const float* x, float bound, int64_t n, uint64_t* bits) {
@@ -321,8 +301,6 @@ inline void add_sparse_kernels(Kernels& table) {
     table.gather[int(Type::F16)] = float_gather<F16Weights>;
     table.gather[int(Type::BF16)] = float_gather<BF16Weights>;
     table.tile_axpy = tile_axpy;
-    table.sign_scores = sign_scores;
     table.nonzero_bits = nonzero_bits;
-    table.negative_bits = negative_bits;
     table.not_below_bits = not_below_bits;
 }

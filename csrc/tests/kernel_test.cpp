@@ -461,21 +461,10 @@ void test_bits(const Kernels& kernels, int64_t n) {
     kernels.nonzero_bits(x.data(), n, got.data());
     reference.nonzero_bits(x.data(), n, want.data());
     expect_equal("nonzero_bits", kernels.isa, detail.c_str(), got, want);
-    std::vector<uint64_t> signs(want.size());
-    reference.negative_bits(x.data(), n, signs.data());
-    want = signs;
-    kernels.negative_bits(x.data(), n, got.data());
-    expect_equal("negative_bits", kernels.isa, detail.c_str(), got, want);
     x[0] = NAN;
     kernels.not_below_bits(x.data(), 0.3f, n, got.data());
     reference.not_below_bits(x.data(), 0.3f, n, want.data());
     expect_equal("not_below_bits", kernels.isa, detail.c_str(), got, want);
-    std::vector<uint8_t> rows(7 * ((n + 7) / 8));
-    for (uint8_t& b : rows) b = uint8_t(random_engine());
-    std::vector<float> scores(7), expected(7);
-    kernels.sign_scores(rows.data(), 7, reinterpret_cast<const uint8_t*>(signs.data()), n, scores.data());
-    reference.sign_scores(rows.data(), 7, reinterpret_cast<const uint8_t*>(signs.data()), n, expected.data());
-    expect_equal("sign_scores", kernels.isa, detail.c_str(), scores, expected);
 }
 
 // A kernel that reads on into the next row must not let that row's infinite scales into its sums.

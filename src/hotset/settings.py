@@ -50,7 +50,7 @@ class LoadSettings:
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
     default the fastest that keeps the file's meaning.
-    predictor: "mlp", "sign", "svd", with their settings (sparsity/predictors.py); implies "predicted".
+    predictor: "mlp" or "svd", with their settings (sparsity/predictors.py); implies "predicted".
     profile: a file of `hotset profile`, whose neurons that nearly always fire are computed without
     prediction. What these need and the file lacks is built once, in files beside the model.
     thresholds: a file of `hotset calibrate`, by default the one beside the model; implies "threshold".

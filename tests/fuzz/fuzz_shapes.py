@@ -152,7 +152,7 @@ def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Draw
         f"{architecture}, {n_layer} layers, width {n_embd}, {n_head}/{n_head_kv} heads of {head_dim}, "
         f"{n_ff} neurons {more} {keys}"
     )
-    predictors: list[str | None] = ["sign:0", "svd:4"]
+    predictors: list[str | None] = ["svd:4"]
     modes += ["predicted"] if relu and not with_experts else []
     cuttable: Collection[CutoffName] = ("gate", "attn_in", "attn_out") if with_experts else CUTOFF_NAMES
     return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=cuttable)
@@ -204,7 +204,7 @@ def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
         n_vocab=n_vocab, n_ctx=4096, type_of=random_types(rng, columns, n_embd, ENCODED),
         seed=int(rng.integers(1 << 30)),
     )  # fmt: skip
-    predictors: list[str | None] = ["sign:0", "svd:4"]
+    predictors: list[str | None] = ["svd:4"]
     if dialect == "powerinfer":
         predictors += [None, None]
     facts = (

@@ -51,7 +51,6 @@ from hotset.model.operations import (
     Scale,
     SelectOutputs,
     ShortConv,
-    SignScores,
     SoftCap,
     TransposedHeads,
     TransposedLinear,
@@ -196,10 +195,6 @@ class ReferenceBackend:
                 matrices = self._weight(op.weight)  # [n_head, x.width, channels of a head]
                 out = values[op.x.id] @ matrices  # [n_head, n_tokens, channels]
                 return out.swapaxes(0, 1).reshape(-1, op.out.width)
-            case SignScores():
-                # With signs as +1 and -1, channels that agree less channels that differ is a dot product.
-                out = np.where(values[op.x.id] < 0, F32(-1), F32(1)) @ self._signs(op).T
-                return out if op.bias is None else out + self._weight(op.bias)
             case Mask():
                 return np.where(selected(op, values[op.scores.id]), values[op.x.id], F32(0))
             case Cutoff():
@@ -351,14 +346,6 @@ class ReferenceBackend:
         codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
         scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)
         return self._kept(op.weight, decode(codes, scales))
-
-    def _signs(self, op: SignScores) -> np.ndarray:
-        """The signs of a matrix as +1 and -1 [out.width, x.width]."""
-        if op.weight in self._weights:
-            return self._weights[op.weight]
-        packed = np.asarray(self.weights.data(op.weight)).reshape(op.out.width, -1)
-        negative = np.unpackbits(packed, axis=1, count=op.x.width, bitorder="little")
-        return self._kept(op.weight, np.where(negative, F32(-1), F32(1)))
 
 
 class _Counts:

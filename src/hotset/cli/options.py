@@ -56,7 +56,7 @@ Sparsity = Annotated[
     ),
 ]
 Predictor = Annotated[
-    str | None, _option("--predictor", "mlp[:TYPE], sign[:MARGIN] or svd[:RANK]; implies predicted.", _ENGINE)
+    str | None, _option("--predictor", "mlp[:TYPE] or svd[:RANK[:TYPE]]; implies predicted.", _ENGINE)
 ]
 ProfileFile = Annotated[
     Path | None,

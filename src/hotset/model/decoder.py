@@ -67,7 +67,6 @@ from hotset.model.operations import (
     Select,
     SelectOutputs,
     ShortConv,
-    SignScores,
     SoftCap,
     TransposedHeads,
     TransposedLinear,
@@ -83,12 +82,12 @@ if TYPE_CHECKING:
 # one form of the down projection is read, the others.
 REDUNDANT_TENSORS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
-    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b|sign)\.weight|always\.bias|"
+    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
 
 
-# Types of what hotset builds itself: signs and codes of planes, and the scales of planes.
+# Types of what hotset builds itself: codes of planes, and the scales of planes.
 _BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
 
 
@@ -266,13 +265,10 @@ class _Description:
         before = self._norm_op(entering, tensor, f"{blk}.ffn_norm")
         norm: RMSNorm | LayerNorm | None = before
         h = before.out
-        if kind in ("svd", "sign"):  # they read what the FFN reads: the norm stands apart
+        if kind == "svd":  # it reads what the FFN reads: the norm stands apart
             entering, norm = self._add(before), None
             self._enter(i, "predictor")
-            if kind == "svd":
-                scores = self._low_rank_scores(blk, h, "svd_a", "svd_b", None, n_scores)
-            else:
-                scores = self._sign_scores(blk, h, n_scores)
+            scores = self._low_rank_scores(blk, h, "svd_a", "svd_b", None, n_scores)
             self._enter(i, "ffn")
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
         out = self._add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
@@ -582,11 +578,6 @@ class _Description:
         out, bias = self._value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
         matrix = self.weights.matrix(f"{blk}.{second}", rank, n)
         return self._add(Linear(out, hidden, matrix, bias, **self._where))
-
-    def _sign_scores(self, blk: str, x: Value, n: int) -> Value:
-        out, bias = self._value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
-        matrix = self.weights.matrix(f"{blk}.sign", -(-x.width // 8), n, _BYTES)
-        return self._add(SignScores(out, x, matrix, bias, **self._where))
 
     def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
         """What decides which neurons fire, and how much."""

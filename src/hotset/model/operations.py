@@ -409,20 +409,6 @@ class SoftCap(Operation):
 
 
 @dataclass(frozen=True)
-class SignScores(Operation):
-    """out[i] = channels of x whose sign is that of row i of a matrix, less those where it differs, + bias[i].
-
-    weight: int8 [out.width, ceil(x.width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is
-    negative; so is a channel of x below zero (zero counts as positive). Spare bits are zero.
-    """
-
-    out: Value
-    x: Value
-    weight: Matrix
-    bias: Vector | None = None
-
-
-@dataclass(frozen=True)
 class Mask(Operation):
     """out = x where the neuron was selected, else 0: neuron i is selected unless its score < threshold.
 
@@ -725,7 +711,6 @@ Primitive = (
     | Add
     | Scale
     | SoftCap
-    | SignScores
     | Mask
     | Cutoff
     | Route

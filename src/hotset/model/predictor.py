@@ -4,8 +4,6 @@ The kinds, and where their tensors stand (in the model file, or in a sidecar tha
 
     mlp   score = fc2 · relu(fc1 · p)      blk.N.fc1.weight [n_embd, rank], blk.N.fc2.weight [rank, n_ff]
     svd   score = svd_b · (svd_a · h)      blk.N.svd_a.weight [n_embd, rank], blk.N.svd_b.weight [rank, n_ff]
-    sign  score = signs of h against       blk.N.sign.weight  int8 [ceil(n_embd / 8), n_ff]
-          those of the gate row (operations.SignScores)
 
 p is what the architecture's published predictors read (ModelConfig.predictor_input), h the FFN's normalised
 input. A neuron is computed unless its score is below the layer's threshold.
@@ -16,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PredictorKind = Literal["mlp", "sign", "svd"]
+PredictorKind = Literal["mlp", "svd"]
 
 
 @dataclass(frozen=True)

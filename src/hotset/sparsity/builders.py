@@ -1,4 +1,4 @@
-"""Builds the predictors `sign` and `svd` from the weights of a model."""
+"""Builds the predictor `svd` from the weights of a model."""
 
 from __future__ import annotations
 
@@ -48,40 +48,22 @@ def build(
     Holds the whole predictor in memory: the thresholds go into the file before the tensors.
     """
     graph = describe(config, weights.tensors)
-    fixed = spec.kind == "sign" and spec.margin is not None
-    sampled: Iterator[Sample | None] = iter([None] * config.n_layer)
-    if not fixed:
-        sampled = samples(gguf, config, weights, calibration, progress)
     thresholds = []
     label = f"predictor {spec}"
-    for i, sample in enumerate(sampled):
+    for i, sample in enumerate(samples(gguf, config, weights, calibration, progress)):
         progress.advance(label, i, config.n_layer, "layers")
         op = graph.ffns[i].decides
         matrix = _Rows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
         bias = (
             None if op.bias is None else values_of(weights, op.bias)[op.first_row :][first[i] : op.out.width]
         )
-        if spec.kind == "sign":
-            layer = _sign(f"blk.{i}", matrix, bias, sample)
-        else:
-            assert sample is not None
-            layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
-        if sample is None:
-            thresholds.append(spec.margin * matrix.n_embd if spec.margin is not None else 0.0)
-        else:
-            scores, neurons = layer.score(sample.inputs), sample.neurons[:, first[i] :]
-            thresholds.append(threshold(scores, neurons, calibration.recall))
+        layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
+        scores, neurons = layer.score(sample.inputs), sample.neurons[:, first[i] :]
+        thresholds.append(threshold(scores, neurons, calibration.recall))
         for name, (data, type_, shape) in layer.tensors.items():
             writer.add_tensor(name, data, type_, shape)
     progress.advance(label, config.n_layer, config.n_layer, "layers")
     writer.add(THRESHOLDS_KEY, np.array(thresholds, np.float32))
-
-
-def scores_of_signs(signs: np.ndarray, inputs: np.ndarray) -> np.ndarray:
-    """operations.SignScores without bias: signs uint8 [n, bytes], inputs [m, n_embd] → float32 [m, n]."""
-    width = inputs.shape[1]
-    negative = np.unpackbits(signs, axis=1, count=width, bitorder="little").astype(np.float32)
-    return np.where(inputs < 0, -1, 1).astype(np.float32) @ (1 - 2 * negative).T
 
 
 class _Rows:
@@ -98,27 +80,6 @@ class _Rows:
             rows = slice(first, min(first + step, self.n))
             data = np.ascontiguousarray(self._data[rows]).reshape(-1)
             yield rows, dequantize(data, self._type, (self.n_embd, rows.stop - rows.start))
-
-
-def _sign(blk: str, matrix: _Rows, bias: np.ndarray | None, sample: Sample | None) -> _Layer:
-    signs = np.empty((matrix.n, -(-matrix.n_embd // 8)), np.uint8)
-    magnitude = np.empty(matrix.n, np.float32)
-    for rows, values in matrix.blocks():
-        signs[rows] = np.packbits(values < 0, axis=1, bitorder="little")
-        magnitude[rows] = np.abs(values).mean(axis=1)
-    tensors: dict[str, Any] = {f"{blk}.sign.weight": (signs, GGMLType.I8, signs.shape[::-1])}
-    scaled = None
-    if bias is not None and sample is not None:
-        # Channels count one each, whatever they weigh: a bias counts as many as it is worth on average.
-        per_channel = magnitude * np.abs(sample.inputs).mean()
-        scaled = np.divide(bias, per_channel, out=np.zeros_like(bias), where=per_channel > 0)
-        tensors[f"{blk}.always.bias"] = (scaled, GGMLType.F32, scaled.shape)
-
-    def score(inputs: np.ndarray) -> np.ndarray:
-        scores = scores_of_signs(signs, inputs)
-        return scores if scaled is None else scores + scaled
-
-    return _Layer(tensors, score)
 
 
 def _svd(

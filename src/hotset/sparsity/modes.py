@@ -132,8 +132,8 @@ def choose(
         )
     if spec is not None and spec.kind == "mlp" and not published:
         raise InvalidRequestError(
-            "the predictor mlp is part of a file (fc1, fc2), and this file has none; choose svd or sign, or "
-            "train it with 'hotset train-predictor'"
+            "the predictor mlp is part of a file (fc1, fc2), and this file has none; choose svd, or train "
+            "it with 'hotset train-predictor'"
         )
 
     if config.has_experts and (mode == "predicted" or spec is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType
@@ -23,17 +23,14 @@ class PredictorSpec:
     """What `--predictor` says. type: the weights' (of mlp, None: the file's). rank: of svd.
 
     Of svd, None stands for the model's default (`resolved`).
-    margin: of `sign`, -1 to 1: a neuron is left out where the share of channels that agree in sign, less that
-    of those that differ, lies below it; None: calibrated, per layer.
     """
 
     kind: PredictorKind
     type: GGMLType | None = None
     rank: int | None = None
-    margin: float | None = None
 
     def __str__(self) -> str:
-        parts = (self.rank, self.type and self.type.name.lower(), self.margin)
+        parts = (self.rank, self.type and self.type.name.lower())
         return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
 
     def resolved(self, config: ModelConfig) -> PredictorSpec:
@@ -47,14 +44,14 @@ class PredictorSpec:
 def parse_predictor(text: str) -> PredictorSpec:
     """Reads `--predictor`. Raises InvalidRequestError naming what is accepted."""
     kind, *rest = text.strip().lower().split(":")
+    if kind == "sign":
+        raise InvalidRequestError("the predictor sign was removed; use svd")
     try:
         match kind, rest:
-            case (("mlp" | "sign"), []):
-                return PredictorSpec(cast(PredictorKind, kind))
+            case "mlp", []:
+                return PredictorSpec("mlp")
             case "mlp", ["q8_0" | "q4_0" as type_]:
                 return PredictorSpec("mlp", type=_TYPES[type_])
-            case "sign", [margin] if -1 <= float(margin) <= 1:
-                return PredictorSpec("sign", margin=float(margin))
             case "svd", []:
                 return PredictorSpec("svd")
             case "svd", [rank, *more] if len(more) < 2 and int(rank) >= 1:
@@ -62,6 +59,6 @@ def parse_predictor(text: str) -> PredictorSpec:
     except (KeyError, ValueError):
         pass
     raise InvalidRequestError(
-        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, sign, "
-        "sign:MARGIN (-1 to 1), svd, svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
+        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, svd, "
+        "svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
     )

@@ -1,14 +1,13 @@
 """Predictors: cheap guesses of which neurons fire, so that the others cost nothing.
 
     mlp[:TYPE]         fc1 and fc2 of the file (PowerInfer), as stored or requantised to q8_0 or q4_0
-    sign[:MARGIN]      signs of the gate row against signs of its input, one bit per weight (arXiv 2411.12692)
     svd[:RANK[:TYPE]]  the gate's product through a truncated singular value decomposition (arXiv 2603.14110)
 
-`sign` and `svd` are built from the weights alone. In a model without a gate the up matrix is the one whose
-sign decides, and takes the gate's place. What remains to be found is where to cut: a neuron is computed
-unless its score lies below its layer's threshold, and the threshold is the highest that keeps `recall` of the
-magnitude of the neurons that are scored, the sum of |value| over calibration tokens. (Not of their number:
-neurons that barely fire are the hardest to predict and the least worth it.)
+`svd` is built from the weights alone. In a model without a gate the up matrix is the one whose sign decides,
+and takes the gate's place. What remains to be found is where to cut: a neuron is computed unless its score
+lies below its layer's threshold, and the threshold is the highest that keeps `recall` of the magnitude of the
+neurons that are scored, the sum of |value| over calibration tokens. (Not of their number: neurons that barely
+fire are the hardest to predict and the least worth it.)
 
 The tokens are a text that is given, or one that the model writes itself; or there are none, and the FFN's
 inputs are normally distributed vectors as its norm would hand them on (calibration.Calibration).
@@ -166,10 +165,9 @@ def _built(
     calibration: Calibration,
     progress: Reporter | None,
 ) -> sidecar.Sidecar:
-    """The sidecar with `sign` or `svd`. The activation belongs to its settings: a user can override it."""
+    """The sidecar with `svd`. The activation belongs to its settings: a user can override it."""
     settings: dict[str, object] = {"predictor": str(spec), "activation": str(config.activation)}
-    if spec.margin is None:
-        settings |= calibration.settings()
+    settings |= calibration.settings()
 
     def fill(writer: GGUFWriter) -> None:
         builders.build(writer, gguf, config, spec, weights, first, calibration, progress or Reporter())
@@ -178,13 +176,10 @@ def _built(
         predictor = Predictor(spec.kind, tuple(_thresholds(file, config)), first)
         describe(config, ChainMap(dict(file.tensors), dict(weights.tensors)), predictor)
 
-    if spec.kind == "sign":
-        n_bytes = sum(config.n_ff) * -(-config.n_embd // 8)
-    else:
-        assert spec.rank is not None
-        assert spec.type is not None
-        n_values = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff)
-        n_bytes = int(n_values * TYPES[spec.type].bits_per_value / 8)
+    assert spec.rank is not None
+    assert spec.type is not None
+    n_values = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff)
+    n_bytes = int(n_values * TYPES[spec.type].bits_per_value / 8)
     what = str(spec).replace(":", "-")
     return sidecar.open_or_build(
         gguf, what, settings, fill, check, n_bytes=n_bytes, model=model, progress=progress

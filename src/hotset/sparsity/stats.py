@@ -29,7 +29,6 @@ from hotset.model.operations import (
     Ffn,
     Linear,
     Op,
-    SignScores,
     TransposedLinear,
 )
 from hotset.sparsity import taps
@@ -253,7 +252,7 @@ class _FFNCost:
     @staticmethod
     def _row(
         tensors: Mapping[str, TensorInfo],
-        op: Linear | TransposedLinear | SignScores | ExpertLinear | ExpertSum,
+        op: Linear | TransposedLinear | ExpertLinear | ExpertSum,
     ) -> int:
         info = tensors[op.weights[0] if isinstance(op, ExpertLinear | ExpertSum) else op.weight]
         return row_bytes(info.type, info.shape[0])

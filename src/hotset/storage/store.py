@@ -116,7 +116,9 @@ def list_models() -> list[StoredModel]:
 def sidecars(path: Path) -> list[Path]:
     """What hotset built from the model at `path` and keeps beside it."""
     stem = re.escape(path.name.removesuffix(".gguf"))
-    name = re.compile(rf"{stem}\.[a-z][^.]*(\.\d+)?{re.escape(SIDECAR_SUFFIX)}")  # .down, .svd-256, .sign-0.1
+    name = re.compile(
+        rf"{stem}\.[a-z][^.]*(\.\d+)?{re.escape(SIDECAR_SUFFIX)}"
+    )  # .down, .svd-256, .sign-0.1 (an old one)
     return sorted(file for file in path.parent.glob(f"*{SIDECAR_SUFFIX}") if name.fullmatch(file.name))
 
 

@@ -57,7 +57,7 @@ class TorchGraph:
     """A model over texts [n_texts, n_tokens], each from position 0; values are [n_texts * n_tokens, width].
 
     room: bytes of decoded weights that are kept. Cutoffs cut nothing: that is for edits to do. Raises
-    UnsupportedModelError for recurrent layers, latent vectors, and predictors by sign.
+    UnsupportedModelError for recurrent layers and latent vectors.
     """
 
     def __init__(self, weights: WeightSource, graph: Graph, *, room: int = 4 << 30) -> None:
@@ -174,7 +174,7 @@ class TorchGraph:
             case _:
                 raise UnsupportedModelError(
                     f"there are no gradients of a model with the operation {type(op).__name__}; thresholds "
-                    "are found for models without recurrent layers, latent vectors and predictors by sign"
+                    "are found for models without recurrent layers and latent vectors"
                 )
 
     def _turns_of(self, rope: Rope, n_texts: int, n_tokens: int) -> Tensor:

@@ -40,7 +40,6 @@ class Kernels:
         self.neurons = ops.neurons
         self.fired = ops.fired
         self.sparse_ffn = ops.sparse_ffn
-        self.sign_scores = ops.sign_scores
         self.pack_bits = ops.pack_bits
         self.rms_norm = ops.rms_norm
         self.layer_norm = ops.layer_norm

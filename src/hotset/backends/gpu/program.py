@@ -58,7 +58,6 @@ from hotset.model.operations import (
     Scale,
     SelectOutputs,
     ShortConv,
-    SignScores,
     SoftCap,
     TransposedHeads,
     TransposedLinear,
@@ -313,8 +312,7 @@ class Program:
             case Rotate():
                 return self._rotate(main)
             case (
-                RMSNorm() | LayerNorm() | SignScores() | Activate() | Mask() | Add() | Multiply() | Scale()
-                | SoftCap()
+                RMSNorm() | LayerNorm() | Activate() | Mask() | Add() | Multiply() | Scale() | SoftCap()
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
@@ -333,16 +331,13 @@ class Program:
 
     def _elementwise(
         self,
-        op: RMSNorm | LayerNorm | SignScores | Activate | Mask | Add | Multiply | Scale | SoftCap,
+        op: RMSNorm | LayerNorm | Activate | Mask | Add | Multiply | Scale | SoftCap,
         k: Kernels,
     ) -> Callable[[dict[int, Tensor]], Tensor]:
         match op:
             case RMSNorm() | LayerNorm():
                 norm, x = self._norm(op), op.x.id
                 return lambda v: norm(v[x], None)
-            case SignScores():
-                signs, bias, x = self._weights.signs(op), self._weights.bias(op.bias), op.x.id
-                return lambda v: k.sign_scores(v[x], signs, bias)
             case Activate():
                 x, kind, threshold = op.x.id, op.kind, op.threshold
                 return lambda v: k.activate(v[x], kind, threshold)

@@ -692,31 +692,6 @@ def _axpy_kernel(
 
 
 @triton.jit
-def _sign_kernel(
-    bits, signs, bias, out, n_tokens, n, width, n_bytes, T: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):
-    """out [T, n] = 2 * agreeing channels - width + bias; bits say which channels of x are not negative."""
-    rows = tl.program_id(0) * R + tl.arange(0, R)
-    t = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
-    agree = tl.zeros([T, R, B], tl.int32)
-    for first in range(0, n_bytes, B):
-        b = first + tl.arange(0, B)
-        mask = (rows < n)[:, None] & (b < n_bytes)[None, :]
-        theirs = tl.load(signs + rows.to(tl.int64)[:, None] * n_bytes + b[None, :], mask=mask, other=0)
-        mask = (t < n_tokens)[:, None] & (b < n_bytes)[None, :]
-        ours = tl.load(bits + t[:, None] * n_bytes + b[None, :], mask=mask, other=0)
-        both = ours.to(tl.int32)[:, None, :] ^ theirs.to(tl.int32)[None, :, :]
-        both = both - ((both >> 1) & 0x55)  # the bits of a byte, counted in pairs, fours, eights
-        both = (both & 0x33) + ((both >> 2) & 0x33)
-        agree += (both + (both >> 4)) & 0x0F
-    y = (2 * tl.sum(agree, axis=2) - width).to(tl.float32)
-    if bias is not None:
-        y += tl.load(bias + rows, mask=rows < n, other=0.0)[None, :]
-    mask = (t < n_tokens)[:, None] & (rows < n)[None, :]
-    tl.store(out + t[:, None] * n + rows[None, :], y, mask=mask)
-
-
-@triton.jit
 def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
     """A bit per neuron: set below `first`, and unless its score is below the threshold."""
     byte = tl.program_id(1) * B + tl.arange(0, B)
@@ -1879,19 +1854,6 @@ def sparse_ffn(
         h, gate, up, what, selected, held, gate_bias, up_bias, values, ids, count, counts is not None
     )
     return _linear_t(values, down_t, down_bias, residual, out, ids, count, counted, counts)
-
-
-def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """twins.sign_scores."""
-    n, n_bytes = signs.shape
-    bits = pack_bits(x, 0.0)  # of channels that are not negative: exclusive or with `signs` is agreement
-    out = _new(x, len(x), n)
-    tokens = min(pow2(len(x)), FEW_TOKENS)
-    launcher.launch(
-        _sign_kernel, (-(-n // 8), -(-len(x) // tokens)), bits, signs, bias, out,
-        len(x), n, x.shape[1], n_bytes, T=tokens, R=8, B=min(256, pow2(n_bytes)), warps=4,
-    )  # fmt: skip
-    return out
 
 
 def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:

@@ -242,22 +242,6 @@ def sparse_ffn(
     return linear_t(values, down_t, down_bias, residual, out)
 
 
-def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Channels of x whose sign is that of a row, less those where it differs, + bias. [T, n].
-
-    signs: uint8 [n, ceil(width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is negative
-    (operations.SignScores). A channel of x below zero is negative.
-    """
-    n, width = len(signs), x.shape[1]
-    ours = torch.where(x < 0, -1.0, 1.0)
-    y = torch.empty((len(x), n), device=x.device)
-    step = max(SLICE_VALUES // width, 1)
-    for first in range(0, n, step):
-        negative = unpack_bits(signs[first : first + step], width)
-        y[:, first : first + step] = ours @ torch.where(negative, -1.0, 1.0).T
-    return y if bias is None else y + bias
-
-
 def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     """The neurons that a predictor selects, uint8 [T, ceil(n / 8)], n = first + scores.shape[1].
 

@@ -14,7 +14,7 @@ from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import Held, RopeTable
 from hotset.backends.uploads import Lines, Uploads, matrix_rows
 from hotset.formats.quants import dequantize, row_bytes
-from hotset.model.operations import Linear, Rope, SignScores, TransposedLinear
+from hotset.model.operations import Linear, Rope, TransposedLinear
 
 
 class DeviceWeights:
@@ -137,10 +137,6 @@ class DeviceWeights:
     def held(self, layer: int, neurons: np.ndarray, n_ff: int) -> Held:
         """The hot neurons of a layer, int64 [n], ascending."""
         return Held.of(neurons, n_ff, lambda name, values: self.tensor((layer, "hot", name), values))
-
-    def signs(self, op: SignScores) -> Tensor:
-        """The packed signs of a matrix, uint8 [out.width, ceil(x.width / 8)]."""
-        return self.tensor(op.weight, self.source.data(op.weight).reshape(op.out.width, -1).view(np.uint8))
 
     def rope(self, rope: Rope, n_ctx: int) -> RopeTable:
         """The tables of a rotation, shared by the layers."""
