@@ -1,7 +1,6 @@
 """What a cache of experts hits: real and synthetic routes, beside what was published for real routers.
 
 usage: python bench/expert_cache.py [--trace FILE.trace.hotset.gguf ...] [--tokens 2048] [--plot FILE.svg]
-       python bench/expert_cache.py --fit gemma-4-26B-A4B
 
 Traces are those of `hotset trace`; bench/split_experts.py makes a real small mixture to take one of.
 Synthetic routes (routes.py) have the shapes of the published routers and a locality that was fitted to the
@@ -16,11 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from routes import DECAYED_MISSES, PUBLISHED, ROUTERS, Locality, Router, synthetic_routes
+from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
 
 from hotset.replacement import HALF_LIFE, Replacement
 from hotset.sparsity.replay import POLICIES, Replay, replay
@@ -28,7 +25,6 @@ from hotset.sparsity.trace import RouteTrace
 
 HALF_LIVES = (4, 8, 16, 32, 64, 128)
 CYCLES = (1.6, 2.4, 3.2, 4.8)  # sizes at which half-lives are compared
-FITTED_LAYERS = 5  # shares and cycles do not depend on their number
 
 
 def synthetic_trace(name: str, router: Router, n_tokens: int, seed: int = 0) -> RouteTrace:
@@ -79,42 +75,6 @@ def half_lives(trace: RouteTrace) -> list[str]:
     return lines
 
 
-def distance(router: Router, published: dict[float, dict[str, float]], n_tokens: int) -> float:
-    """Sum of squares between the hit rates of synthetic routes and the published ones."""
-    trace = synthetic_trace("", replace(router, n_layers=FITTED_LAYERS), n_tokens)
-    n_all, first = FITTED_LAYERS * router.n_experts, n_tokens // 2
-    n = (n_tokens - first) * trace.cycle
-    total = 0.0
-    for point in replay(trace, tuple(published)).points:
-        said = published[point.share]
-        total += sum((point.hit_rates[name] - said[name]) ** 2 for name in said if name in point.hit_rates)
-
-        def hits(half_life: int, n_slots: int = round(point.share * n_all)) -> float:
-            cache = Replacement((n_slots,), FITTED_LAYERS, router.n_experts, half_life)
-            return float(cache.replay(trace.routes, first).sum() / n)
-
-        if "forever" in said:
-            total += (hits(1 << 16) - said["forever"]) ** 2
-        if said["lru"] > 0:
-            total += (hits(32) - (1 - DECAYED_MISSES * (1 - said["lru"]))) ** 2
-    return total
-
-
-def fit(name: str, n_tokens: int) -> Locality:
-    """By the downhill simplex, in the logarithms of the five numbers."""
-    from scipy.optimize import minimize
-
-    router, published = ROUTERS[name], PUBLISHED[name]
-    start = np.log([0.3, 1.5, 150, 1.5, 8])
-    found = minimize(
-        lambda x: distance(replace(router, locality=Locality(*np.exp(x))), published, n_tokens),
-        start,
-        method="Nelder-Mead",
-        options={"maxfev": 110, "initial_simplex": start + np.vstack([np.zeros(5), 0.7 * np.eye(5)])},
-    )
-    return Locality(*np.exp(found.x).round(3).tolist())
-
-
 def plot(replays: Sequence[tuple[str, Replay, dict[float, dict[str, float]]]], path: Path) -> None:
     import matplotlib
 
@@ -124,7 +84,7 @@ def plot(replays: Sequence[tuple[str, Replay, dict[float, dict[str, float]]]], p
     colours = dict(
         zip(
             POLICIES,
-            ("#8a939b", "#b9541b", "#76489c", "#2f7a4d", "#2063a4", "#2a9d9a", "#1c2126"),
+            ("#b9541b", "#2063a4", "#2a9d9a", "#1c2126"),
             strict=True,
         )
     )
@@ -136,7 +96,7 @@ def plot(replays: Sequence[tuple[str, Replay, dict[float, dict[str, float]]]], p
         shares = [100 * point.share for point in replayed.points]
         for name, colour in colours.items():
             rates = [100 * point.hit_rates[name] for point in replayed.points]
-            style = "--" if name in ("static", "optimum") else "-"
+            style = "--" if name == "optimum" else "-"
             axis.plot(shares, rates, style, color=colour, lw=2.4 if name == "hotset" else 1.4, label=name)
             marks = [(100 * share, 100 * said[name]) for share, said in published.items() if name in said]
             if marks:
@@ -161,14 +121,8 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
     parser.add_argument("--tokens", type=int, default=2048, help="of synthetic routes")
-    parser.add_argument(
-        "--fit", choices=tuple(ROUTERS), help="find the locality of a router, and nothing else"
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG or PNG")
     arguments = parser.parse_args()
-    if arguments.fit:
-        print(fit(arguments.fit, arguments.tokens // 2))
-        return
     traces = [(RouteTrace.open(path), {}) for path in arguments.trace]
     traces += [
         (synthetic_trace(name, router, arguments.tokens), PUBLISHED[name]) for name, router in ROUTERS.items()

@@ -8,8 +8,8 @@ rank is a random order of the layer's experts; a and b are first-order autoregre
 that forget half of themselves in `slow_half` and `fast_half` tokens. A token has the experts with the k
 highest scores. With zipf alone tokens are independent draws of a Zipf distribution without replacement; the
 processes bring it about that a token has the experts of those before it. ROUTERS holds what
-`bench/expert_cache.py --fit` found for published replays of real routers; that is what they are fitted to,
-and all that they are good for.
+was fitted to published replays of real routers (docs/decisions/003-replay-policies.md); that is all that they
+are good for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def synthetic_routes(router: Router, n_tokens: int, seed: int) -> np.ndarray:
     return routes
 
 
-# Found with `bench/expert_cache.py --fit NAME`, whose hit rates stand in PUBLISHED.
+# Fitted to the hit rates in PUBLISHED, by policies that are replayed no more.
 ROUTERS = {
     "gemma-4-26B-A4B": Router(30, 128, 8, Locality(0.35, 2.04, 130, 1.18, 14.7)),
     "Qwen3.5-35B-A3B": Router(40, 256, 8, Locality(0.34, 2.10, 71, 1.09, 14.8)),
@@ -86,4 +86,3 @@ PUBLISHED: dict[str, dict[float, dict[str, float]]] = {
         0.50: {"static": 0.642, "lru": 0.874, "per_layer": 0.862, "forever": 0.722, "optimum": 0.954},
     },
 }
-DECAYED_MISSES = 0.88  # of LRU's: what counts that halve in 32 requests leave, by the same replays

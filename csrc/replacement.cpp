@@ -86,8 +86,7 @@ void Replacement::use(Entry& entry, bool credit) {
     if (half_life_ > 0) entry.credit += weight_;
 }
 
-void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places,
-                         bool keeps_better) {
+void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places) {
     bool missing = false;
     for (size_t i = 0; i < n; ++i) {
         if (i + kAhead < n) prefetch_line(&entries_[key(layer, ids[i + kAhead])]);
@@ -107,7 +106,7 @@ void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, P
         places[i].hit = places[i].slot != kNone;  // the id has come before
         if (places[i].hit) continue;
         use(entries_[entry], credit);
-        place_in(pool, int32_t(entry), keeps_better || !credit, places[i]);
+        place_in(pool, int32_t(entry), places[i]);
     }
 }
 
@@ -127,7 +126,7 @@ bool Replacement::find_victim(Pool& pool) {
     return false;
 }
 
-void Replacement::place_in(Pool& pool, int32_t number, bool keeps_better, Place& place) {
+void Replacement::place_in(Pool& pool, int32_t number, Place& place) {
     Entry& entry = entries_[size_t(number)];
     if (!pool.free.empty()) {
         place.slot = pool.free.back();
@@ -136,7 +135,7 @@ void Replacement::place_in(Pool& pool, int32_t number, bool keeps_better, Place&
         if (!find_victim(pool)) return;
         const Node& first = pool.heap.front();
         const Node own{entry.credit, entry.used, first.slot};
-        if (keeps_better && !goes_later(own, first)) return;
+        if (!goes_later(own, first)) return;
         place.slot = first.slot;
         place.evicted = slots_[size_t(place.slot)];
         entries_[size_t(place.evicted)].slot = kNone;
@@ -178,14 +177,14 @@ void Replacement::drop_slots(int32_t first, int32_t last) {
 }
 
 void Replacement::replay(const int32_t* ids, const int32_t* counts, size_t n_tokens, size_t first,
-                         bool by_layer, bool keeps_better, int64_t* hits) {
+                         bool by_layer, int64_t* hits) {
     std::vector<Place> places;
     for (size_t token = 0; token < n_tokens; ++token) {
         for (int layer = 0; layer < n_layers_; ++layer) {
             const size_t n = size_t(*counts++);
             places.resize(n);
             if (layer == 0 || by_layer) begin_step();
-            lookup(layer, ids, n, true, places.data(), keeps_better);
+            lookup(layer, ids, n, true, places.data());
             ids += n;
             if (token < first) continue;
             hits[layer] += std::count_if(places.begin(), places.end(), [](const Place& p) { return p.hit; });

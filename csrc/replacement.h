@@ -7,8 +7,9 @@
 // has used is never evicted: where nothing else is left, an entry gets no slot, and its reader must do
 // without one.
 //
-// An entry that is used without credit (a prompt's, one fetched on a guess) takes a free slot, or that of an
-// entry with less credit than its own: what decoding needs stays. Nothing is drawn by chance.
+// An entry takes a free slot, or that of an entry with less credit than its own: what is needed more often
+// stays. A prompt's entries, and those fetched on a guess, are used without credit. Nothing is drawn by
+// chance.
 #pragma once
 
 #include <cstddef>
@@ -49,9 +50,7 @@ class Replacement {
     // The places of n ids of a layer. Those that are resident are found before any is evicted for the others,
     // which take their slots in the order of the ids. An id that comes again has the place of the first,
     // as a hit if it has a slot. A step credits an entry once, in however many lookups it occurs.
-    // keeps_better: with credit too none takes the slot of an entry with more of it.
-    void lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places,
-                bool keeps_better = false);
+    void lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places);
 
     // Frees the slot of an entry, if it has one: what should be in it could not be brought.
     void drop(int layer, int32_t id);
@@ -64,7 +63,7 @@ class Replacement {
     // [n_tokens][n_layers] says how long each is. Adds the hits of each layer, of the tokens from `first` on,
     // to hits [n_layers].
     void replay(const int32_t* ids, const int32_t* counts, size_t n_tokens, size_t first, bool by_layer,
-                bool keeps_better, int64_t* hits);
+                int64_t* hits);
 
     // The slot of an entry or kNone; not a use of it.
     int32_t find(int layer, int32_t id) const { return entries_[key(layer, id)].slot; }
@@ -94,7 +93,7 @@ class Replacement {
     static bool goes_later(const Node& a, const Node& b);
     void use(Entry& entry, bool credit);
     bool find_victim(Pool& pool);
-    void place_in(Pool& pool, int32_t entry, bool keeps_better, Place& place);
+    void place_in(Pool& pool, int32_t entry, Place& place);
     void rescale();
 
     int n_layers_, n_ids_, half_life_;

@@ -55,20 +55,18 @@ class Plain:
     def slot_of(self, entry: int) -> int:
         return next((slot for slot, held in self.holds.items() if held == entry), -1)
 
-    def lookup(
-        self, layer: int, ids: list[int], credit: bool, keeps_better: bool
-    ) -> list[tuple[int, bool, int]]:
+    def lookup(self, layer: int, ids: list[int], credit: bool) -> list[tuple[int, bool, int]]:
         entries = [layer * self.n_ids + id for id in ids]
         found = [self.slot_of(entry) for entry in entries]
         for entry, slot in zip(entries, found, strict=True):
             if slot >= 0:
                 self.use(entry, credit)
         return [
-            (slot, True, -1) if slot >= 0 else self.bring(layer, entry, credit, keeps_better)
+            (slot, True, -1) if slot >= 0 else self.bring(layer, entry, credit)
             for entry, slot in zip(entries, found, strict=True)
         ]
 
-    def bring(self, layer: int, entry: int, credit: bool, keeps_better: bool) -> tuple[int, bool, int]:
+    def bring(self, layer: int, entry: int, credit: bool) -> tuple[int, bool, int]:
         if (slot := self.slot_of(entry)) >= 0:
             return slot, True, -1
         self.use(entry, credit)
@@ -80,7 +78,7 @@ class Plain:
             victims = [
                 (self.rank(self.holds[s]), s) for s in self.pools[pool] if self.holds[s] not in self.needed
             ]
-            if not victims or ((keeps_better or not credit) and not min(victims)[0] < self.rank(entry)):
+            if not victims or not min(victims)[0] < self.rank(entry):
                 return -1, False, -1
             slot = min(victims)[1]
             evicted = self.holds[slot]
@@ -94,12 +92,9 @@ class Plain:
             self.free[layer if len(self.pools) > 1 else 0].insert(0, slot)
 
 
-@pytest.mark.parametrize("keeps_better", [False, True])
 @pytest.mark.parametrize("half_life", [0, 1, 8])
 @pytest.mark.parametrize("slots", [(0,), (1,), (7,), (20,), (64,), (3, 3, 2, 2), (16, 0, 5, 1)])
-def test_the_policy_is_that_of_the_plain_simulation(
-    slots: tuple[int, ...], half_life: int, keeps_better: bool
-) -> None:
+def test_the_policy_is_that_of_the_plain_simulation(slots: tuple[int, ...], half_life: int) -> None:
     """Every place of every lookup: with and without credit, ids that repeat, slots that are given back."""
     n_layers, n_ids = 4, 16
     policy = Replacement(slots, n_layers, n_ids, half_life)
@@ -113,11 +108,9 @@ def test_the_policy_is_that_of_the_plain_simulation(
             draws = popular[np.minimum(rng.geometric(0.2, rng.integers(1, 9)) - 1, n_ids - 1)]
             credit = bool(rng.random() < 0.7)
             ids = draws.astype(np.int32)
-            places = policy.lookup(layer, ids, credit=credit, keeps_better=keeps_better)
+            places = policy.lookup(layer, ids, credit=credit)
             got = zip(places.slots.tolist(), places.hits.tolist(), places.evicted.tolist(), strict=True)
-            assert list(got) == plain.lookup(layer, ids.tolist(), credit, keeps_better), (
-                f"step {step}, layer {layer}"
-            )
+            assert list(got) == plain.lookup(layer, ids.tolist(), credit), f"step {step}, layer {layer}"
             if rng.random() < 0.1:
                 policy.drop(layer, int(ids[0]))
                 plain.drop(layer, int(ids[0]))
@@ -247,11 +240,11 @@ def test_what_is_expected_stays_until_use_says_otherwise() -> None:
         cache.begin_step()
         cache.lookup(0, np.array([0, 1], np.int32), credit=False)  # read beforehand
         cache.begin_step()
-        cache.lookup(0, np.array([2, 3], np.int32), keeps_better=True)
+        cache.lookup(0, np.array([2, 3], np.int32))
         assert ([cache.find(0, id) >= 0 for id in range(4)] == [True, True, False, False]) == stay
     for _ in range(30):  # beside which what was expected has faded
         cache.begin_step()
-        cache.lookup(0, np.array([3], np.int32), keeps_better=True)
+        cache.lookup(0, np.array([3], np.int32))
     assert cache.find(0, 3) >= 0
     with pytest.raises(ValueError, match="an entry has a share"):
         cache.expect(0, np.zeros(3, np.float32))

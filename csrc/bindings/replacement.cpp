@@ -34,12 +34,12 @@ void expect(Replacement& policy, int layer, const Floats& shares) {
 }
 
 // int32 [3][n]: slots, whether each is a hit, what was evicted.
-nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit, bool keeps_better) {
+nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit) {
     const size_t n = ids.size();
     require_entry(policy, layer, 0);
     for (size_t i = 0; i < n; ++i) require_entry(policy, layer, ids.data()[i]);
     std::vector<Replacement::Place> places(n);
-    policy.lookup(layer, ids.data(), n, credit, places.data(), keeps_better);
+    policy.lookup(layer, ids.data(), n, credit, places.data());
     auto* answer = new int32_t[3 * n + 1];
     nb::capsule owner(answer, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     for (size_t i = 0; i < n; ++i) {
@@ -51,7 +51,7 @@ nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credi
 }
 
 std::vector<int64_t> replayed(Replacement& policy, const Ints& ids, const IntMatrix& counts, size_t first,
-                              bool by_layer, bool keeps_better) {
+                              bool by_layer) {
     require(counts.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
     int64_t n = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
@@ -62,7 +62,7 @@ std::vector<int64_t> replayed(Replacement& policy, const Ints& ids, const IntMat
     for (size_t i = 0; i < ids.size(); ++i) require_entry(policy, 0, ids.data()[i]);
     std::vector<int64_t> hits(counts.shape(1));
     nb::gil_scoped_release release;
-    policy.replay(ids.data(), counts.data(), counts.shape(0), first, by_layer, keeps_better, hits.data());
+    policy.replay(ids.data(), counts.data(), counts.shape(0), first, by_layer, hits.data());
     return hits;
 }
 
@@ -90,7 +90,7 @@ void bind_replacement(nb::module_& m) {
         .def_prop_ro("n_slots", &Replacement::n_slots)
         .def("expect", &expect, "layer"_a, "shares"_a)
         .def("begin_step", &Replacement::begin_step)
-        .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a, "keeps_better"_a)
+        .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a)
         .def(
             "drop",
             [](Replacement& policy, int layer, int32_t id) {
@@ -105,7 +105,7 @@ void bind_replacement(nb::module_& m) {
                 return policy.find(layer, id);
             },
             "layer"_a, "id"_a)
-        .def("replay", &replayed, "ids"_a, "counts"_a, "first"_a, "by_layer"_a, "keeps_better"_a);
+        .def("replay", &replayed, "ids"_a, "counts"_a, "first"_a, "by_layer"_a);
     m.def("optimal_hits", &optimal, "spans"_a, "n_lookups"_a, "first"_a, "n_slots"_a,
           "Hits of a cache that knows what will be asked for (csrc/replacement.h).");
 }

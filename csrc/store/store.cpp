@@ -194,7 +194,7 @@ void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     found_.assign(size_t(n), {});
     if (group.policy) {
         group.policy->begin_step();
-        group.policy->lookup(0, rows, size_t(n), learn, found_.data(), true);
+        group.policy->lookup(0, rows, size_t(n), learn, found_.data());
     }
     group.missing.clear();
     to_.clear();

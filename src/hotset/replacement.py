@@ -54,7 +54,7 @@ def arrange(n_slots: int, n_layers: int, n_used: int) -> tuple[int, ...]:
     """How so many slots are shared: one number where all layers share them, else a number for each layer.
 
     n_layers: those with experts. n_used: experts of a token in each. A layer's own slots hit even where they
-    do not hold the experts of one token, if what has more credit keeps them (`keeps_better`, docs/LOG.md).
+    do not hold the experts of one token, since what has more credit keeps them (docs/LOG.md).
     """
     if n_slots < 0 or n_layers < 1 or n_used < 1:
         raise InvalidRequestError("a cache needs layers, experts of a token, and no negative number of slots")
@@ -96,16 +96,13 @@ class Replacement:
         """A new step: nothing is in use any more, and credits have aged."""
         self._core.begin_step()
 
-    def lookup(
-        self, layer: int, ids: np.ndarray, *, credit: bool = True, keeps_better: bool = False
-    ) -> Places:
+    def lookup(self, layer: int, ids: np.ndarray, *, credit: bool = True) -> Places:
         """Uses the entries ids (int32 [n]) of a layer, and says where they are or are to be put.
 
-        credit: False for those that a prompt needs, or that are fetched on a guess: they take only free slots
-        and those of entries with less credit, so that what decoding needs stays. keeps_better: with credit
-        too none takes the slot of an entry with more of it, and is used from where it lies.
+        An entry takes a free slot, or that of an entry with less credit; else it is used from where it is.
+        credit: False for those that a prompt needs, or that are fetched on a guess: decoding's stay.
         """
-        slots, hits, evicted = self._core.lookup(layer, ids, credit, keeps_better)
+        slots, hits, evicted = self._core.lookup(layer, ids, credit)
         return Places(slots, hits.astype(bool), evicted)
 
     def drop(self, layer: int, id: int) -> None:
@@ -123,20 +120,19 @@ class Replacement:
         *,
         counts: np.ndarray | None = None,
         by_layer: bool = False,
-        keeps_better: bool = False,
     ) -> np.ndarray:
         """Hits of each layer, int64 [n_layers], from token `first` on, when each token is a step.
 
         ids: int32 [n_tokens, n_layers, n_used]; or, where tokens need more or less, [n] in that order, and
         counts, int32 [n_tokens, n_layers], says how many they need of each layer. by_layer: each layer of a
         token is a step, so that what the token has used in others may be evicted: the textbook's LRU, with
-        half_life=0. keeps_better: as in `lookup`. The state that they leave is the next replay's beginning.
+        half_life=0. The state that they leave is the next replay's beginning.
         """
         if counts is None:
             counts = np.full(ids.shape[:2], ids.shape[2])
         flat = np.ascontiguousarray(ids, np.int32).reshape(-1)
         n = np.ascontiguousarray(counts, np.int32)
-        return np.array(self._core.replay(flat, n, first, by_layer, keeps_better), np.int64)
+        return np.array(self._core.replay(flat, n, first, by_layer), np.int64)
 
 
 def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int:

@@ -4,10 +4,10 @@
     replayed.points[3].hit_rates["budget"]
 
 The trace is run as decoding would: token by token, each layer's entries looked up when it is known which are
-needed. The first half of the tokens warms the caches and tells the fixed choice which entries are frequent;
-rates are those of the second half. What is counted is exact: a cache in use, of the same slots and policy,
-hits as often on this text, when it comes token by token; `budget` as long as the rows of a token that have
-no slot find the room that is set apart for them, so that none is borrowed.
+needed. The first half of the tokens warms the caches; rates are those of the second half. What is counted is
+exact: a cache in use, of the same slots and policy, hits as often on this text, when it comes token by token;
+`budget` as long as the rows of a token that have no slot find the room that is set apart for them, so that
+none is borrowed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of a
 _PIECE = 32  # tokens that are looked up at a time
 # Which entries are kept, by name: what it is.
 POLICIES = {
-    "static": "those that were most frequent before, for ever",
     "lru": "least recently used, slots shared by all layers",
-    "per_layer": "least recently used, slots of each layer's own",
-    "decayed": "least credit, which halves every 16 tokens, slots shared",
-    "hotset": "as decayed, but what has more credit stays; below 1.5 token cycles slots of each layer",
+    "hotset": "least credit, which halves every 16 tokens; below 1.5 token cycles slots of each layer",
     "budget": "what --ram-budget does with this memory: slots of each layer, credit halves every 64 tokens",
     "optimum": "Belady's: what is needed again the latest is not kept; it knows the future",
 }
@@ -84,11 +81,10 @@ def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[in
     if trace.n_tokens < 2:
         raise InvalidRequestError("the trace has one token; trace a longer text")
     n_all, slot = sum(trace.sizes), max(trace.entry_bytes)
-    early, late = _halves(trace)
-    before, after = (np.concatenate(counts) for counts in (early, late))
-    requests, n_counted = np.array([counts.sum() for counts in late]), int(after.sum())
-    spans, n_lookups = _spans(trace), trace.n_tokens * len(trace.layers)
-    first = trace.n_tokens // 2 * len(trace.layers)
+    half, n_layers = trace.n_tokens // 2, len(trace.layers)
+    requests = np.array([trace.chosen(i)[half:].sum() for i in range(n_layers)])
+    n_counted = int(requests.sum())
+    spans, n_lookups, first = _spans(trace), trace.n_tokens * n_layers, half * n_layers
     points = []
     asked = [(share, round(share * n_all), round(share * n_all) * slot) for share in shares]
     asked += [(min(size // slot, n_all) / n_all, min(size // slot, n_all), size) for size in sizes]
@@ -97,7 +93,6 @@ def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[in
         if _slots(trace.groups, n_bytes) == [group.n_rows for group in trace.groups]:
             by_layer["budget"] = requests  # what has room for all is read at once
         hits = {name: int(each.sum()) for name, each in by_layer.items()}
-        hits["static"] = int(after[np.argsort(-before, kind="stable")[:n_slots]].sum())
         hits["optimum"] = optimal_hits(spans, n_lookups, first, n_slots)
         rates = {name: hits[name] / max(n_counted, 1) for name in policies(trace)}
         stored = _under_budget(trace, requests, n_bytes, by_layer["budget"])
@@ -118,27 +113,16 @@ def _hits(trace: Trace, n_slots: int, n_bytes: int) -> dict[str, np.ndarray]:
     def cache(slots: tuple[int, ...], half_life: int = HALF_LIFE) -> Replacement:
         return Replacement(slots, n_layers, n_ids, half_life)
 
-    shared = (n_slots,)
-    caches: dict[str, tuple[Replacement, dict[str, bool]]] = {
-        "lru": (cache(shared, 0), {"by_layer": True}),
-        "per_layer": (cache(_evenly(n_slots, n_layers), 0), {}),
-        "decayed": (cache(shared), {}),
-        "budget": (cache(_stored_slots(trace, n_bytes), STORED_HALF_LIFE), {"keeps_better": True}),
-    }
+    caches = {"lru": cache((n_slots,), 0), "budget": cache(_stored_slots(trace, n_bytes), STORED_HALF_LIFE)}
     if isinstance(trace, RouteTrace):
-        caches["hotset"] = (cache(arrange(n_slots, n_layers, trace.n_used)), {"keeps_better": True})
+        caches["hotset"] = cache(arrange(n_slots, n_layers, trace.n_used))
     hits = {name: np.zeros(n_layers, np.int64) for name in caches}
     for first, ids, counts in _pieces(trace):
         rising = np.sort(ids.reshape(-1, trace.n_used)).ravel() if isinstance(trace, RouteTrace) else ids
-        for name, (one, how) in caches.items():
+        for name, one in caches.items():
             asked = rising if name == "budget" else ids  # a store is asked for rows in their order
-            hits[name] += one.replay(asked, max(half - first, 0), counts=counts, **how)
+            hits[name] += one.replay(asked, max(half - first, 0), counts=counts, by_layer=name == "lru")
     return hits
-
-
-def _evenly(n_slots: int, n_layers: int) -> tuple[int, ...]:
-    each, rest = divmod(n_slots, n_layers)
-    return tuple(each + (i < rest) for i in range(n_layers))
 
 
 def _slots(groups: Sequence[StoredGroup], n_bytes: int) -> list[int]:
@@ -166,13 +150,6 @@ def _under_budget(trace: Trace, requests: np.ndarray, n_bytes: int, hits: np.nda
             n_hits += n_tokens * n_slots
             n_read += n_tokens * group.all_bytes * (group.n_rows - n_slots) / group.n_rows
     return n_hits / max(n_asked, 1), n_read / n_tokens
-
-
-def _halves(trace: Trace) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """How many tokens of the first half need each entry, by layer, and how many of the second."""
-    half = trace.n_tokens // 2
-    chosen = [trace.chosen(i) for i in range(len(trace.layers))]
-    return [one[:half].sum(axis=0) for one in chosen], [one[half:].sum(axis=0) for one in chosen]
 
 
 def _spans(trace: Trace) -> np.ndarray:

@@ -212,7 +212,7 @@ class ExpertCache:
                 self._look_up(group, i, ids, credit=len(asked) <= LEARN_TOKENS)
 
     def _look_up(self, group: _Group, layer: int, ids: np.ndarray, *, credit: bool) -> None:
-        places = group.policy.lookup(layer, ids, credit=credit, keeps_better=True)
+        places = group.policy.lookup(layer, ids, credit=credit)
         n_expert = group.on_host.shape[1]
         for gone in places.evicted[places.evicted >= 0].tolist():
             group.on_host[divmod(gone, n_expert)] = -1
