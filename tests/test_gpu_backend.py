@@ -132,7 +132,7 @@ def prepared_clearly(
     for seed in range(1, 30):
         (folder := path / str(seed)).mkdir()
         ready, graph = prepared(write(folder, model, *given, seed=seed, **how), mode, predictor)
-        if mode == "exact":  # no scores
+        if mode != "predicted":  # no scores
             return ready, graph
         limits = {op.scores.name: op.threshold for op in graph.primitives if isinstance(op, Mask)}
         assert limits

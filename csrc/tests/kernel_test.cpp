@@ -21,11 +21,11 @@ namespace {
 
 // Of every result of the reference that test_all compares, on all platforms. A new case or another order of
 // accumulation changes it: then put here what the test prints, once two architectures print the same.
-constexpr uint64_t kReferenceHash = 0x6ba624300bf0f957;
+constexpr uint64_t kReferenceHash = 0xac70f496718a1eb7;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
-constexpr uint64_t kLaterHash = 0xdd8f698ce719193c;
+constexpr uint64_t kLaterHash = 0x5450e811d3aebf88;
 
 std::mt19937 random_engine;
 int failures = 0;
