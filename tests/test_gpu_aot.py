@@ -290,7 +290,6 @@ def many_numbers() -> None:
     n, heads = MANY, ROW // 128
     x, at, table = new(n, ROW), new(n, dtype=torch.int32), new(1, 40_000, dtype=torch.int32)
     kernels.pack_bits(x, 0.0)
-    kernels.sign_scores(x, new(ROW, ROW // 8, dtype=torch.uint8))
     kernels.cut(x, Cut(at, 0.1))
     kernels.rms_norm(x, new(ROW), 1e-5)
     for given, type_ in ((x, F16), (x, GGMLType.BF16), (new(1, ROW), F16)):
@@ -736,7 +735,7 @@ def test_the_kernels_are_compiled_for_every_card_of_the_table() -> None:
 def test_more_numbers_than_an_int32_counts_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for name, _, _ in compiled(many_numbers, TARGETS["sm_90"], monkeypatch)}
     assert names >= {
-        "_pack_kernel", "_sign_kernel", "_heads_kernel", "_attention_kernel", "_prompt_attention_kernel",
+        "_pack_kernel", "_heads_kernel", "_attention_kernel", "_prompt_attention_kernel",
         "_matmul_kernel", "_matmul_t_kernel", "_fired_kernel", "_axpy_kernel", "_expert_tiles_kernel",
         "_fetch_kernel",
     }  # fmt: skip
