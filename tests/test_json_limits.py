@@ -20,7 +20,7 @@ from hotset.server import body, json_limits, tokens
 from hotset.server.anthropic import MessagesBody
 from hotset.server.body import BodyRequest
 from hotset.server.errors import RequestError
-from hotset.server.json_limits import MAX_ITEMS, MAX_VALUES, check_json
+from hotset.server.json_limits import MAX_DIGITS, MAX_FRACTIONS, MAX_ITEMS, MAX_VALUES, check_json, loads
 from hotset.server.ollama import OllamaChatBody
 from hotset.server.openai.chat import ChatBody
 from hotset.server.openai.completions import CompletionBody
@@ -93,6 +93,38 @@ def test_text_is_not_counted_and_values_are():
         with pytest.raises(RequestError, match=said) as error:
             check_json(given, 64)
         assert error.value.status == 413
+
+
+def test_numbers_that_take_long_are_counted():
+    text = json.dumps("1.5e7, " * 10_000 + "1" * 100_000).encode()
+    check_json(b"[%s]" % text, 64)
+    padding = b" " * LONG_BYTES
+    check_json(b"[%s]" % b",".join([b"1e5"] * MAX_FRACTIONS) + padding, 64)
+    for given, said in (
+        (b"[%s]" % b",".join([b"1.5"] * (MAX_FRACTIONS + 1)), "point or an exponent"),
+        (b"[%s]" % b",".join([b"-7E+5"] * (MAX_FRACTIONS + 1)), "point or an exponent"),
+        (b"[%s]" % (b"1" * (MAX_DIGITS + 1)), "digits"),
+    ):
+        with pytest.raises(RequestError, match=said) as error:
+            check_json(given + padding, 64)
+        assert error.value.status == 413
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
+def test_a_body_is_utf_8(path: Path, encoding: str) -> None:
+    """In another encoding a string may hide what is behind it from whoever counts bytes."""
+    many = '{"prompt": "a", "user": "\\"", "metadata": {"a": [' + "[]," * (2 * MAX_ITEMS) + "1]}}"
+    json.loads(many)
+    with pytest.raises(RequestError, match="not valid JSON"):
+        loads(many.encode(encoding))
+    assert loads('\ufeff{"a": "\u00e9"}'.encode()) == {"a": "\u00e9"}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for given in (many, '{"prompt": "a", "max_tokens": 1}'):
+            reply = await client.post("/v1/completions", content=given.encode(encoding))
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+    run(path, work)
 
 
 WRONG: list[tuple[type[Body], Callable[[int], dict[str, Any]]]] = [

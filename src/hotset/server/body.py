@@ -6,7 +6,6 @@ would answer nobody. It is done for one body at a time, clients in turn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from hotset.errors import QueueFullError
 from hotset.server.errors import Problem, RequestError, invalid_body, problem_of
+from hotset.server.json_limits import loads
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.streams import ClientGoneError, client_of, service_of, while_connected
 
@@ -62,12 +62,10 @@ class BodyRequest(Request):
             raise RefusedBodyError(Problem(499, "the client is gone")) from None
 
     def _checked(self, body: bytes) -> Any:
-        """Raises json.JSONDecodeError, which FastAPI knows, and RefusedBodyError."""
-        given = json.loads(body)
-        if self._model is None:
-            return given
+        """Raises RefusedBodyError."""
         try:
-            return self._model.model_validate(given)
+            given = loads(body)
+            return given if self._model is None else self._model.model_validate(given)
         except ValidationError as error:
             found = error.errors(include_url=False)
             problem = invalid_body([{**one, "loc": ("body", *one["loc"])} for one in found])

@@ -97,9 +97,6 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
         )
     if kind == "missing":
         return Problem(400, f"{where or 'the body'} is missing", where or None, "missing_required_parameter")
-    if kind == "json_invalid":
-        reason = error.get("ctx", {}).get("error", "")
-        return Problem(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     message = str(error.get("msg", "it is not valid"))
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     given = f", not {shown(error['input'])}" if "input" in error else ""
