@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -77,6 +78,10 @@ FLOODS = {
         b"b" * 8192,
     ),
     "requests": (b"", GET * 1000),
+    "empty chunks": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"0001;a\r\nb\r\n" * 1000,
+    ),
     "an unread body": (
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"2000\r\n" + b"b" * 8192 + b"\r\n",
@@ -124,6 +129,39 @@ def test_heads_have_limits(path: Path, request_: bytes, expected: int) -> None:
             assert b'"type":"invalid_request_error"' in reply
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (CHUNKED + b"\r\n0x2d\r\n", 400),
+        (CHUNKED + b"\r\nfffffffffffffffff\r\n", 400),
+        (CHUNKED + b"\r\n0\r\n" + b"a: b\r\n" * 101, 431),
+        (CHUNKED + b"\r\n1;a=" + b"b" * 300_000, 431),
+        (CHUNKED.replace(b"chunked", b"identity") + b"\r\n", 400),
+        (CHUNKED.replace(b"chunked", b"xchunked") + b"\r\n", 400),
+        (CHUNKED + b"Transfer-Encoding: chunked\r\n\r\n", 400),
+        (CHUNKED + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
+    ],
+)
+def test_a_body_that_is_none_is_refused_at_once(path: Path, request_: bytes, expected: int) -> None:
+    with Serving(path, max_body_seconds=1e6) as server, connected(server) as connection:
+        connection.sendall(request_)
+        assert status(everything(connection)) == expected
+
+
+def test_a_request_without_a_body_may_ask_to_upgrade_the_connection(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Serving(path) as server, connected(server) as connection:
+        connection.sendall(GET.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"))
+        until(lambda: server.server.server_state.total_requests == 1)
+        connection.sendall(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert re.findall(rb"HTTP/1.1 (\d+)", everything(connection)) == [b"200", b"200"]
+    assert "websocket" not in caplog.text.lower()
+
+
 def test_pipelined_requests_are_answered_in_order(path: Path) -> None:
     with Serving(path) as server, connected(server) as connection:
         last = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n").replace(b"/health", b"/nothing")
@@ -166,6 +204,37 @@ def test_idle_connections_make_room_and_health_answers(path: Path, monkeypatch: 
             connection.close()
 
 
+HALF_POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+def test_slow_bodies_make_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "most_connections", lambda: 8)
+    with Serving(path, max_body_seconds=1e6) as server:
+        slow = [connected(server) for _ in range(20)]
+        for connection in slow:
+            connection.sendall(HALF_POST)
+        for _ in range(20):
+            assert server.client.get("/health", headers={"Connection": "close"}).status_code == 200
+        assert everything(slow[0]) == b""
+        for connection in slow:
+            connection.close()
+
+
+def test_the_end_does_not_wait_for_bodies(path: Path) -> None:
+    with Serving(path, max_body_seconds=1e6, grace_seconds=1e6) as server, connected(server) as connection:
+        connection.sendall(HALF_POST)
+        until(lambda: server.server.server_state.tasks)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert status(everything(connection)) == 503
+
+
+def test_the_end_does_not_wait_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "_LAST_SECONDS", 0)
+    with Serving(path, max_write_seconds=1e6, grace_seconds=1e6) as server, socket.socket() as connection:
+        unread(server, connection)
+        server.server.handle_exit(signal.SIGTERM, None)
+
+
 def test_connections_that_all_wait_for_answers_are_not_given_up(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,15 +264,49 @@ def test_connections_that_all_wait_for_answers_are_not_given_up(
             connection.close()
 
 
+def unread(server: Serving, connection: socket.socket) -> None:
+    """Asks for a reply that does not fit into the system's buffers, and leaves it there."""
+    server.set_send_buffer(4096)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(GET.replace(b"/health", b"/openapi.json"))
+    until(lambda: any(one.n_unread for one in server.server.server_state.connections))  # type: ignore[union-attr]
+
+
 def test_a_reply_that_is_not_read_is_left(path: Path) -> None:
     with Serving(path, max_write_seconds=0.1) as server, socket.socket() as connection:
-        server.set_send_buffer(4096)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
-        connection.sendall(GET.replace(b"/health", b"/openapi.json"))
-        until(lambda: server.server.server_state.connections)
+        unread(server, connection)
         until(lambda: not server.server.server_state.connections)
         assert server.client.get("/health").status_code == 200
+
+
+def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest goes first."""
+    monkeypatch.setattr(listen, "_CHECK_SECONDS", 1e6)
+    with (
+        Serving(path, max_write_seconds=1e6) as server,
+        socket.socket() as connection,
+        connected(server) as small,
+    ):
+        small.sendall(GET)
+        unread(server, connection)
+        connections: set[Any] = server.server.server_state.connections
+        monkeypatch.setattr(protocol, "MAX_UNREAD_BYTES", sum(one.n_unread for one in connections))
+        protocol.check_connections(connections, 0.0, 1e6)
+        assert not any(one.transport.is_closing() for one in connections)
+        monkeypatch.setattr(protocol, "MAX_UNREAD_BYTES", protocol.MAX_UNREAD_BYTES - 1)
+        done = threading.Event()
+
+        def check() -> None:
+            protocol.check_connections(connections, 0.0, 1e6)
+            done.set()
+
+        assert server.server._loop is not None
+        server.server._loop.call_soon_threadsafe(check)
+        assert done.wait(WATCHDOG)
+        until(lambda: len(connections) == 1)
+        small.sendall(GET)
+        assert small.recv(1 << 10)
 
 
 @pytest.mark.parametrize(("trusted", "expected"), [((), "127.0.0.1"), (("127.0.0.1",), "1.2.3.4")])

@@ -20,7 +20,13 @@ from starlette.types import ASGIApp
 from hotset.errors import InvalidRequestError
 from hotset.server.app import create_app
 from hotset.server.logs import bound_logs, log_loop_errors
-from hotset.server.protocol import BACKLOG, ConnectionLimits, LimitedProtocol, most_connections
+from hotset.server.protocol import (
+    BACKLOG,
+    ConnectionLimits,
+    LimitedProtocol,
+    check_connections,
+    most_connections,
+)
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
@@ -88,7 +94,7 @@ class Server(uvicorn.Server):
         self, service: Served, bound: socket.socket, told: Callable[[str], None], app: ASGIApp
     ) -> None:
         settings = service.settings
-        limits = ConnectionLimits(settings.max_head_seconds, settings.max_write_seconds, most_connections())
+        limits = ConnectionLimits(settings.max_head_seconds, most_connections())
         trusted = list(settings.trusted_proxies)
         protocol: Any = partial(LimitedProtocol, limits, {})
         super().__init__(
@@ -131,12 +137,12 @@ class Server(uvicorn.Server):
 
     async def _check_connections(self) -> None:
         """Until the loop ends: while the server shuts down, too."""
+        seconds = self._service.settings.max_write_seconds
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
-            for connection in list(self.server_state.connections):
-                if isinstance(connection, LimitedProtocol):
-                    connection.check(now)
+            connections = [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
+            check_connections(connections, now, min(seconds, _LAST_SECONDS) if self.should_exit else seconds)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets answers run on for a time, the second ends them."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -20,6 +21,7 @@ MAX_HEAD_BYTES = 64 << 10  # of a request line and all headers, trailers among t
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 << 10
 MAX_PIPELINED = 16  # requests of one connection that wait for the answer to an earlier one
+MAX_UNREAD_BYTES = 256 << 20  # of replies that clients have not taken, of all connections together
 _BYTES_PER_BODY_BYTE = 8  # that chunks may add to a body: each has a line with its length
 
 BACKLOG = 256  # connections that are accepted together
@@ -29,11 +31,9 @@ _MOST_CONNECTIONS = 4096
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """head_seconds: in which a request's head must have arrived. write_seconds: that a client may leave a
-    reply unread. connections: open at once."""
+    """head_seconds: in which a request's head must have arrived. connections: open at once."""
 
     head_seconds: float
-    write_seconds: float
     connections: int
 
 
@@ -59,8 +59,8 @@ class _RefusedError(Exception):
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, which refuses what goes beyond `limits`.
 
-    The server calls `check` every second. waiting: the connections that no reply is computed for, in the
-    order of their last request; the first is closed when there are too many.
+    The server calls `check` every second. waiting: the connections whose request has not arrived, or not
+    whole, those first that nothing has come from for longest; the first is closed when there are too many.
     """
 
     def __init__(self, limits: ConnectionLimits, waiting: dict[LimitedProtocol, None], **how: Any) -> None:
@@ -68,7 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits, self._waiting = limits, waiting
         self._refusal: Problem | None = None
         self._n_fed = self._n_body = self._n_head = 0  # bytes of this message
-        self._is_complete = True  # the message that was begun last
+        self._arriving: Literal["", "head", "body"] = ""  # of the message that was begun last
         self._head_since: float | None = None
         self._unread, self._unread_since = 0, 0.0  # bytes of replies that the client has not taken
 
@@ -91,39 +91,51 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waiting.pop(self, None)
         super().connection_lost(exc)
 
-    def check(self, now: float) -> None:
-        """Ends the connection if a head takes too long to arrive, or a reply too long to be read."""
+    def check(self, now: float, write_seconds: float) -> None:
+        """Ends the connection if a head takes too long to arrive, or a reply that long to be read."""
         since = self._head_since
         if since is not None and self in self._waiting and now - since > self._limits.head_seconds:
             self._head_since = None
-            if self._is_complete:  # nothing of a request has arrived
+            if not self._arriving:
                 self.transport.close()
             else:
                 seconds = f"{self._limits.head_seconds:g}"
                 self._refuse(Problem(408, f"the request's head did not arrive within {seconds} s"))
-        unread = self.transport.get_write_buffer_size()
+        unread = self.n_unread
         if unread == 0 or unread < self._unread or not self._unread:
             self._unread_since = now
-        elif now - self._unread_since > self._limits.write_seconds:
+        elif now - self._unread_since > write_seconds:
             self.transport.abort()
         self._unread = unread
+
+    @property
+    def n_unread(self) -> int:
+        """Bytes of replies that the client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    def shutdown(self) -> None:
+        """The server ends: a body is not waited for."""
+        if self._arriving == "body":
+            self._refuse(Problem(503, "the server is shutting down; ask another one"))
+        else:
+            super().shutdown()
 
     # ---- what arrives ----
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # what still comes is dropped; replies that were begun are completed
             return
-        if self._is_complete and self._head_since is None:
+        if not self._arriving and self._head_since is None:
             self._head_since = self.loop.time()
         self._n_fed += len(data)
         super().data_received(data)
         beside = self._n_fed - _BYTES_PER_BODY_BYTE * self._n_body
-        if not self._is_complete and beside > MAX_HEAD_BYTES and self._refusal is None:
+        if self._arriving and beside > MAX_HEAD_BYTES and self._refusal is None:
             self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_complete = False
+        self._arriving = "head"
         self._n_fed = self._n_body = self._n_head = 0
 
     def on_url(self, url: bytes) -> None:
@@ -140,18 +152,29 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_since = None
-        self._waiting.pop(self, None)
+        if self in self._waiting:
+            del self._waiting[self]
+            self._waiting[self] = None
         if len(self.pipeline) >= MAX_PIPELINED:
             text = f"more than {MAX_PIPELINED} requests wait on this connection; read the replies first"
             self._stop(Problem(429, text))
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            self._stop(Problem(400, "chunked is the only transfer coding that this server knows"))
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        if self.parser.should_upgrade() and (codings or lengths not in ([], [b"0"])):  # the parser drops it
+            text = "a request that asks to upgrade the connection cannot have a body; leave the Upgrade out"
+            self._stop(Problem(400, text))
         super().on_headers_complete()
+        self._arriving = "body"
 
     def on_body(self, body: bytes) -> None:
         self._n_body += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_complete = True
+        self._arriving = ""
+        self._waiting.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -160,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._waiting[self] = None
-            self._head_since = None if self._is_complete else self.loop.time()
+            self._head_since = self.loop.time() if self._arriving == "head" else None
 
     # ---- refusals ----
 
@@ -181,9 +204,13 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called where the parser fails, by itself or by `_stop`."""
         self._refuse(self._refusal or Problem(400, "this is no valid HTTP/1.1 request"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients may ask for one; nothing is wrong."""
+
     def _refuse(self, problem: Problem) -> None:
         self._refusal = problem
-        if self.cycle is not None and not self.cycle.response_complete:
+        is_answered = self._arriving != "body" or bool(self.pipeline) or self.cycle.response_started
+        if self.cycle is not None and not self.cycle.response_complete and is_answered:
             self.cycle.keep_alive = False  # replies to earlier requests are completed, then it is closed
             return
         body = dumped(body_of(problem, "/"))
@@ -191,3 +218,15 @@ class LimitedProtocol(HttpToolsProtocol):
         head = "".join(f"{header}\r\n" for header in headers).encode()
         self.transport.write(STATUS_LINE[problem.status] + head + b"\r\n" + body)
         self.transport.close()
+
+
+def check_connections(connections: Iterable[LimitedProtocol], now: float, write_seconds: float) -> None:
+    """Ends those that take too long, and while too much is unread in all those with the most of it."""
+    left = sorted(connections, key=lambda one: one.n_unread, reverse=True)
+    excess = sum(one.n_unread for one in left) - MAX_UNREAD_BYTES
+    for one in left:
+        if excess > 0:
+            excess -= one.n_unread
+            one.transport.abort()
+        else:
+            one.check(now, write_seconds)
