@@ -299,6 +299,7 @@ def test_a_body_arrives_as_it_was_written():
 
     line, status = asyncio.run(batch_module.answer_line(app, "1", URL, body))  # type: ignore[arg-type]
     assert (json.loads(arrived[0]), json.loads(line)["response"]["body"], status) == (body, {}, 200)
+    assert "é".encode() in arrived[0]  # no longer than it was: bodies have a limit
 
 
 def test_answers_of_other_requests_are_left_alone(tmp_path: Path):

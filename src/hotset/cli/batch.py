@@ -17,8 +17,6 @@ from hotset.storage import catalogue, resolve
 if TYPE_CHECKING:
     from hotset.api import Model
 
-_UNBOUNDED = 1 << 30  # answers in the queue: the batch itself sees to it that few are there
-
 
 def batch(
     requests: Annotated[
@@ -63,12 +61,10 @@ def batch(
         raise typer.BadParameter("it is where --ray is; name that too.", param_hint="--replicas")
 
     import hotset
-    from hotset.server.batch import Batch
+    from hotset.server.batch import SETTINGS, Batch
     from hotset.server.service import Service
-    from hotset.server.settings import ServerSettings
 
-    server = ServerSettings(max_queue=_UNBOUNDED)
-    with Batch(requests, output, server.max_nesting) as work:
+    with Batch(requests, output, SETTINGS.max_nesting) as work:
         if work.file.rejected:
             first = next(iter(work.file.rejected.values()))
             warn(
@@ -90,7 +86,7 @@ def batch(
                 return loaded
 
             with ProgressBar() as steps:
-                asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
+                asyncio.run(work.run(Service(load, SETTINGS, name=names[0], aliases=names[1:]), steps))
         _say_done(output, len(work.file), work.n_failed)
 
 

@@ -28,16 +28,14 @@ from hotset.reporter import Reporter
 from hotset.scale.cluster import check_installed, connect, machines
 from hotset.scale.shards import check_mark, on_machines, parts_of
 from hotset.server.app import create_app
-from hotset.server.batch import AHEAD, RequestFile, answer_line, error_line
+from hotset.server.batch import AHEAD, SETTINGS, RequestFile, answer_line, error_line
 from hotset.server.replies import dumped_exactly
 from hotset.server.service import Service
-from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
 _SHARD = 32  # requests
 _COLUMNS = ("custom_id", "method", "url", "body")
 _ANSWER_COLUMNS = ("custom_id", "status_code", "request_id", "body", "error")
-_UNBOUNDED = 1 << 30
 
 
 def batch_on_ray(
@@ -62,7 +60,7 @@ def batch_on_ray(
         raise InvalidRequestError(f"{answers} is there already; write to another file, or take it away")
     with (
         parts_of(answers) as parts,
-        RequestFile(_as_lines(requests, parts), ServerSettings().max_nesting) as checked,
+        RequestFile(_as_lines(requests, parts), SETTINGS.max_nesting) as checked,
     ):
         if answers.suffix == ".parquet":
             _reject_surrogates(checked)
@@ -101,7 +99,7 @@ class Answerer:
     def __init__(self, model: str, loading: LoadSettings, names: tuple[str, ...]) -> None:
         service = Service(
             lambda: hotset.load(model, loading),
-            ServerSettings(max_queue=_UNBOUNDED),
+            SETTINGS,
             name=names[0],
             aliases=names[1:],
         )

@@ -32,6 +32,7 @@ from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.json_limits import check_json
 from hotset.server.replies import dumped_exactly
 from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
 
 try:
     import fcntl
@@ -41,6 +42,8 @@ except ImportError:  # Windows
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
 MAX_LINE_BYTES = 64 << 20  # of a request
+SETTINGS = ServerSettings(max_queue=1 << 30, max_held_bytes=1 << 50)
+"""Of a service that a batch alone asks: the batch sees to it that few requests are on their way."""
 _MAX_ANSWER_BYTES = 1 << 30  # of a line that is read back
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"  # what JSON takes for space
@@ -327,8 +330,8 @@ async def answer_line(app: FastAPI, custom_id: str, url: str, body: dict[str, An
         refused = RequestError("stream is not for a batch; leave it out", param="stream")
         status, content = 400, bytes(response_of(problem_of(refused), url).body)
     else:
-        # In ASCII: what UTF-8 does not have arrives as it was written, and is judged as it would be by HTTP.
-        status, content = await _asked(app, url, json.dumps(body).encode())
+        # What UTF-8 does not have arrives as it was written, and is judged as it would be by HTTP.
+        status, content = await _asked(app, url, dumped_exactly(body))
     request_id = uuid.uuid4().hex
     response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
     return _record(request_id, custom_id, response, None), status

@@ -13,21 +13,24 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.escaping import clause
 from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.json_limits import check_json
-from hotset.server.preparation import LONG_BYTES
+from hotset.server.preparation import LONG_BYTES, TurnTaking
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
-from hotset.server.streams import API_KEY, N_BYTES
+from hotset.server.streams import API_KEY, N_BYTES, client_of
 
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
@@ -161,24 +164,62 @@ class BodyLimits:
     """Reads the body, of as many bytes as are allowed, in the time that is, and checks what it may hold
     (json_limits.py).
 
-    It is taken for JSON whatever its type is said to be: `curl -d` calls everything a form.
+    It is taken for JSON whatever its type is said to be: `curl -d` calls everything a form. Of the memory for
+    long bodies a client gets half of what others leave.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
+        self._held: Counter[str | None] = Counter()  # bytes by client
+        self._threads = TurnTaking("hotset-limits", 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
+        client = client_of(Request(scope))
+        with self._holding(client) as hold:
+            await self._called(scope, receive, send, client, hold)
+
+    @contextmanager
+    def _holding(self, client: str | None) -> Iterator[Callable[[int], None]]:
+        """What is to be called with the size of a body whenever it has grown: it raises RequestError where
+        that is too much beside what is held."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if size <= LONG_BYTES:
+                return
+            others = self._held.total() - self._held[client]
+            if self._held[client] - held + size > (self._settings.max_held_bytes - others) // 2:
+                raise RequestError(
+                    "too many long bodies of requests are in memory; try again in a moment",
+                    429,
+                    code="queue_full",
+                    retry_after=1,
+                )
+            self._held[client] += size - held
+            held = size
+
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            yield hold
+        finally:
+            self._held[client] -= held
+            if not self._held[client]:
+                del self._held[client]
+
+    async def _called(
+        self, scope: Scope, receive: Receive, send: Send, client: str | None, hold: Callable[[int], None]
+    ) -> None:
+        try:
+            body = await self._read(Headers(scope=scope), receive, hold)
             if body is None:
                 return
             if len(body) <= LONG_BYTES:
                 check_json(body, self._settings.max_nesting)
             else:
-                await asyncio.to_thread(check_json, body, self._settings.max_nesting)
+                await self._threads.run(client, check_json, body, self._settings.max_nesting)
         except RequestError as error:
             await _refuse(error, scope, receive, send, {"Connection": "close"})
             return
@@ -194,7 +235,7 @@ class BodyLimits:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], None]) -> bytes | None:
         """The whole body; None where the client went before its end."""
         most = self._settings.max_body_bytes
         said = headers.get("content-length", "")
@@ -211,6 +252,7 @@ class BodyLimits:
                     size += len(part)
                     if size > most:
                         raise _too_large(most)
+                    hold(size)
                     parts.append(part)
                     if not message.get("more_body", False):
                         return b"".join(parts)

@@ -24,8 +24,9 @@ class ServerSettings:
     again. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None:
     the context bounds it. max_seconds: how long an answer may take; None: as long as it does.
     max_head_seconds: in which a request's head must have arrived. max_body_bytes, max_nesting: of its JSON.
-    max_body_seconds: in which that must have arrived. keep_alive_seconds: between two signs of life in a
-    stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
+    max_body_seconds: in which that must have arrived. max_held_bytes: of long bodies of all requests that
+    have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
+    of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
@@ -45,6 +46,7 @@ class ServerSettings:
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20
     max_nesting: int = 64
+    max_held_bytes: int = 256 << 20
     max_body_seconds: float = 60.0
     keep_alive_seconds: float = 10.0
     max_write_seconds: float = 60.0
@@ -68,7 +70,13 @@ class ServerSettings:
                 raise InvalidRequestError(
                     f"an origin looks like https://chat.example (or *, for all), not like {shown(origin)}"
                 )
-        for name, low in (("max_queue", 0), ("max_answers", 1), ("max_body_bytes", 1), ("max_nesting", 1)):
+        for name, low in (
+            ("max_queue", 0),
+            ("max_answers", 1),
+            ("max_body_bytes", 1),
+            ("max_nesting", 1),
+            ("max_held_bytes", 1),
+        ):
             whole_number(name, getattr(self, name), low)
         for name in ("head", "body", "write"):
             real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
