@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_server import MESSAGES, run, write_model
 
 import hotset
+from hotset.server import tokens
 from hotset.server.answers import AnswerRequest
 from hotset.server.service import Service
 
@@ -64,13 +65,17 @@ def test_tokenize_as_llama_server_and_as_vllm(path: Path, model: hotset.Model):
     run(path, work)
 
 
-def test_detokenize(path: Path, model: hotset.Model):
+def test_detokenize(path: Path, model: hotset.Model, monkeypatch: pytest.MonkeyPatch):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         ids = model.tokenizer.encode("grün")
         reply = (await client.post("/detokenize", json={"tokens": ids})).json()
         assert reply == {"content": "<s>grün", "prompt": "<s>grün"}
         for wrong in ([99999], [-1], ["a"], [1.5], [True]):
             assert (await client.post("/detokenize", json={"tokens": wrong})).status_code == 400, wrong
+        monkeypatch.setattr(tokens, "MAX_TEXT_BYTES", 4)
+        assert (await client.post("/detokenize", json={"tokens": ids[:2]})).status_code == 200
+        long = await client.post("/detokenize", json={"tokens": ids})
+        assert (long.status_code, long.json()["error"]["param"]) == (413, "tokens")
 
     run(path, work)
 

@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from hotset.engine.sampler import TokenLogprobs
 from hotset.engine.sequence import Event, FinishReason
 from hotset.server.answers import (
+    MOST_LOGPROBS,
     Answer,
     AnswerRequest,
     Delta,
@@ -157,6 +159,34 @@ def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
     in_loop(work)
 
 
+def test_events_of_whole_answers_let_others_pass():
+    async def work(loop: Clock) -> None:
+        mail = Mail()
+        wholes = [Stream(loop, told="end", mail=mail) for _ in range(2)]
+        for whole in wholes:
+            came: list[int | None] = whole.came
+
+            def take(event: Event, came: list[int | None] = came) -> None:
+                loop.now += 0.001
+                came.append(event.token)
+
+            whole.sink = Sink(mail, take, "end")
+            whole.put(50)
+            whole.put(finish_reason="length")
+        other = Stream(loop, mail=mail)
+        await asyncio.sleep(0)
+        other.put()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert other.came == [0]
+        assert all(0 < len(whole.came) < 20 for whole in wholes)
+        while len(wholes[0].came) + len(wholes[1].came) < 102:
+            await asyncio.sleep(0)
+        assert wholes[0].came == wholes[1].came == list(range(51))
+
+    in_loop(work)
+
+
 def test_a_loop_that_is_closed_is_left_alone():
     loop = Clock()
     stream = Stream(loop)
@@ -178,6 +208,11 @@ def test_what_comes_together_is_one_piece_of_its_kind_and_answer():
         ToolCallStart(0, 0, "id0", "f"), ToolCallArguments(0, 0, "{}"), ToolCallStart(0, 1, "id1", "g"),
         ToolCallArguments(0, 1, "[]"), Finished(1, "stop"), TextDelta(0, "e", [5]),
     ]  # fmt: skip
+    scored = [TextDelta(2, "a", [i], [TokenLogprobs(i, 0.0, ())]) for i in range(2 * MOST_LOGPROBS)]
+    for half in (scored[:MOST_LOGPROBS], scored[MOST_LOGPROBS:]):  # many logprobs are two pieces
+        tokens, logprobs = [one.tokens[0] for one in half], [one.logprobs[0] for one in half]
+        together.append(TextDelta(2, "a" * len(half), tokens, logprobs))
+    came += scored
     answer = Answer(AnswerRequest(), [], lambda *_: None, lambda _: None, 0.0)
     for delta in came:
         answer._add(delta)

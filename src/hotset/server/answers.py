@@ -34,6 +34,9 @@ from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
 
 log = logging.getLogger("hotset.server")
 
+MOST_LOGPROBS = 64
+"""Tokens with their logprobs that come as one delta."""
+
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
@@ -305,6 +308,14 @@ class Answer:
         )
 
     @property
+    def n_values(self) -> int:
+        """About how many numbers and texts a reply with all of it has."""
+        usage, n_top, n_top_prompt = self.usage, self.request.params.logprobs, self.request.prompt_logprobs
+        n = usage.completion_tokens * (0.1 if n_top is None else n_top + 1)
+        n += 0 if n_top_prompt is None else usage.prompt_tokens * self.request.n * (n_top_prompt + 1)
+        return round(n)
+
+    @property
     def n_open(self) -> int:
         """Answers of it, until it is closed."""
         return len(self.generations)
@@ -385,7 +396,7 @@ class Answer:
         """Makes it a part of what that answer had last, if nobody has taken it and it is of the same kind."""
         last = next((one for one in reversed(self._ready) if one.index == delta.index), None)
         match delta, last:
-            case (TextDelta(), TextDelta()):
+            case (TextDelta(), TextDelta()) if len(last.logprobs) < MOST_LOGPROBS:
                 last.text += delta.text
                 last.tokens += delta.tokens
                 last.logprobs += delta.logprobs

@@ -32,7 +32,7 @@ from hotset.server.answers import (
 )
 from hotset.server.body import BodyRoute
 from hotset.server.openai.schema import Body, Share, Temperature, ToolName
-from hotset.server.replies import JsonReply, event
+from hotset.server.replies import event
 from hotset.server.shapes import (
     EVENT_STREAM,
     AnthropicErrorReply,
@@ -467,8 +467,7 @@ async def messages(body: MessagesBody, http: Request) -> Response:
     )
     if request.stream:
         return await streamed(http, request, writer.events)
-    answer, (choice,) = await whole(http, request)
-    return JsonReply(writer.whole(choice, answer.usage))
+    return await whole(http, request, lambda answer, choices: writer.whole(choices[0], answer.usage))
 
 
 @router.post("/v1/messages/count_tokens")

@@ -423,8 +423,7 @@ async def _answered(
     writer = LineWriter(body.model, service.model.tokenizer, request.params.logprobs, chat=chat)
     if request.stream:
         return AnswerStream(http, await ask(http, request), writer.lines, lines=True)
-    answer, (choice,) = await whole(http, request)
-    return JsonReply(writer.whole(answer, choice))
+    return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
 
 
 def _loaded(body: AnswerBody, *, chat: bool) -> Response:

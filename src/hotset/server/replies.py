@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,8 @@ from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
 
-_LEVELS = 5  # of a reply that are written part by part: choices, their logprobs, the list of these
-_ENTRIES = 16  # of a list at a time
+MANY_VALUES = 512
+"""Of a part of a reply that is written at once, in half a millisecond of the interpreter's lock."""
 
 # One for all: json.dumps makes another for each value.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -50,34 +51,68 @@ class TextEvents:
         return b"%s%s%s" % (self._head, dumped(text), self._tail)
 
 
+async def event_beside(value: Mapping[str, Any], name: str) -> bytes:
+    """As `event`, of what may be long: that is written in a thread."""
+    if n_values(value) <= MANY_VALUES:
+        return event(value, name)
+    pieces = await asyncio.to_thread(lambda: b"".join(_pieces(value)))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), pieces)
+
+
 class JsonReply(Response):
     """A whole answer as JSON. Its lists, those of its fields too, may be iterators."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return b"".join(_pieces(content, _LEVELS))
+        return b"".join(_pieces(content))
 
 
-def _pieces(value: Any, n_levels: int) -> Iterator[bytes]:
-    """`dumped`, some entries of long lists at a time: the encoder holds the interpreter's lock."""
-    if n_levels and isinstance(value, dict):
+def n_values(value: Any) -> int:
+    """About how many numbers and short texts it has: many, where it is an iterator.
+
+    The elements of a list are taken to be alike.
+    """
+    if isinstance(value, str):
+        return 1 + len(value) // 256
+    if isinstance(value, dict):
+        return 1 + sum(map(n_values, value.values()))
+    if isinstance(value, list):
+        return 1 + (len(value) * n_values(value[0]) if value else 0)
+    return 1 if value is None or isinstance(value, int | float) else MANY_VALUES + 1
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    """`dumped`, some values at a time."""
+    if isinstance(value, dict) and n_values(value) > MANY_VALUES:
         for i, (key, one) in enumerate(value.items()):
             yield b"%s%s:" % (b"," if i else b"{", dumped(key))
-            yield from _pieces(one, n_levels - 1)
-        yield b"}" if value else b"{}"
-    elif isinstance(value, Iterator) or (n_levels and isinstance(value, list)):
+            yield from _pieces(one)
+        yield b"}"
+    elif isinstance(value, list | Iterator):
         yield b"["
-        entries, begun = iter(value), False
-        while part := list(islice(entries, _ENTRIES)):
-            yield b"," if begun else b""
-            begun = True
-            if n_levels > 1 and len(part) < _ENTRIES and isinstance(part[0], dict):  # a short list
-                for i, one in enumerate(part):
-                    yield b"," if i else b""
-                    yield from _pieces(one, n_levels - 1)
-            else:
-                yield dumped(part)[1:-1]
+        for i, part in enumerate(_parts(iter(value))):
+            yield b"," if i else b""
+            yield from _pieces(part[0]) if len(part) == 1 else (dumped(part)[1:-1],)
         yield b"]"
     else:
         yield dumped(value)
+
+
+def _parts(entries: Iterator[Any]) -> Iterator[list[Any]]:
+    """Lists of elements that have few values together, or of one that has many."""
+    part: list[Any] = []
+    n_there = 0
+    for one in entries:
+        n = n_values(one)
+        if part and n_there + n > MANY_VALUES:
+            yield part
+            part, n_there = [], 0
+        part.append(one)
+        n_there += n
+        if n == 1:  # a number: so are the others
+            part += islice(entries, MANY_VALUES - len(part))
+            yield part
+            part, n_there = [], 0
+    if part:
+        yield part

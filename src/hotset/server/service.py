@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 
 _THREADS = 2  # for what no request of many can fill: loading, pictures of tokens, memory of devices
 PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: nobody sees more
+_SHARE_SECONDS = 0.002  # for which the loop takes events of whole answers, before it does anything else
 
 
 class Service:
@@ -317,17 +318,28 @@ class Mail:
 
     What is `urgent` comes at once. Other events do so as long as they come slowly; where steps are quicker
     than PACE_SECONDS, the loop looks by itself after that time, and the engine's thread need not wake it.
+    Those of a whole answer, which may be a hundred thousand, come behind the others and some at a time.
     """
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._whole: deque[tuple[Callable[[Event], None], Iterator[Event]]] = deque()
+        self._goes_on = False  # the loop will soon take more of them
         self._is_called = False
         self._will_look = False
         self._delivered = -math.inf  # when, by the loop's clock
 
     def put(self, take: Callable[[Event], None], event: Event, *, urgent: bool) -> None:
         self._events.append((take, event))  # first: a loop that has just looked in vain says so afterwards
+        self._call(urgent=urgent)
+
+    def put_all(self, take: Callable[[Event], None], events: Sequence[Event]) -> None:
+        """All events of an answer, in order."""
+        self._whole.append((take, iter(events)))
+        self._call(urgent=True)
+
+    def _call(self, *, urgent: bool) -> None:
         if self._is_called or self.loop is None or (self._will_look and not urgent):
             return
         self._is_called = True
@@ -335,6 +347,7 @@ class Mail:
             self.loop.call_soon_threadsafe(self._come)
         except RuntimeError:  # the loop is closed, and nobody is left who waits
             self._events.clear()
+            self._whole.clear()
 
     def _come(self) -> None:
         """The engine's thread has called."""
@@ -347,7 +360,7 @@ class Mail:
 
     def _look(self) -> None:
         self._will_look = False
-        if self._events:
+        if self._events or self._whole:
             self._look_later()
             self._delivered = asyncio.get_running_loop().time()
             self._deliver()
@@ -360,6 +373,26 @@ class Mail:
         while self._events:
             take, event = self._events.popleft()
             take(event)
+        if self._whole and not self._goes_on:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        """A share of the whole answers, each in turn."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _SHARE_SECONDS
+        while self._whole:
+            take, events = self._whole.popleft()
+            for event in events:
+                take(event)
+                if loop.time() > end:
+                    self._whole.append((take, events))
+                    self._goes_on = True
+                    loop.call_soon(self._go_on)
+                    return
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._deliver()
 
 
 class Sink:
@@ -375,8 +408,9 @@ class Sink:
         if self._told == "end" and not ends:
             self._held.append(event)
             return
-        for one in self._held:
-            self._mail.put(self._take, one, urgent=False)
-        self._held.clear()
-        self._mail.put(self._take, event, urgent=ends or not self._has_begun)
+        if self._held:
+            self._mail.put_all(self._take, [*self._held, event])
+            self._held.clear()
+        else:
+            self._mail.put(self._take, event, urgent=ends or not self._has_begun)
         self._has_begun = True

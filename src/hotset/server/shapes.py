@@ -163,6 +163,14 @@ class CompletionReply(Shape):
     usage: OpenAIUsage
 
 
+# ---- llama-server's and vLLM's ----
+
+
+class DetokenizeReply(Shape):
+    content: str
+    prompt: str
+
+
 # ---- /v1/responses ----
 
 Status = Literal["completed", "incomplete"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -17,19 +17,22 @@ import numpy as np
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
 from hotset.server.preparation import LONG_BYTES
-from hotset.server.replies import dumped, event
+from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
 from hotset.server.service import Service
 
 log = logging.getLogger("hotset.server")
 
 API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
 N_BYTES = "hotset.body_bytes"  # and how long its body is
+
+_LONG_PIECE = 4096  # bytes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -99,8 +102,18 @@ async def ask(http: Request, request: AnswerRequest) -> Answer:
     return await while_connected(http, service_of(http).ask(of_client(http, request)))
 
 
-async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Choice]]:
-    """The finished answers, and the answer for its usage."""
+async def written(http: Request, n_values: int, work: Callable[[], Response]) -> Response:
+    """The reply that `work` makes, in a thread when it is the client's turn if it has many values."""
+    if n_values <= MANY_VALUES:
+        return work()
+    threads = service_of(http).preparation.text(long=True)
+    return await while_connected(http, threads.run(client_of(http), work))
+
+
+async def whole(
+    http: Request, request: AnswerRequest, body: Callable[[Answer, list[Choice]], Mapping[str, Any]]
+) -> Response:
+    """The finished answers as JSON. body: what is written of them."""
     service = service_of(http)
 
     async def answered() -> tuple[Answer, list[Choice]]:
@@ -110,11 +123,17 @@ async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Cho
         finally:
             answer.close()
 
-    return await while_connected(http, answered())
+    answer, choices = await while_connected(http, answered())
+    return await written(http, answer.n_values, lambda: JsonReply(body(answer, choices)))
 
 
-async def embedded(http: Request, texts: Sequence[str | Sequence[int]]) -> tuple[np.ndarray, int]:
-    """The vectors of texts, float32 [n_texts, width], and how many tokens these have."""
+async def embedded(
+    http: Request,
+    texts: Sequence[str | Sequence[int]],
+    body: Callable[[np.ndarray, int], Mapping[str, Any]],
+) -> Response:
+    """The vectors of texts as JSON. body: what is written of them, float32 [n_texts, width], and of how many
+    tokens the texts have."""
     service = service_of(http)
 
     async def computed() -> tuple[np.ndarray, int]:
@@ -124,18 +143,19 @@ async def embedded(http: Request, texts: Sequence[str | Sequence[int]]) -> tuple
         finally:
             vectors.close()
 
-    return await while_connected(http, computed())
+    vectors, n_tokens = await while_connected(http, computed())
+    return await written(http, vectors.size, lambda: JsonReply(body(vectors, n_tokens)))
 
 
 async def streamed(
-    http: Request, request: AnswerRequest, written: Callable[[Answer], AsyncIterator[bytes]]
+    http: Request, request: AnswerRequest, pieces: Callable[[Answer], AsyncIterator[bytes]]
 ) -> AnswerStream:
-    """A stream of what `written` makes of an answer: server-sent events, as bytes (see `event`).
+    """A stream of what `pieces` makes of an answer: server-sent events, as bytes (see `event`).
 
     What keeps it from beginning is raised; what goes wrong in its midst becomes its last event, in the shape
     of the dialect.
     """
-    return AnswerStream(http, await ask(http, request), written)
+    return AnswerStream(http, await ask(http, request), pieces)
 
 
 class AnswerStream(EventSourceResponse):
@@ -148,14 +168,14 @@ class AnswerStream(EventSourceResponse):
         self,
         http: Request,
         answer: Answer,
-        written: Callable[[Answer], AsyncIterator[bytes]],
+        pieces: Callable[[Answer], AsyncIterator[bytes]],
         *,
         lines: bool = False,
     ) -> None:
         self._answer = answer
         self._path = http.url.path
         self._lines = lines
-        self._pieces = self._guarded(written(answer))
+        self._pieces = self._guarded(pieces(answer))
         super().__init__(
             self._pieces,
             sep="\n",
@@ -176,6 +196,8 @@ class AnswerStream(EventSourceResponse):
         async with aclosing(self._pieces):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if len(piece) > _LONG_PIECE:  # a client that takes them at once would let nobody else in
+                    await asyncio.sleep(0)
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})

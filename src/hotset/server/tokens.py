@@ -13,6 +13,7 @@ from hotset.server.errors import RequestError
 from hotset.server.openai.chat import Message
 from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
+from hotset.server.shapes import DetokenizeReply
 from hotset.server.streams import in_turn, service_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -20,6 +21,8 @@ router = APIRouter(route_class=BodyRoute)
 
 MAX_CHARS = 1 << 20
 """Of a text to tokenize."""
+MAX_TEXT_BYTES = 4 << 20
+"""Of a text that tokens stand for."""
 
 
 class TokenizeBody(Body):
@@ -99,12 +102,25 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
     return await in_turn(http, reply)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, http: Request) -> dict[str, str]:
+@router.post("/detokenize", responses={200: {"model": DetokenizeReply}})
+async def detokenize(body: DetokenizeBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    text = await in_turn(http, service.model.tokenizer.decode, body.tokens)
-    return {"content": text, "prompt": text}
+    tokenizer = service.model.tokenizer
+
+    def reply() -> JsonReply:
+        n_bytes = sum(len(tokenizer.token_bytes(id)) for id in body.tokens)
+        if n_bytes > MAX_TEXT_BYTES:
+            raise RequestError(
+                f"the tokens have {n_bytes} bytes of text, and at most {MAX_TEXT_BYTES} are returned",
+                413,
+                param="tokens",
+                code="body_too_large",
+            )
+        text = tokenizer.decode(body.tokens)
+        return JsonReply({"content": text, "prompt": text})
+
+    return await in_turn(http, reply)
 
 
 @router.get("/tokenizer_info")

@@ -34,7 +34,7 @@ from hotset.server.openai.schema import (
     usage_dict,
     verbosity,
 )
-from hotset.server.replies import DONE, JsonReply, TextEvents, event
+from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
@@ -229,8 +229,7 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     request, reply = await off_loop(http, body.request), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
-    answer, choices = await whole(http, request)
-    return JsonReply(reply.body(answer, choices))
+    return await whole(http, request, reply.body)
 
 
 class _Reply:

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
-from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
+from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
 from hotset.server.openai.schema import SamplingFields, usage_dict
-from hotset.server.replies import DONE, JsonReply, TextEvents, event
+from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.shapes import EVENT_STREAM, CompletionReply, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
@@ -80,8 +80,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     reply = _Reply(service.name, service.model.tokenizer, body)
     if request.stream:
         return await streamed(http, request, reply.events)
-    answer, choices = await whole(http, request)
-    return JsonReply(reply.body(answer, choices))
+    return await whole(http, request, reply.body)
 
 
 @dataclass
@@ -150,12 +149,15 @@ class _Reply:
         return {"id": self.id, "object": "text_completion", "created": answer.created, "model": self._model}
 
     def _prompt(self, answer: Answer, index: int) -> list[_Text]:
-        """The echo, which an answer begins with where it is wanted."""
+        """The echo, which an answer begins with where it is wanted: the text, and with it some of the tokens
+        at a time."""
         if not self._body.echo:
             return []
         prompt = answer.prompt_of(index)
         found = prompt.scores.found if prompt.scores is not None else []
-        return [_Text(self._prompt_text(answer, index), [*found], prompt.tokens)]
+        n = MOST_LOGPROBS
+        rest = [_Text("", [*found[i : i + n]], prompt.tokens[i : i + n]) for i in range(n, len(found), n)]
+        return [_Text(self._prompt_text(answer, index), [*found[:n]], prompt.tokens[:n]), *rest]
 
     def _prompt_text(self, answer: Answer, index: int) -> str:
         given = answer.request.prompts[index // answer.request.n]

@@ -12,9 +12,8 @@ from pydantic import Field
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
-from hotset.server.replies import JsonReply
 from hotset.server.shapes import EmbeddingsReply
-from hotset.server.streams import embedded, in_turn, service_of
+from hotset.server.streams import embedded, service_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -53,17 +52,16 @@ async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
             param="dimensions",
             code="unsupported_parameter",
         )
-    vectors, n_tokens = await embedded(http, texts)
 
-    def reply() -> JsonReply:
+    def reply(vectors: np.ndarray, n_tokens: int) -> dict[str, Any]:
         data = (
             {"object": "embedding", "index": i, "embedding": _written(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
         )
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return JsonReply({"object": "list", "data": data, "model": service.name, "usage": usage})
+        return {"object": "list", "data": data, "model": service.name, "usage": usage}
 
-    return await in_turn(http, reply)
+    return await embedded(http, texts, reply)
 
 
 def _written(vector: np.ndarray, form: str | None) -> list[float] | str:

@@ -21,7 +21,7 @@ from hotset.server.answers import (
     Usage,
 )
 from hotset.server.logprobs import spelled
-from hotset.server.replies import event
+from hotset.server.replies import event_beside
 from hotset.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
@@ -57,17 +57,17 @@ class ResponseWriter:
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
         for told in self.start(answer.created):
-            yield event(told, told["type"])
+            yield await event_beside(told, told["type"])
         try:
             async for delta in answer:
                 for told in self.push(delta):
-                    yield event(told, told["type"])
+                    yield await event_beside(told, told["type"])
         except HotsetError as error:
             told = self.failed(str(error))
-            yield event(told, told["type"])
+            yield await event_beside(told, told["type"])
             return
         for told in self.end(answer.usage):
-            yield event(told, told["type"])
+            yield await event_beside(told, told["type"])
 
     def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
         """The response of a finished answer."""

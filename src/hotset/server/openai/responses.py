@@ -31,7 +31,6 @@ from hotset.server.openai.schema import (
     at_most,
     verbosity,
 )
-from hotset.server.replies import JsonReply
 from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
@@ -319,8 +318,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)
     if request.stream:
         return await streamed(http, request, writer.events)
-    answer, (choice,) = await whole(http, request)
-    return JsonReply(writer.whole(answer, choice))
+    return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
 
 
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
