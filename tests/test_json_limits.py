@@ -39,21 +39,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
-def counted(given: bytes) -> tuple[int, int, int]:
-    """The greatest depth, strings and brackets that open, and commas, read from left to right."""
-    depth = deepest = items = commas = 0
+def counted(given: bytes) -> tuple[int, int, int, int]:
+    """The greatest depth, brackets that open, strings, and commas, read from left to right."""
+    depth = deepest = lists = texts = commas = 0
     for match in PARTS.finditer(given):
         sign = given[match.start()]
         if sign in b"[{":
-            depth, items = depth + 1, items + 1
+            depth, lists = depth + 1, lists + 1
             deepest = max(deepest, depth)
         elif sign in b"]}":
             depth -= 1
         elif sign == ord(","):
             commas += 1
         else:
-            items += 1
-    return deepest, items, commas
+            texts += 1
+    return deepest, lists, texts, commas
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
@@ -64,15 +64,18 @@ def test_parts_are_counted_as_a_reader_counts_them(chunk: int, monkeypatch: pyte
     for _ in range(2000):
         given = b"".join(draw.choice(pieces) for _ in range(draw.randrange(16)))
         given += draw.choice([b"", b'"', b'"[,\\', b'"\\"'])  # a string without an end
-        deepest, items, commas = counted(given)
-        for (most_deep, most_items, most_commas), refused in (
-            ((deepest, items, commas + 1), None),
-            ((deepest - 1, items, commas + 1), "nested"),
-            ((deepest, items - 1, commas + 1), "lists and objects"),
-            ((deepest, items, commas), "values"),
+        deepest, lists, texts, commas = counted(given)
+        items = lists + texts
+        for (most_deep, most_lists, most_items, most_commas), refused in (
+            ((deepest, lists, items, commas + 1), None),
+            ((deepest - 1, lists, items, commas + 1), "nested"),
+            ((deepest, lists - 1, items, commas + 1), "than -?[0-9]+ lists and objects"),
+            ((deepest, lists, items - 1, commas + 1), "texts, lists and objects"),
+            ((deepest, lists, items, commas), "values"),
         ):
-            if min(most_deep, most_items) < 0 or not most_commas:
+            if min(most_deep, most_lists, most_items) < 0 or not most_commas:
                 continue
+            monkeypatch.setattr(json_limits, "MAX_LISTS", most_lists)
             monkeypatch.setattr(json_limits, "MAX_ITEMS", most_items)
             monkeypatch.setattr(json_limits, "MAX_VALUES", most_commas)
             if refused is None:
@@ -189,7 +192,10 @@ def test_a_long_body_is_parsed_and_tokenized_beside_the_loop(path: Path, monkeyp
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         noted(service.model.tokenizer, "encode")
-        short, long = {"prompt": "hi", "max_tokens": 1, "seed": 1}, {"prompt": [[65]] * (LONG_BYTES // 4)}
+        short, long = (
+            {"prompt": "hi", "max_tokens": 1, "seed": 1},
+            {"prompt": [[65] * 20] * (LONG_BYTES // 32)},
+        )
         assert (await client.post("/v1/completions", json=short)).status_code == 200
         assert seen == [("_checked", ""), ("request", ""), ("encode", "hotset-text")]
         seen.clear()

@@ -1,5 +1,6 @@
 """What a client may send before a route sees it, and leave unread: connections within limits."""
 
+import gc
 import logging
 import re
 import signal
@@ -332,6 +333,12 @@ def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
 def test_a_trusted_proxy_is_an_address() -> None:
     with pytest.raises(InvalidRequestError, match="an address or a network"):
         ServerSettings(trusted_proxies=("proxy.example",))
+
+
+def test_what_a_model_is_made_of_is_not_looked_through_for_garbage(path: Path) -> None:
+    with Serving(path):
+        until(gc.get_freeze_count)
+    assert not gc.get_freeze_count()
 
 
 # ---- the log ----

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from tiny_server import MESSAGES, client_of, write_model
@@ -33,6 +35,7 @@ ASKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
         shapes.ResponseReply,
     ),
     ("/v1/messages", {"model": "tiny", "messages": MESSAGES} | GREEDY, shapes.MessageReply),
+    ("/detokenize", {"tokens": [65]}, shapes.DetokenizeReply),
     ("/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}, shapes.TokenCount),
     (
         "/api/chat",
@@ -154,3 +157,24 @@ def test_the_document_says_what_a_message_of_a_chat_is(
 ):
     schema = document["components"]["schemas"]["ChatBody"]["properties"]["messages"]
     assert jsonschema.Draft202012Validator(schema).is_valid([message]) is is_one
+
+
+def test_the_document_is_made_beside_the_loop_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(Service(lambda: None, name="none"))  # type: ignore[arg-type,return-value]
+    document, threads = app.openapi(), []
+
+    def noted() -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return document
+
+    monkeypatch.setattr(app, "openapi", noted)
+
+    async def work() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            replies = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+        assert [reply.json() for reply in replies] == [document] * 3
+        assert len(threads) == 1
+        assert threads[0] is not threading.current_thread()
+
+    asyncio.run(work())

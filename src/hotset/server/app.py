@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
 from hotset.server.openai import chat, completions, embeddings, models, responses
+from hotset.server.replies import dumped
 from hotset.server.security import secure
 from hotset.server.service import Service
 from hotset.server.shapes import OpenAIErrorReply, errors
@@ -51,6 +53,7 @@ def create_app(service: Service) -> FastAPI:
         title="hotset",
         version=version("hotset"),
         lifespan=lifespan,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
@@ -59,10 +62,24 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     for router in ROUTERS:
         app.include_router(router)
+    _serve_document(app)
     _handle_errors(app)
     secure(app, service.settings)
     app.add_middleware(RequestCounter, metrics=service.metrics)
     return app
+
+
+def _serve_document(app: FastAPI) -> None:
+    """/openapi.json, which takes half a second: it is made once, beside the event loop."""
+    made: list[bytes] = []
+    making = asyncio.Lock()
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def document() -> Response:
+        async with making:
+            if not made:
+                made.append(await asyncio.to_thread(lambda: dumped(app.openapi())))
+        return Response(made[0], media_type="application/json")
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -17,6 +17,8 @@ from hotset.server.preparation import LONG_BYTES
 
 MAX_ITEMS = 1 << 16
 """Texts (names of fields are texts, too), lists and objects of a body; a message has five or so."""
+MAX_LISTS = 1 << 14
+"""Lists and objects: Python's garbage collector looks through those of all requests again and again."""
 MAX_VALUES = 1 << 19
 """Values that commas divide: token ids, mostly."""
 MAX_FRACTIONS = 1 << 14
@@ -50,7 +52,7 @@ def check_json(body: bytes, max_nesting: int) -> None:
     n_open = body.count(b"[") + body.count(b"{")
     if (
         len(body) <= LONG_BYTES
-        and n_open <= max_nesting
+        and n_open <= min(max_nesting, MAX_LISTS)
         and n_open + -(-body.count(b'"') // 2) <= MAX_ITEMS
         and body.count(b",") < MAX_VALUES
     ):
@@ -67,7 +69,7 @@ class _Scan:
         self._max_nesting = max_nesting
         self._in_string = False
         self._escaped = False  # the next byte, by a backslash
-        self._depth = self._n_items = self._n_values = self._n_fractions = 0
+        self._depth = self._n_items = self._n_lists = self._n_values = self._n_fractions = 0
 
     def push(self, part: np.ndarray) -> None:
         """part: uint8."""
@@ -86,11 +88,14 @@ class _Scan:
                 f"the body is nested deeper than {self._max_nesting} levels", code="invalid_json"
             )
         self._depth = int(depths[-1])
+        self._n_lists += int(opens.sum())
         self._n_items += int(opens.sum())
         self._n_values += int(outside(",").sum())
         digits = (part >= ord("0")) & (part <= ord("9")) & ~inside
         self._n_fractions += int(outside(".").sum() + (outside("e", "E")[1:] & digits[:-1]).sum())
         others = np.flatnonzero(~digits)
+        if self._n_lists > MAX_LISTS:
+            raise _too_many(f"{MAX_LISTS} lists and objects")
         if self._n_items > MAX_ITEMS:
             raise _too_many(f"{MAX_ITEMS} texts, lists and objects")
         if self._n_values >= MAX_VALUES:

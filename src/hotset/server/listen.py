@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -118,8 +119,11 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        with _hangup_as(self.handle_exit):
-            await super().serve(sockets)
+        try:
+            with _hangup_as(self.handle_exit):
+                await super().serve(sockets)
+        finally:
+            gc.unfreeze()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -134,6 +138,10 @@ class Server(uvicorn.Server):
             await self._service.loaded()
         except Exception:  # which `listen` raises when all is closed
             self.should_exit = True
+        else:
+            # What a model is made of stays: to look for circles among it would take 150 ms of everyone's
+            # time, again and again while requests make objects.
+            gc.freeze()
 
     async def _check_connections(self) -> None:
         """Until the loop ends: while the server shuts down, too."""
