@@ -310,6 +310,20 @@ def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch:
         assert small.recv(1 << 10)
 
 
+def test_what_is_left_of_a_long_reply_counts_as_unread(path: Path) -> None:
+    content = b'{"content": "%s"}' % (b"a" * 300_000)
+    post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+    with Serving(path) as server, socket.socket() as connection:
+        server.set_send_buffer(4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post + content)
+        connections: set[Any] = server.server.server_state.connections
+        until(lambda: any(one.n_unread > 600_000 for one in connections))
+        until(lambda: all(one.transport.get_write_buffer_size() < 300_000 for one in connections))
+    assert not connections
+
+
 @pytest.mark.parametrize(("trusted", "expected"), [((), "127.0.0.1"), (("127.0.0.1",), "1.2.3.4")])
 def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
     path: Path, trusted: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch

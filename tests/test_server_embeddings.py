@@ -108,6 +108,23 @@ async def in_the_engine(service: Service, n: int) -> None:
         await asyncio.sleep(0)
 
 
+def test_a_text_becomes_a_sequence_when_it_is_its_turn(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One is some hundred objects, which Python's garbage collector looks through again and again."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        engine, made = service.model.engine, []
+        prepare = engine.prepare_tap
+        monkeypatch.setattr(engine, "prepare_tap", lambda *given: made.append(prepare(*given)) or made[-1])
+        with service.model.thread.exclusive():
+            asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 50}))
+            await in_the_engine(service, 4)
+            assert len(made) == 4
+        assert (await asked).status_code == 200
+        assert len(made) == 50
+
+    run(path, work)
+
+
 def test_texts_of_a_client_that_left_are_not_computed(path: Path):
     """None of them had begun, so that no token of theirs may be."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -46,8 +47,8 @@ def pooling_of(metadata: Mapping[str, Any], given: str | None) -> Pooling:
 class TextVectors:
     """Texts of token ids on their way to vectors of length 1.
 
-    sequences: one for each text, of Engine.prepare_tap; the caller has them computed, in any order. A vector
-    has the same bits whatever ran beside it. Raises ContextLengthError for a text that does not fit.
+    The caller has the `sequence` of each computed, in any order. A vector has the same bits whatever ran
+    beside it. Raises ContextLengthError for a text that does not fit.
     """
 
     def __init__(
@@ -67,10 +68,22 @@ class TextVectors:
         self._scale = _vector(weights, norm.weight)
         self._shift = None if bias is None else _vector(weights, bias)
         self._sums = [np.zeros(norm.out.width) for _ in texts]
-        self.sequences = [
-            engine.prepare_tap(tokens, states.x.name, partial(self._add, i, len(tokens)))
-            for i, tokens in enumerate(texts)
-        ]
+        self._engine, self._states = engine, states.x.name
+        self._texts = [array("i", engine.fitting(tokens)) for tokens in texts]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def n_tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(len, self._texts))
+
+    def sequence(self, i: int) -> EngineSequence:
+        """What computes a text, of Engine.prepare_tap. It is many times as large as a short text: to be made
+        when that is its turn."""
+        tokens = self._texts[i]
+        return self._engine.prepare_tap(tokens, self._states, partial(self._add, i, len(tokens)))
 
     def _add(self, i: int, n_tokens: int, position: int, rows: np.ndarray) -> None:
         """Takes the rows of tokens from `position` on."""
@@ -103,11 +116,11 @@ def embed(
     Raises ContextLengthError for a text that does not fit.
     """
     found = TextVectors(thread.engine, graph, weights, texts, pooling)
-    left, running = deque(found.sequences), deque[EngineSequence]()
+    left, running = deque(range(len(found))), deque[EngineSequence]()
     try:
         while left or running:
             while left and len(running) < thread.engine.max_sequences:
-                running.append(left.popleft())
+                running.append(found.sequence(left.popleft()))
                 thread.submit(running[-1], _Nowhere())
             thread.wait_for_end(running[0])
             _check(running.popleft())

@@ -218,7 +218,7 @@ class Engine:
         with "length". as_answer: all tokens are computed as generated ones would be, not as a prompt.
         Raises ContextLengthError when the tokens do not fit.
         """
-        checked = self._fitting(tokens)
+        checked = self.fitting(tokens)
         if not 0 <= first < len(checked):
             raise InvalidRequestError(
                 f"the first scored position must be in [0, {len(checked)}), not {first}"
@@ -240,7 +240,7 @@ class Engine:
         All tokens are computed, and no page of them is left to others. The sequence finishes with "length".
         Raises ContextLengthError when the tokens do not fit.
         """
-        checked = self._fitting(tokens)
+        checked = self.fitting(tokens)
         sequence = Sequence(checked, None, len(checked))
         sequence.tap, sequence.on_tap = name, on_tap
         sequence.n_dense = self.n_dense(sequence)
@@ -259,7 +259,8 @@ class Engine:
             case _:
                 assert_never(self.cut)
 
-    def _fitting(self, tokens: Tokens[int]) -> list[int]:
+    def fitting(self, tokens: Tokens[int]) -> list[int]:
+        """As `checked`; ContextLengthError where they do not fit."""
         checked = self.checked(tokens)
         if len(checked) > self.n_ctx:
             raise ContextLengthError(

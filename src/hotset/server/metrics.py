@@ -6,6 +6,7 @@ Names and labels are a contract: no label has values that a request could invent
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -92,8 +93,8 @@ class Metrics:
     def count(self, answer: Answer | Vectors) -> None:
         """What is closed."""
         self.whole.observe(time.perf_counter() - answer.asked)
-        for reason in answer.reasons:
-            self.answers.labels(reason).inc()
+        for reason, n in Counts(answer.reasons).items():
+            self.answers.labels(reason).inc(n)
         for generation in answer.generations if isinstance(answer, Answer) else ():
             sequence = generation.sequence
             if sequence.first_token:

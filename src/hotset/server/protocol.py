@@ -110,8 +110,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def n_unread(self) -> int:
-        """Bytes of replies that the client has not taken."""
-        return self.transport.get_write_buffer_size()
+        """Bytes of replies that the client has not taken, as far as they are made."""
+        cycle = self.cycle
+        is_sent = cycle is None or not cycle.response_started or cycle.response_complete
+        return self.transport.get_write_buffer_size() + (0 if is_sent else cycle.expected_content_length)
 
     def shutdown(self) -> None:
         """The server ends: a body is not waited for."""

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -172,12 +172,12 @@ class Service:
         model.thread.check_room(n + self._n_prepared)
         self._n_prepared += n
         try:
-            threads, seconds = self.preparation.text(long=long), self.settings.max_seconds
-            prepared = await threads.run(client, _prepared_vectors, model, texts, client, seconds)
+            prepared = await self.preparation.text(long=long).run(client, _prepared_vectors, model, texts)
         finally:
             self._n_prepared -= n
+        mark = _mark(client, self.settings.max_seconds)
         submit = partial(self._submit, model.thread)
-        vectors = Vectors(prepared, model.thread, n, submit, self._closed, asked)
+        vectors = Vectors(prepared, model.thread, n, mark, submit, self._closed, asked)
         self._begin(vectors)
         return vectors
 
@@ -274,27 +274,27 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
-    owners = [one for prompt in prepared for one in (prompt.scores, *prompt.generations)]
-    _mark([one.sequence for one in owners if one is not None], request.client, seconds)
+    mark = _mark(request.client, seconds)
+    for one in (one for prompt in prepared for one in (prompt.scores, *prompt.generations)):
+        if one is not None and one.sequence is not None:
+            mark(one.sequence)
     return prepared
 
 
-def _prepared_vectors(
-    model: Model, texts: Sequence[Prompt], client: str | None, seconds: float | None
-) -> TextVectors:
+def _prepared_vectors(model: Model, texts: Sequence[Prompt]) -> TextVectors:
     """As `_prepared`, of texts whose vectors are wanted."""
     pooling = pooling_of(model.gguf.metadata, None)
-    found = TextVectors(model.engine, model.graph, model.weights, [model.encode(t) for t in texts], pooling)
-    _mark(found.sequences, client, seconds)
-    return found
+    return TextVectors(model.engine, model.graph, model.weights, [model.encode(t) for t in texts], pooling)
 
 
-def _mark(sequences: Iterable[EngineSequence | None], client: str | None, seconds: float | None) -> None:
-    """Says for whom sequences are, and after how many seconds from now they are over."""
+def _mark(client: str | None, seconds: float | None) -> Callable[[EngineSequence], None]:
+    """What says of a sequence for whom it is, and after how many seconds from now it is over."""
     deadline = math.inf if seconds is None else time.perf_counter() + seconds
-    for sequence in sequences:
-        if sequence is not None:
-            sequence.client, sequence.deadline = client, deadline
+
+    def mark(sequence: EngineSequence) -> None:
+        sequence.client, sequence.deadline = client, deadline
+
+    return mark
 
 
 def _prepared_prompt(

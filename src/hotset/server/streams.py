@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hotset.engine.embedding import TextVectors
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
@@ -130,21 +131,22 @@ async def whole(
 async def embedded(
     http: Request,
     texts: Sequence[str | Sequence[int]],
+    width: int,
     body: Callable[[np.ndarray, int], Mapping[str, Any]],
 ) -> Response:
-    """The vectors of texts as JSON. body: what is written of them, float32 [n_texts, width], and of how many
-    tokens the texts have."""
+    """The vectors of texts as JSON. width: of one. body: what is written of them, float32 [n_texts, width],
+    and of how many tokens the texts have."""
     service = service_of(http)
 
-    async def computed() -> tuple[np.ndarray, int]:
+    async def computed() -> tuple[TextVectors, int]:
         vectors = await service.ask_vectors(texts, client_of(http), long=_is_long(http))
         try:
             return await vectors.whole(), vectors.n_tokens
         finally:
             vectors.close()
 
-    vectors, n_tokens = await while_connected(http, computed())
-    return await written(http, vectors.size, lambda: JsonReply(body(vectors, n_tokens)))
+    found, n_tokens = await while_connected(http, computed())
+    return await written(http, width * len(texts), lambda: JsonReply(body(found.vectors(), n_tokens)))
 
 
 async def streamed(

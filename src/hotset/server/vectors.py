@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors
 from hotset.engine.sequence import Event
+from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import QueueFullError
 from hotset.server.answers import Submit, raise_end
 
@@ -19,7 +18,8 @@ from hotset.server.answers import Submit, raise_end
 class Vectors:
     """The vectors of one request; made by `Service.ask_vectors`, and used in its event loop alone.
 
-    n_at_once: texts of it that may be in the engine. submit, closed, asked: as of Answer.
+    n_at_once: texts of it that may be in the engine. mark: says for whom a sequence is. submit, closed,
+    asked: as of Answer.
     """
 
     def __init__(
@@ -27,16 +27,17 @@ class Vectors:
         texts: TextVectors,
         thread: EngineThread,
         n_at_once: int,
+        mark: Callable[[EngineSequence], None],
         submit: Submit,
         closed: Callable[[Vectors], None],
         asked: float,
     ) -> None:
         self.asked = asked
-        self.n_tokens = sum(sequence.n_prompt for sequence in texts.sequences)
+        self.n_tokens = texts.n_tokens
         self._texts, self._thread, self._n_at_once = texts, thread, n_at_once
-        self._left = deque(range(len(texts.sequences)))
-        self._running: set[int] = set()
-        self._submit = submit
+        self._left = deque(range(len(texts)))
+        self._running: dict[int, EngineSequence] = {}
+        self._mark, self._submit = mark, submit
         self._closed: Callable[[Vectors], None] | None = closed
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -50,25 +51,27 @@ class Vectors:
         """Why each text ended, or will when this is closed."""
         failed = self._end.done() and not self._end.cancelled() and self._end.exception() is not None
         n_open = self.n_open
-        n_done = len(self._texts.sequences) - n_open
+        n_done = len(self._texts) - n_open
         return ["stop"] * n_done + ["error" if failed else "cancelled"] * n_open
 
-    async def whole(self) -> np.ndarray:
-        """float32 [n_texts, width]. Raises what went wrong."""
+    async def whole(self) -> TextVectors:
+        """The texts, whose vectors are all computed. Raises what went wrong."""
         await self._end
-        return self._texts.vectors()
+        return self._texts
 
     def begin(self) -> None:
         """Raises where the engine takes no more."""
         while self._left and len(self._running) < self._n_at_once:
             i = self._left[0]
+            sequence = self._texts.sequence(i)
+            self._mark(sequence)
             try:
-                self._submit(self._texts.sequences[i], partial(self._take, i), "end")
+                self._submit(sequence, partial(self._take, i), "end")
             except QueueFullError:
                 if self._running:  # the next one to end makes room
                     return
                 raise
-            self._running.add(self._left.popleft())
+            self._running[self._left.popleft()] = sequence
 
     def fail(self, error: Exception) -> None:
         """Ends all of it with an error."""
@@ -91,7 +94,7 @@ class Vectors:
             return
         try:
             raise_end(event)
-            self._running.discard(i)
+            del self._running[i]
             self.begin()
         except Exception as error:
             self.fail(error)
@@ -100,4 +103,4 @@ class Vectors:
             self._end.set_result(None)
 
     def _cancel(self) -> None:
-        self._thread.cancel_soon([self._texts.sequences[i] for i in self._running])
+        self._thread.cancel_soon(self._running.values())

@@ -61,7 +61,7 @@ async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": service.name, "usage": usage}
 
-    return await embedded(http, texts, reply)
+    return await embedded(http, texts, model.config.n_embd, reply)
 
 
 def _written(vector: np.ndarray, form: str | None) -> list[float] | str:
