@@ -26,7 +26,7 @@ from hotset.server.openai.chat import ChatBody
 from hotset.server.openai.completions import CompletionBody
 from hotset.server.openai.embeddings import EmbeddingsBody
 from hotset.server.openai.responses import ResponsesBody
-from hotset.server.openai.schema import MAX_BIASES, Body
+from hotset.server.openai.schema import MAX_BIASES, MAX_TOOLS, Body
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.service import Service
 from hotset.server.tokens import DetokenizeBody, TokenizeBody
@@ -172,6 +172,27 @@ def test_one_undeclared_field_is_reported_of_many():
     with pytest.raises(ValidationError) as error:
         CompletionBody.model_validate({"prompt": "x", "logit_bias": biases})
     assert error.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "tool"),
+    [
+        (ChatBody, {"messages": MESSAGES}, {"type": "function", "function": {"name": "f"}}),
+        (ResponsesBody, {"input": "x"}, {"type": "function", "name": "f"}),
+        (
+            MessagesBody,
+            {"model": "x", "max_tokens": 1, "messages": MESSAGES},
+            {"name": "f", "input_schema": {}},
+        ),
+        (OllamaChatBody, {"model": "x"}, {"type": "function", "function": {"name": "f"}}),
+        (TokenizeBody, {"messages": MESSAGES}, {"type": "function"}),
+    ],
+)
+def test_tools_are_bounded(kind: type[Body], given: dict[str, Any], tool: dict[str, Any]):
+    kind.model_validate({**given, "tools": [tool] * MAX_TOOLS})
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({**given, "tools": [tool] * (MAX_TOOLS + 500)})
+    assert (error.value.error_count(), error.value.errors()[0]["type"]) == (1, "too_long")
 
 
 def test_a_long_body_is_parsed_and_tokenized_beside_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -31,7 +31,7 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.openai.schema import Body, Share, Temperature, ToolName
+from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
 from hotset.server.replies import event
 from hotset.server.shapes import (
     EVENT_STREAM,
@@ -180,7 +180,7 @@ class PromptBody(Body):
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -40,7 +40,7 @@ from hotset.server.answers import (
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
-from hotset.server.openai.schema import Body, Share, Temperature, ToolName
+from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
 from hotset.server.shapes import (
@@ -170,7 +170,7 @@ class OllamaChatBody(AnswerBody):
     """Ollama's body, less what this server does not have."""
 
     messages: list[OllamaMessage] | None = None
-    tools: list[OllamaTool] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(AnswerBody):

@@ -123,9 +123,11 @@ def _output_of(model: Model, request: AnswerRequest) -> Output:
 
 def _names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     names = [tool.get("function", {}).get("name") for tool in tools]
+    known: set[str] = set()
     for i, name in enumerate(names):
         if not isinstance(name, str) or not name:
             raise RequestError(f"tool {i} has no function with a name", param="tools")
-        if name in names[:i]:
+        if name in known:
             raise RequestError(f"two tools are called {clause(shown(name))}", param="tools")
+        known.add(name)
     return tuple(names)

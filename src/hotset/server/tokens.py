@@ -11,7 +11,7 @@ from hotset.api import Model
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.chat import Message
-from hotset.server.openai.schema import Body
+from hotset.server.openai.schema import MAX_TOOLS, Body
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import DetokenizeReply
 from hotset.server.streams import in_turn, service_of
@@ -40,7 +40,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def ids(self, model: Model) -> list[int]:

@@ -26,6 +26,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import (
+    MAX_TOOLS,
     Body,
     SamplingFields,
     StreamOptions,
@@ -161,7 +162,7 @@ class ChatBody(SamplingFields):
     max_completion_tokens: int | None = None
     modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

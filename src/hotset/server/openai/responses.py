@@ -21,6 +21,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import (
     MAX_METADATA,
+    MAX_TOOLS,
     Body,
     CacheRetention,
     ServiceTier,
@@ -188,7 +189,7 @@ class ResponsesBody(Body):
     top_p: Share | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None

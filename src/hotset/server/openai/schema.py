@@ -23,6 +23,8 @@ MAX_BIASES = 4096
 """Tokens in a logit_bias."""
 MAX_METADATA = 64
 """Entries of metadata."""
+MAX_TOOLS = 1024
+"""Tools of a request."""
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
