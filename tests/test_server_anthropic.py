@@ -27,6 +27,7 @@ from hotset.server.answers import (
     Usage,
 )
 from hotset.server.anthropic import MessagesBody, MessageWriter, answer_request
+from hotset.server.replies import dumped
 
 HELLO = {"role": "user", "content": "hello"}
 BODY = {"model": "tiny", "max_tokens": 24, "messages": [HELLO], "temperature": 0}
@@ -252,12 +253,18 @@ def test_thinking_may_be_left_out():
     assert events[-2].to_dict()["context_management"] == {"applied_edits": []}
 
 
-@pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "null", "[" * 100_000])
+NESTED = '{"a": ' + "[" * 60 + "]" * 60 + "}"  # which a request could not have
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": ', "[1]", "null", "[" * 100_000, '{"a": NaN}', '{"a": [1e999]}', NESTED]
+)
 def test_arguments_that_are_no_object_are_handed_on(arguments: str):
     _, message = told(
         ToolCallStart(0, 0, "a", "f"), ToolCallArguments(0, 0, arguments), Finished(0, "tool_calls")
     )
     assert message["content"][0]["input"] == {"INVALID_JSON": arguments}
+    assert dumped(message)
 
 
 @pytest.mark.parametrize(

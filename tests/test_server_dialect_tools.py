@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from test_server_tools import CALL, HERMES, THINKS, WEATHER, run, written
+from test_tool_calls import PUBLISHED, TEMPLATES, TOOLS
 from tiny_server import MESSAGES, events_of
 
 from hotset.server import shapes
@@ -133,6 +134,93 @@ def test_responses(tmp_path: Path):
         assert again["output"][-1]["name"] == "get_weather"
 
     run(tmp_path, THINKS, work)
+
+
+Found = tuple[str, list[tuple[str, Any]]]  # text; names and arguments of calls
+
+
+async def openai_finds(client: httpx.AsyncClient, tools: list[Any]) -> tuple[Found, Found]:
+    """Of a whole answer, and of a stream."""
+    body = {"model": "tiny", "messages": MESSAGES, "tools": tools, "temperature": 0, "max_tokens": 900}
+    message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    events, _ = events_of((await client.post("/v1/chat/completions", json=body | {"stream": True})).text)
+    text, pieces = "", {}
+    for delta in (event["choices"][0]["delta"] for event in events):
+        text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            name, arguments = pieces.get(call["index"], ("", ""))
+            function = call["function"]
+            pieces[call["index"]] = function.get("name", name), arguments + function["arguments"]
+    whole = [(call["name"], json.loads(call["arguments"])) for call in calls]
+    streamed = [(name, json.loads(arguments)) for name, arguments in pieces.values()]
+    return (message["content"] or "", whole), (text, streamed)
+
+
+async def anthropic_finds(client: httpx.AsyncClient, tools: list[Any]) -> tuple[Found, Found]:
+    given = [
+        {"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in tools
+    ]
+    body = ANTHROPIC | {"tools": given, "max_tokens": 900}
+    blocks = (await client.post("/v1/messages", json=body)).json()["content"]
+    whole = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    events, _ = events_of((await client.post("/v1/messages", json=body | {"stream": True})).text)
+    names = {e["index"]: e["content_block"].get("name") for e in events if e["type"] == "content_block_start"}
+    pieces, streamed = dict.fromkeys(names, ""), ""
+    for event in (event for event in events if event["type"] == "content_block_delta"):
+        pieces[event["index"]] += event["delta"].get("partial_json", "")
+        streamed += event["delta"].get("text", "")
+    calls = [(name, json.loads(pieces[i] or "{}")) for i, name in names.items() if name]
+    return (text, whole), (streamed, calls)
+
+
+async def responses_finds(client: httpx.AsyncClient, tools: list[Any]) -> tuple[Found, Found]:
+    given = [{"type": "function", "strict": None, **one["function"]} for one in tools]
+    body = RESPONSES | {"model": "tiny", "tools": given, "max_output_tokens": 900}
+    items = (await client.post("/v1/responses", json=body)).json()["output"]
+    whole = [(one["name"], json.loads(one["arguments"])) for one in items if one["type"] == "function_call"]
+    text = "".join(one["content"][0]["text"] for one in items if one["type"] == "message")
+    events, _ = events_of((await client.post("/v1/responses", json=body | {"stream": True})).text)
+    streamed = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    deltas: dict[str, str] = {}
+    for event in (one for one in events if one["type"] == "response.function_call_arguments.delta"):
+        deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
+    assert [one["arguments"] for one in done] == [deltas[one["item_id"]] for one in done]
+    return (text, whole), (streamed, [(one["name"], json.loads(one["arguments"])) for one in done])
+
+
+async def ollama_finds(client: httpx.AsyncClient, tools: list[Any]) -> tuple[Found, Found]:
+    body = OLLAMA | {"tools": tools, "options": {"temperature": 0, "num_predict": 900}}
+
+    def found(messages: list[Any]) -> Found:
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        text = "".join(message["content"] for message in messages)
+        return text, [(call["name"], call["arguments"]) for call in calls]
+
+    whole = (await client.post("/api/chat", json=body | {"stream": False})).json()
+    lines = (await client.post("/api/chat", json=body)).text.splitlines()
+    return found([whole["message"]]), found([json.loads(line)["message"] for line in lines])
+
+
+@pytest.mark.parametrize("name", [name for name in dict(TEMPLATES) if name])
+def test_a_form_is_the_same_whole_and_streamed_in_every_schema(tmp_path: Path, name: str):
+    """The tiny model's tokens are bytes, so that every letter and every mark is cut."""
+    marks = next(template for form, template in TEMPLATES if form == name)
+    emitted, text, calls = next((e, t, c) for form, e, t, c in PUBLISHED if form == name)
+    tools = [
+        {"type": "function", "function": {"name": key, "parameters": {"type": "object", **schema}}}
+        for key, schema in TOOLS.items()
+    ]
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, emitted)
+        for finds in (openai_finds, anthropic_finds, responses_finds, ollama_finds):
+            whole, streamed = await finds(client, tools)
+            assert whole == streamed == (text, calls), finds
+
+    run(tmp_path, HERMES.replace("<tool_call>", "") + f"{{# {marks} #}}", work)
 
 
 def test_ollama(tmp_path: Path):

@@ -117,6 +117,13 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen", f'<tool_call>\n{{"name": "get_weather", "arguments": {J}}}\n</tool_call>', "",
      [("get_weather", ROME)]),
     ("seed", QWEN.replace("tool_call>", "seed:tool_call>"), "", [("get_weather", ROME)]),
+    (  # as its template writes it: a line end of the text is the text's
+        "seed",
+        "<seed:tool_call>\n<function=write-file>\n<parameter=path>a.py</parameter>\n<parameter=text>"
+        f"{CODE}</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [("write-file", {"path": "a.py", "text": CODE})],
+    ),
     ("glm", f"Sure.\n{GLM}\n{GLM}", "Sure.", [("get_weather", ROME)] * 2),
     ("glm", GLM.replace("\n", "") * 2, "", [("get_weather", ROME)] * 2),
     ("glm", "<tool_call>empty</tool_call>", "", [("empty", {})]),
@@ -165,6 +172,12 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
                 {"city": "Os'lo", "detailed": True, "hours": [1, 2], "unit": None, "place": {"lat": 1.5}},
             ),
         ],
+    ),
+    (  # LFM2.5's template escapes nothing
+        "lfm2",
+        "<|tool_call_start|>[write-file(path='a.py', text='print(\"it\", 'is')\n')]<|tool_call_end|>",
+        "",
+        [("write-file", {"path": "a.py", "text": "print(\"it\", 'is')\n"})],
     ),
     (
         "lfm2",
@@ -267,7 +280,39 @@ BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "emitted", "text", "calls"), PUBLISHED)
+# Names that no tool has, a parameter twice, letters of every kind, markup in texts.
+MARKUP = "</parameter ><tool_call>\n{</function> [TOOL_CALLS] <|tool_call_end|> ```\n</arg_key>"
+UNICODE = "Ω 👩‍👩‍👧 \u202e \u2028 \x7f é"
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+NESTED = {"a": {"name": "x", "arguments": {}}}
+IN_MINIMAX = MARKUP.replace("</parameter >", "")
+HOSTILE: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("qwen", QWEN.replace("get_weather", "other"), "", [("other", ROME)]),
+    ("qwen", QWEN.replace("days>\n2", "city>\nOslo"), "", [("get_weather", OSLO)]),
+    ("qwen", QWEN.replace("Rome", MARKUP), "", [("get_weather", ROME | {"city": MARKUP})]),
+    ("qwen", QWEN.replace("Rome", UNICODE), "", [("get_weather", ROME | {"city": UNICODE})]),
+    ("qwen", QWEN.replace("=city", '=Ω "x"'), "", [("get_weather", {'Ω "x"': "Rome", "days": 2})]),
+    ("glm", GLM.replace("days", "city").replace("2", "Oslo"), "", [("get_weather", OSLO)]),
+    ("glm", GLM.replace("Rome", MARKUP), "", [("get_weather", ROME | {"city": MARKUP})]),
+    ("minimax", f"<minimax:tool_call>{INVOKE.replace('Rome', IN_MINIMAX)}</minimax:tool_call>", "",
+     [("get_weather", ROME | {"city": IN_MINIMAX})]),
+    ("hermes", HERMES.format("other", json.dumps(NESTED)), "", [("other", NESTED)]),
+    ("hermes", HERMES.format("get_weather", json.dumps({"city": MARKUP})), "",
+     [("get_weather", {"city": MARKUP})]),
+    ("hermes", HERMES.format("get_weather", '{"city": "Rome", "city": "Oslo"}'), "", [("get_weather", OSLO)]),
+    ("hermes", HERMES.format('empty", "name": "other', "{}"), "", [("empty", {})]),
+    ("gemma4", f'<|tool_call>call:get_weather{{city:<|"|>{MARKUP}<|"|>}}<tool_call|>', "",
+     [("get_weather", {"city": MARKUP})]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps({'city': MARKUP})}", "",
+     [("get_weather", {"city": MARKUP})]),
+    ("harmony", f"<|channel|>commentary to=functions.other<|message|>{json.dumps(ROME)}<|call|>", "",
+     [("other", ROME)]),
+    ("llama", f'{{"name": "get_weather", "parameters": {json.dumps({"city": MARKUP})}}}', "",
+     [("get_weather", {"city": MARKUP})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "emitted", "text", "calls"), [*PUBLISHED, *HOSTILE])
 def test_published_examples(form: str, emitted: str, text: str, calls: list[tuple[str, Any]]):
     parts = read(form, [emitted])
     assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == calls
@@ -309,7 +354,19 @@ def test_long_strings_arrive_while_they_are_written():
     assert parser.push("c") == [CallArguments(0, "\\nc")]
 
 
-FRAGMENTS = {name: [emitted for form, emitted, *_ in (*PUBLISHED, *BROKEN) if form == name] for name in FORM}
+EXAMPLES = [(form, emitted) for form, emitted, *_ in (*PUBLISHED, *HOSTILE, *BROKEN)]
+FRAGMENTS = {name: [emitted for form, emitted in EXAMPLES if form == name] for name in FORM}
+
+
+@pytest.mark.parametrize(("form", "emitted"), EXAMPLES)
+def test_a_stream_that_is_cut_at_any_letter_is_the_whole(form: str, emitted: str):
+    """Of the answer, and of every answer that breaks off earlier."""
+    for text in (emitted, *(emitted[:end] for end in range(2, len(emitted), 1 + len(emitted) // 8))):
+        whole = read(form, [text])
+        for at in range(1, len(text)):
+            assert read(form, [text[:at], text[at:]]) == whole, (text[:at], text[at:])
+
+
 COMMON = [*"{}[]()\":,\\ \n;<>|='aé`", "get_weather", "city", '"name"', '"arguments": {', "null", "json\n"]
 
 
@@ -380,6 +437,15 @@ def test_names_and_heads_are_bounded():
     assert calls_of(read("glm", [f"<tool_call>{name}</tool_call>"])) == [(name, "{}")]
     text = f"<tool_call>a{name}</tool_call>"
     assert read("glm", [text]) == [Text(text)]
+    for form, before, after in (
+        ("hermes", '<tool_call>{"name": "', '", "arguments": {}}</tool_call>'),
+        ("llama", '<|python_tag|>{"parameters": {}, "name": "', '"}'),
+    ):
+        assert calls_of(read(form, [f"{before}{name}{after}"])) == [(name, "{}")]
+        assert read(form, [f"{before}a{name}{after}"]) == [Text(f"{before}a{name}{after}")]
+    message = "<|channel|>commentary to=functions.{}<|message|>{{}}<|call|>"
+    assert calls_of(read("harmony", [message.format(name)])) == [(name, "{}")]
+    assert read("harmony", [message.format(f"a{name}")]) == [Text("{}")]
     head = "x" * (MAX_HEAD + 1)
     parts = read("qwen", [f"<function=empty><parameter={head}>1</parameter></function>"])
     assert calls_of(parts) == [("empty", "{")]
@@ -463,6 +529,10 @@ TEMPLATES = [
     ("pythonic", "[func_name1(params_name1=params_value1)]{{ tools }}"),
     ("llama", "<|python_tag|>{{ tools }}"),
     ("json", "{{ tools | tojson }}"),
+    (
+        "tool-calls",
+        "within <tool_call></tool_call> XML tags: <tool_calls>[{{ tools }}]</tool_calls>",
+    ),  # Apriel 1.5
     (None, "{% for m in messages %}{{ m.content }}{% endfor %}"),
 ]
 

@@ -27,6 +27,7 @@ from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import HotsetError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
+from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES
 from hotset.text.messages import BY_LAST_ROLE, Opening
 from hotset.text.output import Parser
@@ -38,6 +39,9 @@ MOST_LOGPROBS = 64
 """Tokens with their logprobs that come as one delta."""
 
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+MAX_ARGUMENT_NESTING = 56
+"""Levels of arguments that are an object: in a request, whose limit is 64, eight more may be around them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +206,14 @@ def arguments_object(text: str) -> dict[str, Any]:
     """The arguments of a call for a dialect that has them as an object, not as text.
 
     What a model wrote that is no JSON object is handed on as {"INVALID_JSON": text}: a client may show it to
-    the model again.
+    the model again. So are numbers that JSON does not have, such as NaN and 1e999, and arguments that are
+    nested so deep that a request could not have them.
     """
     try:
+        check_json(text.encode("utf-8", "replace"), MAX_ARGUMENT_NESTING)
         value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RequestError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": text}
 

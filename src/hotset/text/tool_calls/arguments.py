@@ -42,8 +42,7 @@ class Tags:
 
     key, key_end: around the name of a parameter. before: what stands before its value; attributes may come
     first, of which `string="true"` and `string="false"` say whether the value is text; says_type: they are
-    written. lines: a line end on either side of the
-    value belongs to the form.
+    written. lines: line ends on both sides of the value belong to the form.
     """
 
     key: str
@@ -88,8 +87,7 @@ class Tags:
 
     def _value(self, parser: ToolCallParser, types: frozenset[str]) -> Steps[bool]:
         ends: tuple[str, ...] = (self.value_end,)
-        if self.lines:
-            yield from parser.at("\n")
+        if self.lines and (yield from parser.at("\n")):
             ends = (f"\n{self.value_end}", self.value_end)
         if types == {"string"}:  # passed on as it is written
             parser.arguments('"')
@@ -138,7 +136,15 @@ class Pairs:
             if stop is None:
                 parser.arguments(quoted(text)[:-1])
                 return False
-            parser.arguments(as_json(text) or quoted(text.strip()))
+            parser.arguments(as_json(text) or quoted(_unquoted(text.strip(), self.quotes)))
+
+
+def _unquoted(text: str, quotes: tuple[str, ...]) -> str:
+    """A string whose own quotes are not escaped, as LFM2.5's template writes them."""
+    for quote in quotes:
+        if len(text) >= 2 * len(quote) and text.startswith(quote) and text.endswith(quote):
+            return text[len(quote) : -len(quote)]
+    return text
 
 
 def _broken(parser: ToolCallParser, opening: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hotset.text.tool_calls.arguments import Arguments
 from hotset.text.tool_calls.parser import ToolCallParser
-from hotset.text.tool_calls.reader import SPACE, Sink, Steps
+from hotset.text.tool_calls.reader import MAX_NAME, SPACE, Sink, Steps
 from hotset.text.tool_calls.values import sendable
 
 _NAME_KEYS = ("name", "tool_name")
@@ -111,7 +111,8 @@ class _Call:
     def end_value(self) -> None:
         text = "".join(self._value).rstrip(SPACE)
         if self._key == "name":
-            self._name = _string(text) or None
+            name = _string(text)
+            self._name = name if name and len(name) <= MAX_NAME else None
             self._start()
         elif self._key == "arguments" and text:
             inner = _string(text)  # some models write JSON in a string
@@ -249,6 +250,7 @@ def mistral_head(parser: ToolCallParser) -> Steps[tuple[str, str | None] | None]
     return (name, id or None) if name and is_call else None
 
 
+_RECIPIENT = re.compile(rf"\bto=(?:functions\.)?([^\s<]{{1,{MAX_NAME}}})(?![^\s<])")
 _HARMONY_HEADS = ("<|start|>", "<|channel|>", "to=")
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
@@ -266,10 +268,10 @@ def read_harmony(parser: ToolCallParser) -> Steps[None]:
                 parser.reject()
             else:
                 parser.drop()
-                recipient = re.search(r"\bto=([^\s<]+)", head)
+                recipient = _RECIPIENT.search(head)
                 channel = re.search(r"<\|channel\|>\s*(\w+)", head)
                 if recipient:
-                    parser.start(recipient[1].removeprefix("functions."))
+                    parser.start(recipient[1])
                     is_call, sink = True, parser.arguments
                 elif channel and channel[1] == "analysis":
                     sink = parser.reasoning

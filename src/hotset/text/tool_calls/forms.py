@@ -281,11 +281,11 @@ FORMS: tuple[Form, ...] = (
             gap=True,
         ),
     ),
-    Form("hermes", (("<tool_call>", '"arguments"'), ("<tool_call>",)), objects=_HERMES, is_loose=True),
-    Form("nemotron", (("<TOOLCALL>",),), objects=Objects(("<TOOLCALL>",), "</TOOLCALL>", as_list=True)),
     Form(
         "tool-calls", (("<tool_calls>",),), objects=Objects(("<tool_calls>",), "</tool_calls>", as_list=True)
     ),
+    Form("hermes", (("<tool_call>", '"arguments"'), ("<tool_call>",)), objects=_HERMES, is_loose=True),
+    Form("nemotron", (("<TOOLCALL>",),), objects=Objects(("<TOOLCALL>",), "</TOOLCALL>", as_list=True)),
     Form("granite", (("<|tool_call|>",),), objects=Objects(("<|tool_call|>",), as_list=True)),
     Form(
         "phi",
