@@ -81,7 +81,8 @@ def test_health_is_503_until_the_model_is_there(path: Path):
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
             return hotset.load(path, backend="cpu", n_threads=1)
 
-        service = Service(load, name="tiny")
+        heard: list[bool] = []
+        service = Service(load, name="tiny", ready=lambda: heard.append(service.is_ready))
         app = create_app(service)
         async with (
             app.router.lifespan_context(app),
@@ -93,8 +94,10 @@ def test_health_is_503_until_the_model_is_there(path: Path):
             assert reply.headers["retry-after"] == "2"
             asked = await client.post("/v1/chat/completions", json={"messages": MESSAGES})
             assert asked.status_code == 503
+            assert heard == []
             gate.set()
             await service.loaded()
+            assert heard == [True], "who waits for the word that it is loaded was refused"
             assert (await client.get("/health")).json() == {"status": "ok"}
 
     asyncio.run(work())

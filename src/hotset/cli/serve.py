@@ -144,10 +144,15 @@ def serve(
             loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
         tell_choice(loaded)
         tell_memory(loaded)
-        say(f"{names[0]} is loaded")
         return loaded
 
-    service = Service(load, server_settings, name=names[0], aliases=names[1:])
+    service = Service(
+        load,
+        server_settings,
+        name=names[0],
+        aliases=names[1:],
+        ready=lambda: say(f"{names[0]} is loaded"),
+    )
     listen(service, lambda where: say(f"listening on {where}"))
 
 

@@ -49,6 +49,7 @@ class Service:
     """A model for the consumers of one event loop.
 
     load: makes the model, in a thread. name: what the model is called. aliases: what else it answers to.
+    ready: called once requests are answered.
     Call `start` in the event loop and `close` when it is over.
     """
 
@@ -59,6 +60,7 @@ class Service:
         *,
         name: str,
         aliases: tuple[str, ...] = (),
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings = settings or ServerSettings()
         self.name = name
@@ -66,7 +68,7 @@ class Service:
         self.created = int(time.time())
         self.error: Exception | None = None  # why there is no model
         self.stopping = False
-        self._load = load
+        self._load, self._ready = load, ready
         self._model: Model | None = None
         self._answers: set[Answer | Vectors] = set()
         self._n_prepared = 0  # answers whose prompts are tokenized now
@@ -96,6 +98,7 @@ class Service:
             model.thread.max_waiting = self.settings.max_queue
             self.preparation.limit(model.engine.max_sequences + self.settings.max_queue)
             self._model = model
+            self._ready()
         except Exception as error:
             self.error = error
 
