@@ -73,6 +73,34 @@ DEEPSEEK = """\
 {{- '```json' + '\\n' + call['function']['arguments'] + '\\n```' }}{% endfor %}
 {%- else %}{{- message.content }}{% endif %}{% endfor %}"""
 
+# As templates write messages that know neither tools nor calls, and want the roles in turn.
+PLAIN = """\
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<' + message.role + '>' + message.content }}
+{%- endfor %}"""
+
+# As LFM2 does: tools, results, and no calls.
+LFM2 = """\
+{%- if tools %}{{ '<|tool_list_start|>' + tools|tojson }}{% endif %}
+{%- for message in messages %}{{- '<' + message.role + '>' + message.content }}{%- endfor %}"""
+
+# As Phi-4-mini does: tools as a text of the system message.
+PHI = """\
+{%- for message in messages %}{{- '<' + message.role + '>' + message.content }}
+{%- if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}
+{{- '<|tool|>' + message['tools'] + '<|/tool|>' }}{%- endif %}{%- endfor %}"""
+
+# As DeepSeek V3 and R1 do: calls only where there is no text, and no tools.
+DEEPSEEK_V3 = """\
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' and message['content'] is none -%}
+{%- for tool in message['tool_calls'] %}
+{{- '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n```json\\n' }}
+{{- tool['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}
+{%- else %}{{- '<' + message['role'] + '>' + message['content'] }}{%- endif %}{%- endfor %}"""
+
 ARGUMENTS = {"city": "Köln", "days": [1, 2], "note": 'say "hi"'}
 
 
@@ -91,9 +119,12 @@ def conversation(arguments: Any = None, n: int = 1) -> list[dict[str, Any]]:
     ]
 
 
-def render(source: str, messages: list[dict[str, Any]]) -> str:
+TOOL = {"type": "function", "function": {"name": "f0", "parameters": {"type": "object"}}}
+
+
+def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
     with ChatTemplate(source, "<s>", "</s>") as template:
-        return rendered(template, checked_messages(messages))
+        return rendered(template, checked_messages(messages), tools=tools)
 
 
 @pytest.mark.parametrize("given", ["text", "object"])
@@ -176,3 +207,53 @@ def test_calls_that_are_none_are_told_of(calls: Any, sentence: str):
 def test_a_message_without_content_needs_calls():
     with pytest.raises(InvalidRequestError, match="the content of message 0 must be text"):
         checked_messages([{"role": "assistant", "content": None}])
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text():
+    messages = [*conversation(n=2), {"role": "user", "content": "And?"}]
+    question, answer, results = (
+        render(PLAIN, messages, [TOOL]).replace("<assistant>", "<user>").split("<user>")[1:]
+    )
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in question
+    assert (
+        '<tool_call>\n{"name": "the_name", "arguments": {"an_argument": "its value"}}\n</tool_call>'
+        in question
+    )
+    assert question.endswith("Weather?")
+    call = f'{{"name": "f0", "arguments": {json.dumps(ARGUMENTS, ensure_ascii=False)}}}'
+    assert answer.startswith(f"<tool_call>\n{call}\n</tool_call>\n<tool_call>\n")
+    result = '<tool_response>\n{"t": 21}\n</tool_response>'
+    assert results == f"{result}\n{result}\nAnd?"
+    assert render(PLAIN, [{"role": "user", "content": "Hi"}]) == "<user>Hi"
+
+
+def test_calls_that_a_template_leaves_out_are_text_in_its_form():
+    messages = conversation({"city": "Köln", "ok": True}, n=2)
+    messages[1]["content"] = "Let me see."
+    calls = "[f0(city='Köln', ok=True), f1(city='Köln', ok=True)]"
+    text = render(LFM2, messages, [TOOL])
+    assert f"<assistant>Let me see.\n<|tool_call_start|>{calls}<|tool_call_end|><tool>" in text
+    text = render(PHI, messages, [TOOL])
+    schema = '[{"name": "f0", "parameters": {"type": "object"}}]'
+    assert text.startswith("<system>")
+    assert f"<|tool|>{schema}<|/tool|><user>Weather?" in text
+    assert '<|tool_call|>[{"name": "f0", "arguments": {"city": "Köln", "ok": true}}, ' in text
+    system = {"role": "system", "content": "Be brief."}
+    assert render(PHI, [system, *messages], [TOOL]).startswith(f"<system>Be brief.<|tool|>{schema}")
+
+
+def test_calls_that_a_template_leaves_out_beside_a_text_replace_it():
+    messages = conversation()
+    for content in (None, "Let me see."):
+        messages[1]["content"] = content
+        call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f0\n```json\n{json.dumps(ARGUMENTS)}\n```"
+        text = render(DEEPSEEK_V3, messages, [TOOL])
+        assert f"{call}<｜tool▁call▁end｜><tool>" in text
+        assert "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>the_name\n```json" in text
+
+
+def test_tools_have_the_name_that_smollm3_gives_them():
+    assert (
+        render("{% if xml_tools %}{{ xml_tools[0].function.name }}{% endif %}", conversation(), [TOOL])
+        == "f0"
+    )

@@ -208,12 +208,11 @@ def test_ids_are_distinct_and_as_templates_want_them():
         ("<tool_call>\n<function={{ name }}>", "qwen", None),
         ("<|start_header_id|>{{ '<|python_tag|>' }}", "llama", None),
         ('<|start_header_id|>{"name": function name, "parameters": dictionary}', "llama", None),
-        ("<|im_start|>{{ message.content }}", None, None),
+        ("<|im_start|>{{ message.content }}", "hermes", None),
     ],
 )
-def test_the_template_says_how_a_model_writes(template: str, form: str | None, marks: object):
-    found = form_of(template)
-    assert (found.name if found else None) == form
+def test_the_template_says_how_a_model_writes(template: str, form: str, marks: object):
+    assert form_of(template).name == form
     assert reasoning.marks_of(template) == marks
 
 

@@ -294,8 +294,11 @@ def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, sp
     form = OutputForm.of(TEMPLATES[name], tokenizer)
     tools = [{"type": "function", "function": {**TEXT_TOOL, "strict": True}}]
     written = [(form.calls_grammar(tools), text)]
-    if name not in ("pythonic", "harmony"):
-        written.append((form.strict_grammar(tools), f"So: a < b.{text}"))
+    strict = form.strict_grammar(tools)
+    if strict is not None:
+        before = "<|channel|>commentary<|message|>So: a < b.<|end|><|start|>assistant"
+        written.append((strict, f"{before if name == 'harmony' else 'So: a < b.'}{text}"))
+    assert (strict is None) == (name in ("pythonic", "json", "llama")), "its calls begin like text"
     for grammar, answer in written:
         assert follows(grammars, grammar, answer)
         parser = form.parser("", tools={"f": TEXT_TOOL["parameters"]})
@@ -303,37 +306,70 @@ def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, sp
         assert calls_of(parts)[0] == ("f", arguments)
     wrong = text.replace("true", "maybe").replace("text", "test")
     assert not follows(grammars, written[0][0], wrong)
+    if name == "harmony" and special:
+        assert not follows(grammars, written[1][0], wrong)
+        head = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        assert head in text
+        for other in (
+            " to=functions.f<|channel|>commentary json<|message|>",
+            "<|channel|>commentary to=functions.f<|message|>",
+        ):
+            assert follows(grammars, written[1][0], text.replace(head, other))
+        assert follows(
+            grammars,
+            written[1][0],
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        )
 
 
-def test_what_a_form_cannot_follow_is_refused_where_tools_are_strict():
+def test_text_that_a_form_does_not_quote_is_left_to_the_model_where_tools_are_strict():
+    """Agent libraries say strict of all tools, and a date is a text with a format."""
+    tokenizer, grammars = vocabulary(True)
+    parameters = {"type": "object", "properties": {"text": {"type": "string", "format": "date-time"}}}
+    function = {"name": "f", "parameters": parameters | {"required": ["text"]}, "strict": True}
+    form = OutputForm.of(TEMPLATES["qwen"], tokenizer)
+    text = "<tool_call>\n<function=f>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for grammar in (
+        form.calls_grammar([{"function": function}]),
+        form.strict_grammar([{"function": function}]),
+    ):
+        assert grammar is not None
+        assert follows(grammars, grammar, text.format("2026-01-01T00:00:00Z"))
+        assert follows(grammars, grammar, text.format("tomorrow"))
+    form = OutputForm.of(TEMPLATES["hermes"], tokenizer)
+    grammar = form.calls_grammar([{"function": function}])
+    text = '<tool_call>\n{{"name": "f", "arguments": {{"text": "{}"}}}}\n</tool_call>'
+    assert follows(grammars, grammar, text.format("2026-01-01T00:00:00Z"))
+    assert not follows(grammars, grammar, text.format("tomorrow"))
+
+
+def test_a_call_has_no_other_arguments_than_its_schema_names():
+    tokenizer, grammars = vocabulary(True)
+    form = OutputForm.of(TEMPLATES["hermes"], tokenizer)
+    one = {"properties": {"a": {"type": "integer"}}}
+    for parameters, given, is_allowed in (
+        (one, {"a": 1}, True),
+        (one, {"a": 1, "b": 2}, False),
+        (one | {"additionalProperties": True}, {"a": 1, "b": 2}, True),
+        ({"anyOf": [{"properties": {"b": {"type": "integer"}}}], **one}, {"b": 2, "a": 1}, True),
+        (None, {}, True),
+        (None, {"b": 2}, False),
+        ({"type": "object"}, {"b": 2}, True),
+    ):
+        grammar = form.calls_grammar([{"function": {"name": "f", "parameters": parameters}}])
+        text = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(given)}}}\n</tool_call>'
+        assert follows(grammars, grammar, text) == is_allowed, (parameters, given)
+
+
+def test_arguments_by_name_need_properties():
     tokenizer, _ = vocabulary(True)
-    parameters: dict[str, Any] = {
-        "properties": {"a": {"type": "string", "pattern": "^x$"}},
-        "required": ["a"],
-    }
-    function = {"name": "f", "parameters": parameters}
-    for name in TEMPLATES:
-        form = OutputForm.of(TEMPLATES[name], tokenizer)
-        form.calls_grammar([{"function": function}])
-        writes_text = name in (
-            "qwen", "seed", "glm", "minimax", "gemma4", "functiongemma", "deepseek-v3.2", "deepseek-v4"
-        )  # fmt: skip
-        strict = [{"function": {**function, "strict": True}}]
-        if writes_text:
-            with pytest.raises(InvalidRequestError, match="pattern, which cannot be followed"):
-                form.calls_grammar(strict)
-        else:
-            form.calls_grammar(strict)
-    either = {"name": "f", "parameters": {"anyOf": [parameters]}}
+    either = {"name": "f", "parameters": {"anyOf": [{"properties": {"a": {"type": "string"}}}]}}
     with pytest.raises(InvalidRequestError, match="have no properties of their own"):
         OutputForm.of(TEMPLATES["qwen"], tokenizer).calls_grammar([{"function": either}])
 
 
 def test_what_cannot_be_required_is_told_of():
     tokenizer, _ = vocabulary(False)
-    form = OutputForm.of("<|im_start|>", tokenizer)
-    with pytest.raises(InvalidRequestError, match="does not know tools"):
-        form.calls_grammar(TOOLS)
     form = OutputForm.of("<tool_call>", tokenizer)
     with pytest.raises(InvalidRequestError, match="there is no tool 'x' to call"):
         form.calls_grammar(TOOLS, name="x")
@@ -357,4 +393,4 @@ def test_a_keyword_that_is_not_supported_is_refused_only_where_tools_are_strict(
 
 def test_every_form_has_a_grammar():
     forms = [tool_calls.form_of(template) for template in TEMPLATES.values()]
-    assert {form.name for form in forms if form} == {form.name for form in tool_calls.FORMS}
+    assert {form.name for form in forms} == {form.name for form in tool_calls.FORMS}

@@ -204,7 +204,7 @@ async def ollama_finds(client: httpx.AsyncClient, tools: list[Any]) -> tuple[Fou
     return found([whole["message"]]), found([json.loads(line)["message"] for line in lines])
 
 
-@pytest.mark.parametrize("name", [name for name in dict(TEMPLATES) if name])
+@pytest.mark.parametrize("name", list(dict(TEMPLATES)))
 def test_a_form_is_the_same_whole_and_streamed_in_every_schema(tmp_path: Path, name: str):
     """The tiny model's tokens are bytes, so that every letter and every mark is cut."""
     marks = next(template for form, template in TEMPLATES if form == name)

@@ -236,12 +236,12 @@ def test_strict_tools_where_the_model_may_choose(tmp_path: Path):
 
     run(tmp_path, HERMES, work)
 
-    async def refused(client: httpx.AsyncClient, service: Service) -> None:
-        reply = await client.post(CHAT, json={"messages": MESSAGES, "tools": [strict]} | PARAMS)
-        assert reply.status_code == 400
-        assert "strict is not supported" in reply.json()["error"]["message"]
+    async def left_to_the_model(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, '{"name": "get_weather", "parameters": {"town": "Paris"}}')
+        found = await both(client, tools=[strict], max_tokens=300)
+        assert json.loads(found["calls"][0]["arguments"]) == {"town": "Paris"}
 
-    run(tmp_path, LLAMA, refused)
+    run(tmp_path, LLAMA, left_to_the_model)
 
 
 def test_the_way_back_of_calls(tmp_path: Path):
@@ -283,12 +283,20 @@ def test_tools_that_are_none(tmp_path: Path):
     run(tmp_path, HERMES, work)
 
 
-def test_a_model_that_knows_no_tools_says_so(tmp_path: Path):
+def test_a_model_whose_template_knows_no_tools_gets_them_as_text(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        reply = await client.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER]} | PARAMS)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["param"] == "tools"
-        assert "does not know any" in reply.json()["error"]["message"]
+        body = {"tools": [WEATHER], "parallel_tool_calls": False}
+        required = await both(client, **body, tool_choice="required", temperature=1.5, seed=1, max_tokens=400)
+        assert json.loads(required["calls"][0]["arguments"]).keys() == {"city", "days"}
+        written(service, f"I look.\n{CALL}")
+        found = await both(client, **body, max_tokens=400)
+        assert (found["content"], found["reason"]) == ("I look.", "tool_calls")
+        assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
+        prompt = {"model": "tiny", "messages": MESSAGES}
+        plain = (await client.post("/v1/chat/completions", json=prompt | PARAMS)).json()["usage"][
+            "prompt_tokens"
+        ]
+        assert found["usage"]["prompt_tokens"] > plain + len(WEATHER["function"]["name"])
 
     run(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}", work)
 

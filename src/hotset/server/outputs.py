@@ -47,7 +47,7 @@ class Output:
     def parser(self, prompt: str) -> Parser | None:
         """What reads one answer to a prompt that ends so; None where all of it is text."""
         form = self.form
-        if form is None or not (form.thinks or form.calls is HARMONY or (form.calls and self.names)):
+        if form is None or not (form.thinks or form.calls is HARMONY or self.names):
             return None
         functions = [tool["function"] for tool in self.tools or ()]
         schemas = {function["name"]: function.get("parameters") or {} for function in functions}
@@ -96,13 +96,6 @@ def _output_of(model: Model, request: AnswerRequest) -> Output:
         if choice not in ("none", "auto"):
             raise RequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
         return Output(form, params)
-    if "tools" not in model.chat_template.source:
-        raise RequestError(
-            "tools are not supported: the chat template of this model does not know any; take a model that "
-            "was trained to call functions",
-            param="tools",
-            code="unsupported_parameter",
-        )
     if params.form is not None:
         raise RequestError(
             "tools and a form of the answer cannot be asked for together; leave one of them out, or say "
@@ -115,9 +108,10 @@ def _output_of(model: Model, request: AnswerRequest) -> Output:
             raise RequestError(f"there is no tool {clause(shown(name))} to choose", param="tool_choice")
         grammar = form.calls_grammar(tools, name=name, parallel=request.parallel_tool_calls)
         return Output(form, replace(params, grammar=grammar), tools, names, calls=True)
-    if any(tool["function"].get("strict") for tool in tools):
-        params = replace(params, grammar=form.strict_grammar(tools))
-        return Output(form, params, tools, names, calls=True)
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    strict = form.strict_grammar(tools) if is_strict else None
+    if strict is not None:
+        return Output(form, replace(params, grammar=strict), tools, names, calls=True)
     return Output(form, params, tools, names)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.errors import InvalidRequestError
-from hotset.escaping import clause
 from hotset.parameters import shown
 from hotset.text.constraint import is_marker
 from hotset.text.grammar_child import JSON_SPACE
@@ -27,7 +26,15 @@ from hotset.text.tool_calls.values import properties_of, resolved, types_of
 MAX_CALLS = 16  # side by side: a model that knows no end must come to one
 _GAP = r"/\n?/"
 _TEXT = "/(?s:.*)/"
-_STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
+
+_MORE = {
+    "patternProperties",
+    "unevaluatedProperties",
+    "$ref",
+    "anyOf",
+    "oneOf",
+    "allOf",
+}  # may name arguments
 
 Function = Mapping[str, Any]
 
@@ -74,8 +81,10 @@ def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
 
 
 def schema_of(function: Function) -> Mapping[str, Any]:
-    """The schema of the arguments: always of an object."""
-    return {"type": "object", **(function.get("parameters") or {})}
+    """The schema of the arguments: always of an object, and of no others than it names, unless it says so."""
+    schema = function.get("parameters") or {"properties": {}}
+    closed = {} if "properties" not in schema or schema.keys() & _MORE else {"additionalProperties": False}
+    return {"type": "object", **closed, **schema}
 
 
 class CallGrammar:
@@ -225,12 +234,6 @@ class CallGrammar:
             values = " | ".join(map(literal, known))
             self.rules.append(f"{rule}: {head} ({values}) {self._mark(end)}")
             return
-        keywords = [word for word in _STRING_KEYWORDS if isinstance(schema, Mapping) and word in schema]
-        if keywords and not self._lenient:
-            raise InvalidRequestError(
-                f"the argument {shown(key)} of a strict tool has {clause(keywords[0])}, which cannot be "
-                "followed in the form in which this model writes text; leave it out"
-            )
         self.rules.append(f"{rule}: {head} {rule}_text")
         self.rules.append(f"{rule}_text{self._text_until(end)}")
 

@@ -95,6 +95,7 @@ class ChatTemplate:
             "eos_token": self.eos_token,
             "messages": messages,
             "tools": tools,
+            "xml_tools": tools,  # SmolLM3's name for them
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }

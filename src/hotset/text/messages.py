@@ -16,6 +16,7 @@ from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
 from hotset.text.plain_text import PlainText
 from hotset.text.tokenizer import Tokenizer
+from hotset.text.tools_as_text import adapted
 
 
 def checked_calls(message: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -159,7 +160,8 @@ def rendered(
             {key: value if key == "role" else protected(value) for key, value in message.items()}
             for message in _with_arguments(named, arguments)
         ]
-        return template.render(given, add_generation_prompt, protected(tools), **variables)
+        given, known = adapted(template.source, given, protected(tools))
+        return template.render(given, add_generation_prompt, known, **variables)
 
     try:
         return made(_as_object)

@@ -47,14 +47,13 @@ class Parser(Protocol):
 class OutputForm:
     """How a model writes answers, by its chat template.
 
-    template: its text. calls: how it calls functions; None where that is not known (what it writes is then
-    text). thinks: the marks between which it thinks, None for none; harmony's are part of `calls`.
-    shown_ids: special tokens whose text the parser must see.
+    template: its text. calls: how it calls functions. thinks: the marks between which it thinks, None for
+    none; harmony's are part of `calls`. shown_ids: special tokens whose text the parser must see.
     """
 
     template: str
     tokenizer: Tokenizer
-    calls: tool_calls.Form | None
+    calls: tool_calls.Form
     thinks: reasoning.Marks | None
     shown_ids: frozenset[int]
 
@@ -62,7 +61,7 @@ class OutputForm:
     def of(template: str, tokenizer: Tokenizer) -> OutputForm:
         """Of the text of a chat template (ChatTemplate.source)."""
         calls, thinks = tool_calls.form_of(template), reasoning.marks_of(template)
-        marks = (*(calls.marks if calls else ()), *tool_calls.marks_in(*(thinks or ())))
+        marks = (*calls.marks, *tool_calls.marks_in(*(thinks or ())))
         ids = (tokenizer.vocabulary.get(mark) for mark in marks)
         shown = frozenset(id for id in ids if id is not None and tokenizer.is_special(id))
         return OutputForm(template, tokenizer, calls, thinks, shown)
@@ -79,10 +78,10 @@ class OutputForm:
         thinks = self.thinks if apart else None
         first = None
         if thinks:
-            ends = self.calls.ends_reasoning if self.calls and tools else ()
+            ends = self.calls.ends_reasoning if tools else ()
             first = reasoning.ReasoningParser(thinks, reasoning.is_open(thinks, prompt), ends)
         reads_calls = bool(tools) or self.calls is tool_calls.HARMONY
-        second = tool_calls.parser_of(self.calls, tools) if self.calls and reads_calls else None
+        second = tool_calls.parser_of(self.calls, tools) if reads_calls else None
         return _Chain(first, second)
 
     def calls_grammar(
@@ -93,7 +92,7 @@ class OutputForm:
             self.template, self.tokenizer, tools, name=name, parallel=parallel
         )
 
-    def strict_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def strict_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """For SamplingParams(grammar=...), where tools may be called; see output_grammar.strict_grammar."""
         return output_grammar.strict_grammar(self.template, self.tokenizer, tools)
 

@@ -32,7 +32,7 @@ def calls_grammar(
     template: the text of the chat template. tools: in OpenAI's shape. name: the one that must be called;
     None: any. parallel: whether several may be called at once. Keywords of the schemas that are not supported
     are left to the model, unless all tools say "strict".
-    Raises InvalidRequestError for tools that are none, and where the template has no form that is known.
+    Raises InvalidRequestError for tools that are none.
     """
     functions = [_function(tool) for tool in tools]
     if name is not None:
@@ -44,10 +44,6 @@ def calls_grammar(
     many = parallel and name is None
     lenient = not all(function.get("strict") is True for function in functions)
     form = tool_calls.form_of(template)
-    if form is None:
-        raise InvalidRequestError(
-            "the model's chat template does not know tools, so that no call can be required"
-        )
     if form is tool_calls.HARMONY:
         return _harmony_grammar(tokenizer, functions, lenient)
     grammar = CallGrammar(tokenizer, functions, lenient=lenient, many=many)
@@ -56,20 +52,19 @@ def calls_grammar(
     return "\n".join([f"start: call{more}", f"call: {call.opening} {call.rest}", *grammar.rules])
 
 
-def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str:
+def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """What an answer must follow that may call functions, and does so by their schemas.
 
-    Text is free, reasoning with it. Raises InvalidRequestError as calls_grammar does, and where calls in the
-    form of the template cannot be told from text before they are whole.
+    Text is free, reasoning with it. None for forms whose calls begin like text: they are left to the model.
+    Raises InvalidRequestError as calls_grammar does.
     """
-    form = tool_calls.form_of(template)
-    grammar = CallGrammar(tokenizer, [_function(tool) for tool in tools], lenient=False, many=True)
-    call = grammar.call(form, template) if form and form is not tool_calls.HARMONY else None
-    if call is None or not call.opening:
-        raise InvalidRequestError(
-            "strict is not supported for this model where it may choose whether to call; leave it out, or "
-            "require a call"
-        )
+    form, functions = tool_calls.form_of(template), [_function(tool) for tool in tools]
+    if form is tool_calls.HARMONY:
+        return _harmony_strict_grammar(tokenizer, functions)
+    grammar = CallGrammar(tokenizer, functions, lenient=False, many=True)
+    call = grammar.call(form, template)
+    if not call.opening:
+        return None
     lazy = "" if call.opening.startswith("<") else "[lazy]"
     return "\n".join(
         [
@@ -121,6 +116,26 @@ def _harmony_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]
         [
             f"start: {' | '.join(f'call_{i}' for i in range(len(calls)))}",
             *(f"call_{i}: {call}" for i, call in enumerate(calls)),
+        ]
+    )
+
+
+def _harmony_strict_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
+    """Messages without a recipient, up to a call, whose recipient comes before the channel or behind it."""
+    channel, message, end, start, constrain = (
+        mark(tokenizer, f"<|{name}|>") for name in ("channel", "message", "end", "start", "constrain")
+    )
+    rules, calls = [], " | ".join(f"call_{i}" for i in range(len(functions)))
+    for i, one in enumerate(functions):
+        to = f'" to=functions." {json.dumps(one["name"])}'
+        rules.append(f'head_{i}: {channel} "commentary" {to} | {to} {channel} "commentary"')
+        rules.append(f"call_{i}: head_{i} type? {message} {json_rule(schema_of(one), lenient=False)}")
+    return "\n".join(
+        [
+            f'start: (plain {end} {start} "assistant")* (plain | {calls})',
+            f"plain: {channel} /analysis|commentary|final/ {message} {_ANYTHING}",
+            f'type: " "? {constrain} "json" | " json"',
+            *rules,
         ]
     )
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hotset.text.tool_calls.arguments import Arguments
+from hotset.text.tool_calls.arguments import Arguments, Json
 from hotset.text.tool_calls.parser import ToolCallParser
 from hotset.text.tool_calls.reader import MAX_NAME, SPACE, Sink, Steps
 from hotset.text.tool_calls.values import sendable
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
+Calls = Sequence[tuple[str, Any]]
+"""Names and arguments; arguments that are no mapping are what a model wrote instead of one."""
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENTS_KEYS, "id", "tool_call_id", "type")
 
 
@@ -36,6 +39,15 @@ class Objects:
     as_list: bool = False
     name_key: str = "name"
     arguments_key: str = "arguments"
+
+    def written(self, calls: Calls, *, is_bare: bool) -> str:
+        objects = [{self.name_key: name, self.arguments_key: arguments} for name, arguments in calls]
+        if is_bare or not self.opening:
+            return "\n".join(json.dumps(one, ensure_ascii=False) for one in objects)
+        if self.as_list:
+            return f"{self.opening[0]}{json.dumps(objects, ensure_ascii=False)}{self.end}"
+        texts = (json.dumps(one, ensure_ascii=False) for one in objects)
+        return "\n".join(f"{self.opening[0]}\n{text}\n{self.end}" for text in texts)
 
     def read(self, parser: ToolCallParser, opened: str) -> Steps[bool]:
         n = 0
@@ -182,6 +194,22 @@ class Named:
     @property
     def opening(self) -> tuple[str, ...]:
         return (*self.section, self.call) if self.call else self.section
+
+    def written(self, calls: Calls, *, is_bare: bool) -> str:
+        """Of a form whose arguments are JSON, or whose calls are Python."""
+        if isinstance(self.arguments, Json):
+            between = "\n" * self.gap
+            texts = [
+                f"{self.call}{name}{self.after_name}{json.dumps(arguments, ensure_ascii=False)}{self.end}"
+                for name, arguments in calls
+            ]
+            return f"{''.join(self.section[:1])}{between.join(texts)}{self.section_end}"
+        texts = []
+        for name, arguments in calls:
+            pairs = arguments.items() if isinstance(arguments, Mapping) else [("arguments", arguments)]
+            texts.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in pairs)})")
+        text = f"[{', '.join(texts)}]"
+        return text if is_bare else f"{self.section[0]}{text}{self.section_end}"
 
     def read(self, parser: ToolCallParser, opened: str) -> Steps[bool]:
         n = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotset.text.tool_calls.arguments import Json, Pairs, Tags
-from hotset.text.tool_calls.bodies import Named, Objects, kimi_head, mistral_head, read_harmony
+from hotset.text.tool_calls.bodies import Calls, Named, Objects, kimi_head, mistral_head, read_harmony
 from hotset.text.tool_calls.parser import ToolCallParser
 from hotset.text.tool_calls.reader import Steps
 
@@ -68,6 +68,13 @@ class Form:
             texts += [text for text in vars(named.arguments).values() if isinstance(text, str)]
             texts += [*getattr(named.arguments, "quotes", ()), *named.in_head]
         return marks_in(*texts)
+
+    def written(self, calls: Calls) -> str:
+        """Calls as text, of the forms of which there are templates that leave this to the messages."""
+        named = self.named
+        if named and (isinstance(named.arguments, Json) or named.arguments is _PYTHON):
+            return named.written(calls, is_bare=self.writes_bare)
+        return (self.objects or Objects()).written(calls, is_bare=self.writes_bare)
 
     def read(self, parser: ToolCallParser) -> Steps[None]:
         if self.is_loose:
@@ -163,10 +170,11 @@ def _functions(section: str) -> Named:
     )
 
 
-_HERMES = Objects(("<tool_call>",), "</tool_call>")
+_OBJECT = Objects(("<tool_call>",), "</tool_call>")
 _DSML = "｜DSML｜"
 
 HARMONY = Harmony("harmony", (("<|channel|>", "<|message|>"),))
+HERMES = Form("hermes", (("<tool_call>",),), objects=_OBJECT, is_loose=True)
 # The first that fits counts: a template may speak of another form's marks.
 FORMS: tuple[Form, ...] = (
     HARMONY,
@@ -266,14 +274,14 @@ FORMS: tuple[Form, ...] = (
     Form(
         "qwen",
         (("<tool_call>", "<function="),),
-        objects=_HERMES,
+        objects=_OBJECT,
         named=_functions("tool_call"),
         ends_reasoning=("<tool_call>\n<function=",),
     ),
     Form(
         "glm",
         (("<tool_call>", "<arg_key>"),),
-        objects=_HERMES,
+        objects=_OBJECT,
         named=Named(
             "<tool_call>",
             Tags("<arg_key>", "</arg_key>", "</arg_value>", before="<arg_value>"),
@@ -284,7 +292,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         "tool-calls", (("<tool_calls>",),), objects=Objects(("<tool_calls>",), "</tool_calls>", as_list=True)
     ),
-    Form("hermes", (("<tool_call>", '"arguments"'), ("<tool_call>",)), objects=_HERMES, is_loose=True),
+    HERMES,
     Form("nemotron", (("<TOOLCALL>",),), objects=Objects(("<TOOLCALL>",), "</TOOLCALL>", as_list=True)),
     Form("granite", (("<|tool_call|>",),), objects=Objects(("<|tool_call|>",), as_list=True)),
     Form(
@@ -329,9 +337,12 @@ FORMS: tuple[Form, ...] = (
 )
 
 
-def form_of(template: str) -> Form | None:
-    """How a model with this chat template writes calls; None where the template does not know tools."""
+def form_of(template: str) -> Form:
+    """How a model with this chat template writes calls.
+
+    Where the template knows no tools that is as Hermes' do: the prompt then asks for it (tools_as_text.py).
+    """
     return next(
         (form for form in FORMS if any(all(part in template for part in group) for group in form.found_by)),
-        None,
+        HERMES,
     )
