@@ -2,10 +2,11 @@
 
     python bench/scale.py front [MODEL] [--tokens 200] [--rounds 3]    # one stream, plain and one replica
     python bench/scale.py stages [MODEL] [--tokens 100] [--rounds 5]   # one, two and three stages
+    python bench/scale.py hop [--rounds 3]                             # a frame there and back, and pickled
     python bench/scale.py prefixes [MODEL]                             # 8 conversations over 2 replicas
     python bench/scale.py simulate [--hop MS] [--rate GBs] ...         # 70B over 2, 4 and 8 machines
 
-The first three measure; the last one computes, from numbers that the others give, what nobody here has the
+All but the last measure; the last one computes, from numbers that the others give, what nobody here has the
 machines for. Each prints one line of JSON at its end.
 """
 
@@ -13,11 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Listener
 from typing import Any
 
 import peers
@@ -97,6 +103,95 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
         rows.append([spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"])
     peers.print_table(["stages", "ms a token, the least", "of processors, the least"], rows)
     return {"ms": times, "processor_ms": computed, "boundary": boundaries}
+
+
+_WIDTH = 4096  # of the rows that `hop` sends
+
+
+def hop(args: argparse.Namespace) -> dict[str, Any]:
+    """A piece of a step to another process and back, ms: as a frame, and as stages sent it before, pickled
+    over multiprocessing.connection. The two take turns."""
+    import numpy as np
+
+    from hotset.backends.base import Batch
+    from hotset.scale.frames import Message, encode
+    from hotset.scale.links import ENTERS, joined, new_key
+
+    key, bounds = new_key(), _hop_bounds()
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_echo, args=(theirs, key), daemon=True)
+    process.start()
+    address, pickled_address = ours.recv()
+    pickled = Client(pickled_address, authkey=key)
+    with socket.socket(fileno=os.dup(pickled.fileno())) as tcp:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    times: dict[str, dict[str, list[float]]] = {}
+    with pickled, joined(address, key, ENTERS) as channel:
+        for n in (1, 16, 256):
+            count = np.arange(n, dtype=np.int32)
+            table = np.zeros((16, 32), np.int32)
+            batch = Batch(count, count, np.zeros(n, np.int32), table, count[-1:])
+            rows = np.random.default_rng(0).standard_normal((n, _WIDTH)).astype(np.float32)
+
+            def frame(batch: Batch = batch, rows: np.ndarray = rows) -> None:
+                channel.send(encode(Message(1, batch, rows), bounds))
+                channel.receive(bounds)
+
+            def pickles(batch: Batch = batch, rows: np.ndarray = rows) -> None:
+                pickled.send((1, batch, rows))
+                pickled.recv()
+
+            found = times[f"{n} x {_WIDTH}"] = {"frame": [], "pickled": []}
+            for _ in range(args.rounds):
+                for name, there_and_back in (("frame", frame), ("pickled", pickles)):
+                    for _ in range(1000 // n + 40):
+                        began = time.perf_counter()
+                        there_and_back()
+                        found[name].append(1e3 * (time.perf_counter() - began))
+    process.join()
+    least = {of: {name: min(v) for name, v in each.items()} for of, each in times.items()}
+    middle = {of: {name: statistics.median(v) for name, v in each.items()} for of, each in times.items()}
+    peers.print_table(
+        ["piece", "frame, ms (least)", "pickled, ms (least)"],
+        [
+            [of, *(f"{middle[of][name]:.3f} ({least[of][name]:.3f})" for name in each)]
+            for of, each in times.items()
+        ],
+    )
+    return {"ms": middle, "least_ms": least}
+
+
+def _hop_bounds() -> Any:
+    from hotset.scale.frames import Bounds, Kind
+
+    return Bounds(Kind.PIECE, n_tokens=512, n_sequences=512, n_pages=512, n_columns=_WIDTH)
+
+
+def _echo(pipe: Any, key: bytes) -> None:
+    """The other process of `hop`: sends back what arrives, both ways at the same time."""
+    from hotset.scale.frames import encode
+    from hotset.scale.links import LOST, Inlet
+
+    inlet, listener = Inlet("127.0.0.1", key), Listener(("127.0.0.1", 0), authkey=key)
+    pipe.send((inlet.address, listener.address))
+
+    def pickles() -> None:
+        with suppress(*LOST), listener.accept() as connection:
+            with socket.socket(fileno=os.dup(connection.fileno())) as tcp:
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                connection.send(connection.recv())
+
+    other = threading.Thread(target=pickles)
+    other.start()
+    _, channel = inlet.accept(60)
+    inlet.close()
+    bounds = _hop_bounds()
+    with suppress(*LOST), channel:
+        while True:
+            channel.send(encode(channel.receive(bounds), bounds))
+    other.join()
 
 
 def processor_seconds() -> float:
@@ -186,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("front", "stages", "prefixes", "simulate"))
+    parser.add_argument("what", choices=("front", "stages", "hop", "prefixes", "simulate"))
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
@@ -207,7 +302,8 @@ def main() -> None:
         "--each", type=float, default=0.31, help="simulate: time of a further token in a step"
     )
     args = parser.parse_args()
-    found = {"front": front, "stages": stages, "prefixes": prefixes, "simulate": simulate}[args.what](args)
+    kinds = {"front": front, "stages": stages, "hop": hop, "prefixes": prefixes, "simulate": simulate}
+    found = kinds[args.what](args)
     print()
     peers.print_json(f"scale {args.what}", machine=peers.machine(), found=found)
 

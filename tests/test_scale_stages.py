@@ -5,22 +5,21 @@ What needs a cluster stands in tests/scale/, which `make test-scale` runs.
 
 from __future__ import annotations
 
-import pickle
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_backend import FakeBackend
-from test_cpu_backend import batch, logits_of, tokens
+from test_cpu_backend import N_VOCAB, batch, logits_of, tokens
 from tiny_gguf import write_llama
+from waiting import until
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -40,8 +39,9 @@ from hotset.loading import Opened, decide, open_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
-from hotset.scale.links import ENTERS, LOST, Line, joined, new_key
-from hotset.scale.worker import Failed, StageWorker
+from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
+from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.worker import StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
@@ -104,6 +104,14 @@ def test_pieces_are_the_batch_and_few_where_it_is_small():
 # --- stages
 
 
+ENTERING = Bounds.of(Kind.PIECE, SETTINGS, n_pages=8, n_columns=0)
+LEAVING = Bounds.of(Kind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
+
+
+def line_of(addresses: Sequence[Address], key: bytes) -> Line:
+    return Line(addresses[0], addresses[-1], key, entering=ENTERING, leaving=LEAVING)
+
+
 class Workers:
     """The stages of a model as their machines have them, in one process: a backend."""
 
@@ -126,7 +134,7 @@ class Workers:
         for piece in pieces(whole, n_pieces(len(whole.tokens), len(self.workers))):
             passed: Any = None
             for worker in self.workers:
-                passed = pickle.loads(pickle.dumps(worker.run(self.steps, piece, passed)))
+                passed = worker.run(self.steps, piece, passed)
             rows.append(passed)
         if failed := [one for one in rows if isinstance(one, Failed)]:
             raise failed[0].error()
@@ -149,8 +157,8 @@ class Linked(Workers):
         key = new_key()
         self.addresses = [worker.listen("127.0.0.1", key) for worker in self.workers]
         for worker, following in zip(self.workers, [*self.addresses[1:], None], strict=True):
-            worker.link(following)
-        self.line = Line(self.addresses[0], self.addresses[-1], key)
+            assert worker.link(following) is None
+        self.line = line_of(self.addresses, key)
 
     def step(self, whole: Batch) -> StepResult:
         self.steps += 1
@@ -244,7 +252,7 @@ def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
 
     last._stage.run = held  # type: ignore[method-assign]
     for piece in pieces(batch([(tokens(16), 0, [0])]), 2):
-        stages.line._enters.send((1, piece, None))
+        stages.line._enters.send(encode(Message(1, piece, None), ENTERING))
     assert begun.wait(30)  # the first
     stages.line.close()
     last.cancel(1)
@@ -256,19 +264,84 @@ def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_a_stranger_is_not_heard(path: Path):
-    stages = Workers(path, [Cut("x", 3)])
-    (worker,) = stages.workers
-    address = worker.listen("127.0.0.1", key := new_key())
-    worker.link(None)
-    with pytest.raises((AuthenticationError, *LOST)):
-        joined(address, new_key(), ENTERS)
-    with socket.create_connection(address) as silent:
-        silent.sendall(b"\0\0\0\4junk")
-    line = Line(address, address, key)
+def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    key = new_key()
+    addresses = [worker.listen("127.0.0.1", key) for worker in stages.workers]
+    with ExitStack() as undone:
+        for address in addresses:
+            for said in (b"", b"\0\0\0\4junk"):
+                for _ in range(25):
+                    tcp = undone.enter_context(socket.create_connection(address))
+                    tcp.sendall(said)
+            with pytest.raises(LinkError, match="does not have the key of this line"):
+                joined(address, new_key(), ENTERS)
+        for worker, following in zip(stages.workers, [*addresses[1:], None], strict=True):
+            assert worker.link(following) is None
+        with closing(line_of(addresses, key)) as line:
+            step = batch([(tokens(5), 0, [4])])
+            expected = Workers(path, [Cut("x", 3)]).step(step).logits
+            np.testing.assert_array_equal(line.step(1, [step])[0], expected)
+            for address in addresses:  # nobody else can connect to a line that is complete
+                with pytest.raises(LinkError, match="cannot be reached"):
+                    joined(address, key, ENTERS)
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    monkeypatch.setattr("hotset.scale.worker.START_SECONDS", 0.0)
+    first, last = stages.workers
+    key = new_key()
+    first.listen("127.0.0.1", key)
+    last.listen("127.0.0.1", new_key())
+    address = last._inlet.address
+    problem = first.link(address)
+    assert problem == f"the stage at 127.0.0.1:{address[1]} does not have the key of this line"
+    assert last.link(None) is None
+    assert until(last.alive) == "a neighbour of this stage did not connect in time"
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(path: Path):
+    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
     step = batch([(tokens(5), 0, [4])])
-    np.testing.assert_array_equal(line.step(1, [step])[0], Workers(path, [Cut("x", 3)]).step(step).logits)
-    line.close()
+    expected = stages.step(step).logits.copy()
+    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
+    with pytest.raises(LOST):
+        stages.step(step)
+    told = [worker.alive() for worker in stages.workers]
+    assert told == ["a frame's header is damaged: its tag does not fit", None]
+    stages.line.close()
+    stages.link()
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    assert [worker.alive() for worker in stages.workers] == [None, None]
+    stages.close()
+
+
+def test_rows_of_another_step_or_piece_are_refused(path: Path):
+    stages = Linked(path, [Cut("x", 3)])
+    step = batch([(tokens(5), 0, [4])])
+    (worker,) = stages.workers
+    run = worker.run
+    worker.run = lambda *given: run(*given)[1:]  # type: ignore[method-assign]
+    with pytest.raises(LinkError, match="4 rows of step 1 arrived, where 5 of step 1 are due"):
+        stages.step(step)
+    stages.close()
+
+
+def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
+    stages = Linked(path, [Cut("x", 3)])
+    step = batch([(tokens(5), 0, [4])])
+    with pytest.raises(
+        InvalidRequestError, match="page_tables of a step is 1 x 9; at most 48 x 8 is expected"
+    ):
+        stages.step(replace(step, page_tables=np.zeros((1, 9), np.int32)))
+    assert stages.step(step).logits.shape == (5, N_VOCAB)
     stages.close()
 
 
@@ -303,7 +376,7 @@ def test_whoever_cuts_a_model_over_machines_needs_no_memory_for_it(
 
 def test_an_error_arrives_as_it_was():
     for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
-        found = pickle.loads(pickle.dumps(Failed.of(error))).error()
+        found = Failed.of(error).error()
         assert (type(found), str(found)) == (type(error), str(error))
     assert str(Failed.of(KeyError("x")).error()) == "KeyError: 'x'"
 

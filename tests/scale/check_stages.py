@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Nodes
@@ -12,7 +14,8 @@ from test_api import write_model
 
 import hotset
 from hotset.errors import DeviceError, InvalidRequestError
-from hotset.scale.stages import load_staged
+from hotset.scale.links import Address, Line
+from hotset.scale.stages import StagedBackend, load_staged
 from hotset.settings import LoadSettings
 
 SETTINGS = LoadSettings(n_ctx=256, n_threads=1, max_batch=64, max_sequences=16, n_seqs=8, backend="cpu")
@@ -45,6 +48,47 @@ def test_stages_that_are_not_there(path: Path, nodes: Nodes, tmp_path: Path):
         load_staged(str(path), SETTINGS, "a:1,nowhere:2", nodes.address)
     with pytest.raises(InvalidRequestError, match="the stages have 2 layers together, and the model has 3"):
         load_staged(str(path), SETTINGS, "a:1,b:1", nodes.address)
+
+
+def test_silent_strangers_and_a_damaged_frame_cost_no_answer(
+    path: Path,
+    expected: list[str],
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    silent: list[socket.socket] = []
+
+    def beset(first: Address, last: Address, *given: Any, **more: Any) -> Line:
+        silent.extend(socket.create_connection(one) for one in (first, last) for _ in range(50))
+        return Line(first, last, *given, **more)
+
+    monkeypatch.setattr("hotset.scale.stages.Line", beset)
+    with load_staged(str(path), SETTINGS, "a:1,b:2", nodes.address) as model:
+        assert len(silent) == 100
+        assert model.generate(PROMPTS[3], **PARAMS).text == expected[3]
+        assert isinstance(model.backend, StagedBackend)
+        assert model.backend._line is not None
+        model.backend._line._enters._tcp.sendall(b"\x80\4" * 500)
+        answers = model.generate_many(PROMPTS, **PARAMS)
+        assert [answer.text for answer in answers] == expected
+        assert len(silent) == 200  # another line
+    said = "the line of the stages broke (on a: a frame's header is damaged: its tag does not fit)"
+    assert [record.message for record in caplog.records if said in record.message]
+    for tcp in silent:
+        tcp.close()
+
+
+def test_stages_that_do_not_find_one_another(path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hotset.scale.links.HANDSHAKE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setattr(
+            "hotset.scale.stages.Line", lambda first, *given, **more: Line(deaf.getsockname(), *given, **more)
+        )
+        with pytest.raises(
+            DeviceError, match=r"the stages did not find one another \(the stage at .* did not answer"
+        ):
+            load_staged(str(path), SETTINGS, "a:1,b:2", nodes.address)
 
 
 def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(

@@ -1,33 +1,60 @@
 """Connections between the stages of a model that is cut over machines.
 
-Ray begins the stages and notices when they die; but a call of it takes a millisecond, which each token would
-pay at each boundary. So stages stand in a line of their own: whoever asks sends pieces of a step to the
-first, each sends on what it made of them, and the last one sends rows back.
+Ray starts the stages and notices when they die; but a call of it takes a millisecond, which each token would
+pay at each boundary. So the stages form a line of their own: the driver sends pieces of a step to the first,
+each stage sends what it made of them to the next, and the last one sends rows back.
 
-    asker ── enters ─> stage ── enters ─> stage ── leaves ─> asker
+    driver ── enters ─> stage ── enters ─> stage ── leaves ─> driver
 
-Messages are pickled, as Ray's are; nothing is unpickled that did not come from one who has the line's key.
+Both sides of a connection prove that they have the line's key before anything else is read (`_greet` and
+`_answer`: a challenge and a response each way, HMAC-SHA-256). What follows are frames (frames.py), whose tags
+have keys of their own for each connection and direction: they are derived from the key and the random numbers
+of both sides.
 """
 
 from __future__ import annotations
 
-import os
+import hmac
+import queue
 import secrets
 import socket
+import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+
+import numpy as np
 
 from hotset.backends.base import Batch
+from hotset.escaping import clause
+from hotset.scale.frames import (
+    MAGIC,
+    TAG_BYTES,
+    VERSION,
+    Bounds,
+    Channel,
+    Frame,
+    LinkError,
+    Message,
+    Passed,
+    encode,
+)
 
 Address = tuple[str, int]
 
-ENTERS, LEAVES = b"enters", b"leaves"  # which end of a stage a connection is
-LOST = (EOFError, OSError)  # what a connection raises whose other side is gone
+ENTERS, LEAVES = 1, 2  # which end of a stage a connection is
+LOST = (EOFError, OSError)  # what a connection raises whose other side is gone; LinkError is one of them
+HANDSHAKE_SECONDS = 10.0  # in which both sides of a connection must have proved that they have the key
+START_SECONDS = 120.0  # that a stage waits for its neighbours
+MOST_PENDING = 32  # connections to a stage that have not proved it yet; the oldest is dropped for another one
+_RETRY_SECONDS = 0.05  # after which one that was dropped tries again
 _GONE_SECONDS = 10  # after which a machine that is silent is gone
+
+# Of a connection: the hello of the side that connects, the stage's answer, and a proof of each.
+_HELLO = struct.Struct("<4sHB32s")  # magic, version, end, random number
+_ANSWER = struct.Struct("<4sH32s32s")  # magic, version, random number, proof
 
 
 def new_key() -> bytes:
@@ -35,103 +62,250 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def joined(address: Address, key: bytes, end: bytes) -> Connection:
-    """A connection to one end of the stage that listens there. Raises OSError, and AuthenticationError where
-    somebody else does."""
-    found = Client(address, authkey=key)
-    _tune(found)
-    found.send_bytes(end)
+def _proof(key: bytes, purpose: bytes, hello: bytes, number: bytes) -> bytes:
+    """Of one who has the key; purpose: which proof, or which key of the connection. number: the stage's."""
+    return hmac.digest(key, b"hotset stage: " + purpose + hello + number, "sha256")
+
+
+def _read(tcp: socket.socket, n: int, until: float) -> bytes:
+    """n bytes. Raises EOFError and OSError; TimeoutError at that time, however slowly bytes arrive."""
+    found = b""
+    while len(found) < n:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError
+        tcp.settimeout(left)
+        if not (more := tcp.recv(n - len(found))):
+            raise EOFError
+        found += more
     return found
 
 
+def joined(address: Address, key: bytes, end: int) -> Channel:
+    """A connection to one end of the stage that listens there. Raises LinkError: nothing listens there, it
+    does not answer within HANDSHAKE_SECONDS, has another key, or another version."""
+    where = f"the stage at {address[0]}:{address[1]}"
+    until = time.monotonic() + HANDSHAKE_SECONDS
+    while (left := until - time.monotonic()) > 0:
+        try:
+            tcp = socket.create_connection(address, timeout=left)
+        except TimeoutError:
+            break
+        except OSError as error:
+            raise LinkError(f"{where} cannot be reached ({clause(error)})") from None
+        try:
+            return _greet(tcp, key, end, until, where)
+        except BaseException as error:
+            tcp.close()
+            if isinstance(error, LinkError) or not isinstance(error, LOST):
+                raise
+        time.sleep(_RETRY_SECONDS)  # it was dropped for others that connected
+    raise LinkError(f"{where} did not answer within {HANDSHAKE_SECONDS:g} s")
+
+
+def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -> Channel:
+    """The side that connects. where: for messages."""
+    _tune(tcp)
+    hello = _HELLO.pack(MAGIC, VERSION, end, secrets.token_bytes(32))
+    tcp.sendall(hello)
+    magic, version, number, proof = _ANSWER.unpack(_read(tcp, _ANSWER.size, until))
+    if magic != MAGIC:
+        raise LinkError(f"{where} is none: something else listens there")
+    if version != VERSION:
+        raise LinkError(
+            f"{where} has version {version} of the frames between stages, and this machine {VERSION}; "
+            "install the same version of hotset on each machine"
+        )
+    if not hmac.compare_digest(proof, _proof(key, b"stage", hello, number)):
+        raise LinkError(f"{where} does not have the key of this line")
+    tcp.sendall(_proof(key, b"neighbour", hello, number))
+    if not hmac.compare_digest(_read(tcp, TAG_BYTES, until), _proof(key, b"accepted", hello, number)):
+        raise LinkError(f"{where} does not have the key of this line")
+    tcp.settimeout(None)
+    return Channel(
+        tcp,
+        sends=_proof(key, b"frames to the stage", hello, number),
+        receives=_proof(key, b"frames from the stage", hello, number),
+    )
+
+
 class Inlet:
-    """Where a stage waits for its neighbours, who have the key. host: an address of this machine."""
+    """Where a stage waits for its neighbours, who have the key. host: an address of this machine.
 
-    def __init__(self, host: str, key: bytes) -> None:
-        self._listener = Listener((host, 0), backlog=4, authkey=key)
-        self.address: Address = self._listener.address
-        self._closed = False
+    One thread accepts connections, and each has a thread of its own until it has proved that it has the key:
+    one that says nothing delays no other. seconds: that it may take.
+    """
 
-    def accept(self) -> tuple[bytes, Connection]:
-        """The next of them, with the end that it is at. Raises OSError once this is closed."""
-        while not self._closed:
-            with suppress(AuthenticationError, *LOST):  # a stranger
-                found = self._listener.accept()
-                _tune(found)
-                return found.recv_bytes(16), found
-        raise OSError("the stage waits for nobody any more")
+    def __init__(self, host: str, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
+        self._key, self._seconds = key, seconds
+        self._listener = socket.create_server((host, 0), backlog=4 * MOST_PENDING)
+        self.address: Address = self._listener.getsockname()[:2]
+        self._lock = threading.Lock()
+        self._pending: deque[socket.socket] = deque()  # the oldest first
+        self._accepted: queue.SimpleQueue[tuple[int, Channel] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="hotset-inlet", daemon=True).start()
+
+    def accept(self, seconds: float) -> tuple[int, Channel]:
+        """The next neighbour, with the end that it is at. Raises LinkError after that time, and EOFError once
+        this is closed."""
+        try:
+            found = self._accepted.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            raise LinkError("a neighbour of this stage did not connect in time") from None
+        if found is None:
+            self._accepted.put(None)  # for others that wait
+            raise EOFError("the stage waits for no neighbour any more")
+        return found
 
     def close(self) -> None:
-        """Safe to call twice; who waits in `accept` is released."""
-        if not self._closed:
-            self._closed = True
-            with suppress(OSError), socket.create_connection(self.address):
-                pass  # to close a socket wakes nobody who waits for it
-            self._listener.close()
+        """Safe to call twice; who waits in `accept` is released. Connections that were accepted stay open."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            for tcp in self._pending:
+                _end(tcp)
+        self._accepted.put(None)
+        with suppress(OSError), socket.create_connection(self.address, _GONE_SECONDS):
+            pass  # to close a socket does not wake the thread that waits for it
+
+    def _listen(self) -> None:
+        with self._listener:
+            while not self._closed.is_set():
+                try:
+                    tcp, _ = self._listener.accept()
+                except OSError:  # too many files are open, for example
+                    self._closed.wait(_RETRY_SECONDS)
+                    continue
+                with self._lock:
+                    self._pending.append(tcp)
+                    if self._closed.is_set():
+                        _end(tcp)
+                    elif len(self._pending) > MOST_PENDING:
+                        _end(self._pending.popleft())
+                threading.Thread(
+                    target=self._answer, args=(tcp,), name="hotset-inlet-answer", daemon=True
+                ).start()
+
+    def _answer(self, tcp: socket.socket) -> None:
+        """One side of `_greet`."""
+        with suppress(*LOST):
+            try:
+                self._admit(tcp)
+            except BaseException:
+                with self._lock, suppress(ValueError):  # before its number may become another file's
+                    self._pending.remove(tcp)
+                tcp.close()
+                raise
+
+    def _admit(self, tcp: socket.socket) -> None:
+        """Raises one of LOST for a stranger."""
+        until = time.monotonic() + self._seconds
+        hello = _read(tcp, _HELLO.size, until)
+        magic, version, end, _ = _HELLO.unpack(hello)
+        if magic != MAGIC or end not in (ENTERS, LEAVES):
+            raise EOFError
+        number = secrets.token_bytes(32)
+        tcp.sendall(_ANSWER.pack(MAGIC, VERSION, number, _proof(self._key, b"stage", hello, number)))
+        if version != VERSION:
+            raise EOFError
+        found = _read(tcp, TAG_BYTES, until)
+        if not hmac.compare_digest(found, _proof(self._key, b"neighbour", hello, number)):
+            raise EOFError
+        _tune(tcp)
+        tcp.settimeout(None)
+        channel = Channel(
+            tcp,
+            sends=_proof(self._key, b"frames from the stage", hello, number),
+            receives=_proof(self._key, b"frames to the stage", hello, number),
+        )
+        with self._lock:
+            if tcp not in self._pending or self._closed.is_set():  # it was dropped
+                raise EOFError
+            self._pending.remove(tcp)
+            tcp.sendall(_proof(self._key, b"accepted", hello, number))
+            self._accepted.put((end, channel))
 
 
 class Line:
-    """The two ends of a line, for whoever asks. first, last: where its stages listen."""
+    """The two ends of a line, for the driver. first, last: where its stages listen; entering, leaving: bounds
+    of what is sent to the first stage and received from the last. Raises LinkError."""
 
-    def __init__(self, first: Address, last: Address, key: bytes) -> None:
+    def __init__(
+        self, first: Address, last: Address, key: bytes, *, entering: Bounds, leaving: Bounds
+    ) -> None:
+        self._entering, self._leaving = entering, leaving
         self._enters = joined(first, key, ENTERS)
-        self._leaves = joined(last, key, LEAVES)
+        try:
+            self._leaves = joined(last, key, LEAVES)
+        except BaseException:
+            self._enters.close()
+            raise
         self._sender: threading.Thread | None = None
 
-    def step(self, step: int, pieces: Sequence[Batch]) -> list[Any]:
-        """Sends the pieces of a step through the stages; what the last one passes on of each, in order.
+    def step(self, step: int, pieces: Sequence[Batch]) -> list[Passed]:
+        """Sends the pieces of a step through the stages; what the last one makes of each, in order.
 
-        Raises one of LOST where a stage is gone. Then, or when it is interrupted, the line is over.
+        Raises InvalidRequestError for a batch that is out of bounds, and one of LOST where a stage is gone or
+        a frame damaged. After the latter, or when it is interrupted, the line is over.
         """
+        frames = [encode(Message(step, piece, None), self._entering) for piece in pieces]
         try:
-            if len(pieces) == 1:
-                self._enters.send((step, pieces[0], None))
-                return [self._leaves.recv()]
-            # From another thread: a stage that cannot be rid of what it made takes no more, so rows must be
-            # taken while pieces are still being sent.
-            self._sender = threading.Thread(target=self._send, args=(step, pieces), daemon=True)
-            self._sender.start()
-            rows = [self._leaves.recv() for _ in pieces]
-            self._sender.join()
+            if len(frames) == 1:
+                self._enters.send(frames[0])
+            else:
+                # From another thread: a stage that cannot be rid of what it made takes no more, so rows must
+                # be taken while pieces are still being sent.
+                self._sender = threading.Thread(target=self._send, args=(frames,), daemon=True)
+                self._sender.start()
+            rows = [self._receive(step, piece) for piece in pieces]
+            if self._sender is not None:
+                self._sender.join()
             return rows
         except BaseException:
             self.close()
             raise
 
-    def _send(self, step: int, pieces: Sequence[Batch]) -> None:
+    def _receive(self, step: int, piece: Batch) -> Passed:
+        """What became of a piece."""
+        found = self._leaves.receive(self._leaving)
+        passed, n = found.passed, len(piece.outputs)
+        n_rows = len(passed) if isinstance(passed, np.ndarray) else n
+        if (found.step, n_rows) != (step, n):
+            raise LinkError(f"{n_rows} rows of step {found.step} arrived, where {n} of step {step} are due")
+        assert passed is not None, "a frame of rows has rows or an error"
+        return passed
+
+    def _send(self, frames: Sequence[Frame]) -> None:
         with suppress(*LOST):  # then no rows come either
-            for piece in pieces:
-                self._enters.send((step, piece, None))
+            for frame in frames:
+                self._enters.send(frame)
 
     def close(self) -> None:
         """Safe to call twice; the stages leave the line."""
-        for connection in (self._enters, self._leaves):
-            if not connection.closed:
-                with suppress(OSError), _socket_of(connection) as tcp:
-                    tcp.shutdown(
-                        socket.SHUT_RDWR
-                    )  # who sends just now is released, before its handle is gone
+        for channel in (self._enters, self._leaves):
+            channel.shutdown()  # a thread that sends is released before its socket is closed
         if self._sender is not None:
             self._sender.join()
         self._enters.close()
         self._leaves.close()
 
 
-def _socket_of(connection: Connection) -> socket.socket:
-    """Another handle of what it sends through."""
-    return socket.socket(fileno=os.dup(connection.fileno()))
+def _end(tcp: socket.socket) -> None:
+    """The thread that reads from it is released, and closes it."""
+    with suppress(OSError):
+        tcp.shutdown(socket.SHUT_RDWR)
 
 
-def _tune(connection: Connection) -> None:
+def _tune(tcp: socket.socket) -> None:
     """Small messages leave at once, and a machine that lost its power is noticed."""
-    with _socket_of(connection) as tcp:
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", _GONE_SECONDS // 2),
-            ("TCP_KEEPINTVL", 1),
-            ("TCP_KEEPCNT", _GONE_SECONDS // 2),
-            ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # where something was sent that nobody confirms
-        ):
-            if hasattr(socket, name):
-                tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _GONE_SECONDS // 2),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", _GONE_SECONDS // 2),
+        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # where something was sent that nobody confirms
+    ):
+        if hasattr(socket, name):
+            tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

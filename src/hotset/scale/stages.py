@@ -12,12 +12,12 @@ time. A stage whose machine dies is begun again elsewhere; what the cache held i
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import AuthenticationError
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,9 @@ from hotset.loading import Decided, decide, open_model
 from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
-from hotset.scale.worker import Failed, Gauge, Noted, Passed, StageWorker
+from hotset.scale.worker import Gauge, Noted, StageWorker, row_bounds
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
@@ -48,7 +49,9 @@ _START_SECONDS = 300.0  # that a stage may take to open its layers
 _RECOVER_SECONDS = 60.0  # in which a stage that was lost must be begun elsewhere
 _CONTROL = "control"  # calls that do not wait for a step
 _LOOK_SECONDS = 5.0  # in which a stage that lives says so
-_LINK_SECONDS = 30.0  # in which stages find one another
+_LINK_SECONDS = 30.0  # in which stages answer calls of Ray that put them in a line
+
+log = logging.getLogger("hotset.scale")
 
 
 def load_staged(model: str, settings: LoadSettings, stages: str, address: str | None) -> Model:
@@ -101,12 +104,16 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
         strategy = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         gauge = ray.remote(Gauge).options(num_cpus=0, scheduling_strategy=strategy).remote()
         n_bytes, rate = ray.get(gauge.measure.remote(n_threads))
-        hops, key = [], new_key()
-        with joined(ray.get(gauge.echo.remote(machine.address, key)), key, ENTERS) as there:
+        hops, key, bounds = [], new_key(), row_bounds(width)
+        try:
+            there = joined(ray.get(gauge.echo.remote(machine.address, key, width)), key, ENTERS)
+        except LOST as error:
+            raise DeviceError(f"{machine.name} cannot be measured ({clause(error)})") from None
+        with there:
             for _ in range(_HOPS):
                 began = time.perf_counter()
-                there.send(row)
-                there.recv()
+                there.send(encode(Message(0, None, row), bounds))
+                there.receive(bounds)
                 hops.append(time.perf_counter() - began)
         ray.kill(gauge)
         rooms.append(Room(machine.name, _SHARE * n_bytes, rate, sorted(hops)[_HOPS // 2]))
@@ -142,6 +149,9 @@ class StagedBackend:
         self._is_cut = decided.graph.is_cut
         self._counts = decided.config.leaves_out or self._is_cut
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
+        # Of what is sent to the first stage, which has no rows yet, and received from the last.
+        self._entering = Bounds.of(Kind.PIECE, settings, self.n_pages, n_columns=0)
+        self._leaving = Bounds.of(Kind.ROWS, settings, self.n_pages, self.n_vocab)
         self._how: dict[str, Any] = {
             # The same everywhere: what a machine would choose for itself may differ.
             "settings": replace(settings, n_ctx=decided.n_ctx, progress=None),
@@ -187,9 +197,7 @@ class StagedBackend:
         self._step = step = next(self._steps)
         try:
             assert self._line is not None, "stages stand in a line as long as they are open"
-            rows: list[Passed] = self._line.step(
-                step, pieces(batch, n_pieces(len(batch.tokens), len(self._stages)))
-            )
+            rows = self._line.step(step, pieces(batch, n_pieces(len(batch.tokens), len(self._stages))))
         except LOST as error:
             self._recover(error)
             raise CacheLostError("a machine was lost; its stage has been begun again") from None
@@ -288,16 +296,19 @@ class StagedBackend:
         ray = library()
 
         self._check_open()
-        lost = []
+        lost, reasons = [], [str(error)] if isinstance(error, LinkError) else []
         for stage in self._stages:
             try:
                 alive = stage.actor.alive.options(concurrency_group=_CONTROL).remote()
-                ray.get(alive, timeout=_LOOK_SECONDS)
+                if refused := ray.get(alive, timeout=_LOOK_SECONDS):
+                    reasons.append(f"on {stage.cut.host}: {refused}")
             except (GetTimeoutError, RayActorError, RayTaskError):
                 lost.append(stage)
         self._n_broken += not lost
-        if self._n_broken > 1:  # they live, and failed in what nobody foresaw
-            raise DeviceError(f"a stage failed ({_last_line(error)})")
+        if self._n_broken > 1:  # they live, and what broke the line is no machine that died
+            raise DeviceError(f"a stage failed ({clause('; '.join(reasons)) or _last_line(error)})")
+        for reason in reasons:
+            log.warning("the line of the stages broke (%s); they are linked again", clause(reason))
         for stage in lost:
             self._end(stage)
         # What the others have still to compute of that step must not fall into the cache of the next.
@@ -327,9 +338,14 @@ class StagedBackend:
             asked = [stage.actor.listen.remote(stage.machine.address, key) for stage in self._stages]
             addresses: list[Address] = ray.get(asked, timeout=_LINK_SECONDS)
             following = zip(self._stages, [*addresses[1:], None], strict=True)
-            ray.get([stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS)
-            self._line = Line(addresses[0], addresses[-1], key)
-        except (GetTimeoutError, RayActorError, RayTaskError, AuthenticationError, *LOST) as error:
+            told = ray.get([stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS)
+            for stage, problem in zip(self._stages, told, strict=True):
+                if problem is not None:
+                    raise LinkError(f"{stage.cut.host}: {problem}")
+            self._line = Line(
+                addresses[0], addresses[-1], key, entering=self._entering, leaving=self._leaving
+            )
+        except (GetTimeoutError, RayActorError, RayTaskError, *LOST) as error:
             raise DeviceError(f"the stages did not find one another ({_last_line(error)})") from None
 
     def _end(self, stage: _Stage) -> None:

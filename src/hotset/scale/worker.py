@@ -3,53 +3,35 @@
     worker = StageWorker()                      # an actor of Ray in stages.py
     worker.open(model=..., first_op=..., ...)
     address = worker.listen(host, key)          # where the stage before it finds it
-    worker.link(following)                      # from here on it computes what comes, and passes it on
+    worker.link(following)                      # from here on it computes what arrives, and passes it on
 
-What goes wrong is passed on as a `Failed`, so that whoever asked for the last stage hears of it.
+An error of a step is passed on as a `Failed`, so that the driver receives it from the last stage.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import psutil
 
-from hotset import errors
 from hotset.backends.base import Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.cores import usable_cores
-from hotset.errors import HotsetError, InvalidRequestError, StepCancelledError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.loading import decide, open_model
 from hotset.placement.machine import cpu_rate
-from hotset.scale.links import ENTERS, LEAVES, LOST, Address, Inlet, joined
+from hotset.scale.frames import Bounds, Channel, Failed, Kind, LinkError, Message, Passed, encode
+from hotset.scale.links import ENTERS, LEAVES, LOST, START_SECONDS, Address, Inlet, joined
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
-
-@dataclass(frozen=True)
-class Failed:
-    """What kept a stage from computing: an error of errors.py by its name, with its sentence."""
-
-    kind: str
-    sentence: str
-
-    @staticmethod
-    def of(error: Exception) -> Failed:
-        return Failed(type(error).__name__, str(error) or type(error).__name__)
-
-    def error(self) -> Exception:
-        """The same as an exception."""
-        if self.kind == StepCancelledError.__name__:
-            return StepCancelledError()
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, HotsetError):
-            return kind(self.sentence)
-        return RuntimeError(f"{self.kind}: {self.sentence}")
+log = logging.getLogger("hotset.scale")
 
 
 @dataclass(frozen=True)
@@ -62,9 +44,6 @@ class Noted:
     seconds: np.ndarray | None
 
 
-Passed = np.ndarray | Failed
-
-
 class StageWorker:
     """Operations [first_op, last_op) of a model, with the cache of their layers. `open` comes first."""
 
@@ -73,6 +52,7 @@ class StageWorker:
         self._computing = threading.Lock()
         self._noted: tuple[int, list[Noted]] = (-1, [])  # of the latest step
         self._inlet: Inlet | None = None
+        self._refused: str | None = None
         self._undone = ExitStack()
 
     def open(
@@ -115,42 +95,72 @@ class StageWorker:
             self._undone.close()
             return Failed.of(error)
         self._undone.callback(self._stage.close)
-        self._counts = counts
+        self._counts, self._settings = counts, settings
         self._values = frozenset(op.out.name for op in self._stage.graph.primitives)
         return {"n_threads": self._stage.n_threads, "isa": self._stage.isa}
 
-    def alive(self) -> None:
-        """Answers, whatever is computed."""
+    def alive(self) -> str | None:
+        """Answers at once. Why its latest line ended; None: it did not, or a neighbour closed it."""
+        return self._refused
 
     # ---- its place in the line ----
 
     def listen(self, host: str, key: bytes) -> Address:
-        """Where its neighbours find it: the one before it, and of the last stage whoever asks. It leaves the
+        """Where its neighbours find it: the one before it, and of the last stage the driver. It leaves the
         line that it was in. host: an address of this machine. key: of the line."""
         if self._inlet is not None:
             self._inlet.close()
-        self._key, self._inlet = key, Inlet(host, key)
+        self._key, self._inlet, self._refused = key, Inlet(host, key), None
         return self._inlet.address
 
-    def link(self, following: Address | None) -> None:
-        """Begins to compute what comes. following: where the next stage listens; None: this is the last."""
-        line = self._inlet, self._key, following
-        threading.Thread(target=self._pass_on, args=line, name="hotset-stage", daemon=True).start()
-
-    def _pass_on(self, inlet: Inlet, key: bytes, following: Address | None) -> None:
-        """Until a neighbour is gone, who hears of it is gone too: so the whole line ends."""
-        with ExitStack() as undone, suppress(*LOST):
-            undone.callback(inlet.close)
-            ends: dict[bytes, Connection] = {}
+    def link(self, following: Address | None) -> str | None:
+        """Connects to the next stage, and begins to compute what arrives. Returns what keeps it from that;
+        None: nothing. following: where the next stage listens; None: this is the last."""
+        assert self._inlet is not None, "a stage listens before it is linked"
+        ends: dict[int, Channel] = {}
+        try:
             if following is not None:
-                ends[LEAVES] = undone.enter_context(joined(following, key, ENTERS))
-            while len(ends) < 2:
-                end, connection = inlet.accept()
-                ends[end] = undone.enter_context(connection)
-            while True:
-                step, batch, entering = ends[ENTERS].recv()
-                passed = self.run(step, batch, entering)
-                ends[LEAVES].send(passed if following is None else (step, batch, passed))
+                ends[LEAVES] = joined(following, self._key, ENTERS)
+        except LinkError as error:
+            self._inlet.close()
+            return str(error)
+        line = self._inlet, ends, following is None
+        threading.Thread(target=self._pass_on, args=line, name="hotset-stage", daemon=True).start()
+        return None
+
+    def _pass_on(self, inlet: Inlet, ends: dict[int, Channel], is_last: bool) -> None:
+        """Until a neighbour closes its connection, or what it sends is refused. Then this stage closes its
+        own connections, and so the whole line ends."""
+        with ExitStack() as undone, suppress(*LOST):
+            for channel in ends.values():
+                undone.enter_context(channel)
+            undone.callback(inlet.close)
+            try:
+                until = time.monotonic() + START_SECONDS
+                while len(ends) < 2:
+                    end, channel = inlet.accept(until - time.monotonic())
+                    ends[end] = undone.enter_context(channel)
+                inlet.close()  # nobody else has business here
+                entering, leaving = self._bounds(Kind.ROWS if is_last else Kind.PIECE)
+                while True:
+                    found = ends[ENTERS].receive(entering)
+                    assert found.batch is not None, "a piece has a batch"
+                    passed = self.run(found.step, found.batch, found.passed)
+                    batch = None if is_last else found.batch
+                    ends[LEAVES].send(encode(Message(found.step, batch, passed), leaving))
+            except LinkError as error:
+                if inlet is self._inlet:
+                    self._refused = str(error)
+                log.warning("a stage left its line: %s", error)
+
+    def _bounds(self, leaving: Kind) -> tuple[Bounds, Bounds]:
+        """Of what arrives, and of what is passed on."""
+        stage = self._stage
+        width = stage.entering.width if stage.entering is not None else 0
+        return (
+            Bounds.of(Kind.PIECE, self._settings, stage.n_pages, width),
+            Bounds.of(leaving, self._settings, stage.n_pages, stage.graph.result.width),
+        )
 
     # ---- a step ----
 
@@ -201,15 +211,23 @@ class Gauge:
         """Bytes of memory that are free, and bytes of weights per second that its CPU reads."""
         return float(psutil.virtual_memory().available), cpu_rate(n_threads or usable_cores())
 
-    def echo(self, host: str, key: bytes) -> Address:
-        """Where whatever is sent to comes back: what that takes is a hop."""
+    def echo(self, host: str, key: bytes, width: int) -> Address:
+        """Where each row, float32 [1, width], comes back: the time of that is a hop's."""
         inlet = Inlet(host, key)
+        bounds = row_bounds(width)
 
         def answer() -> None:
             with suppress(*LOST):
-                _, connection = inlet.accept()
-                while True:
-                    connection.send(connection.recv())
+                _, channel = inlet.accept(START_SECONDS)
+                inlet.close()
+                with channel:
+                    while True:
+                        channel.send(encode(channel.receive(bounds), bounds))
 
         threading.Thread(target=answer, name="hotset-echo", daemon=True).start()
         return inlet.address
+
+
+def row_bounds(width: int) -> Bounds:
+    """Of the messages that `Gauge.echo` takes and sends."""
+    return Bounds(Kind.ROWS, n_tokens=1, n_sequences=0, n_pages=0, n_columns=width)

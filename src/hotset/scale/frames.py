@@ -1,0 +1,338 @@
+"""Frames: what stages send to one another, as raw arrays behind a fixed header, authenticated.
+
+    header | tag of the header | arrays of the fields that are present, in the order of FIELDS | tag of both
+
+The header is a struct (see _HEADER): magic, version, kind, sequence number, step, and for each field its
+type (0: absent) and shape. All numbers are little-endian. A tag is HMAC-SHA-256 with the key of this
+connection and direction (links.py). The sequence number counts frames, so that a frame that is altered,
+replayed, left out or out of order is refused. The header has a tag of its own because its lengths are used
+before the arrays have arrived. Nothing is allocated before these lengths are within `Bounds`, and no received
+byte is interpreted as anything but a number or UTF-8.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+from typing import ClassVar, Self
+
+import numpy as np
+
+from hotset import errors
+from hotset.backends.base import Batch
+from hotset.errors import HotsetError, InvalidRequestError, StepCancelledError
+from hotset.settings import LoadSettings
+
+MAGIC, VERSION = b"HSTG", 1
+TEXT_BYTES = 1 << 20  # of a text field: names of taps, an error message
+TAG_BYTES = 32
+_MESSAGE_LETTERS = 4096  # of an error message; the rest is left out
+_CHUNK = 1 << 18  # bytes that are hashed and sent at a time: one side hashes what the other one sends
+_TYPES = {"<i4": 1, "<f4": 2, "|u1": 3}  # number in the header
+
+
+class LinkError(ConnectionError):
+    """What arrived over a connection is refused, or the other side did not answer; it must be closed."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What kept a stage from computing: the name of an error's class, and its message."""
+
+    kind: str
+    message: str
+
+    @staticmethod
+    def of(error: Exception) -> Failed:
+        return Failed(type(error).__name__, str(error) or type(error).__name__)
+
+    def error(self) -> Exception:
+        """The same as an exception."""
+        if self.kind == StepCancelledError.__name__:
+            return StepCancelledError()
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, HotsetError):
+            return kind(self.message)
+        return RuntimeError(f"{self.kind}: {self.message}")
+
+
+Passed = np.ndarray | Failed  # what a stage makes of a piece: rows, float32 [n_rows, width], or an error
+
+
+@dataclass(frozen=True)
+class Message:
+    """Between stages: a piece of a step, with what the stage before made of it (None: this is the first).
+    From the last stage: batch is None, and rows are logits."""
+
+    step: int
+    batch: Batch | None
+    passed: Passed | None
+
+
+class Kind(IntEnum):
+    """Of a frame: whether the message has a batch."""
+
+    PIECE = 1
+    ROWS = 2
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The messages that one end of a stage takes. n_tokens, n_sequences, n_pages: at most, of a batch;
+    n_columns: of rows, exactly."""
+
+    kind: Kind
+    n_tokens: int
+    n_sequences: int
+    n_pages: int
+    n_columns: int
+    n_text: ClassVar[int] = TEXT_BYTES
+
+    @classmethod
+    def of(cls, kind: Kind, settings: LoadSettings, n_pages: int, n_columns: int) -> Self:
+        """Those of a model that was loaded so. An engine's page tables have a row for each sequence that may
+        run, other callers' one for each token at most."""
+        n_sequences = max(settings.max_batch, settings.max_sequences)
+        return cls(kind, settings.max_batch, n_sequences, n_pages, n_columns)
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array of a frame. rows: which of Bounds limits its first dimension; columns: its second, if any."""
+
+    name: str
+    dtype: str
+    rows: str
+    columns: str | None = None
+
+
+FIELDS = (  # those of four bytes first: so every array is aligned
+    Field("tokens", "<i4", "n_tokens"),
+    Field("positions", "<i4", "n_tokens"),
+    Field("sequences", "<i4", "n_tokens"),
+    Field("page_tables", "<i4", "n_sequences", "n_pages"),
+    Field("outputs", "<i4", "n_tokens"),
+    Field("states", "<i4", "n_sequences"),
+    Field("saves", "<i4", "n_tokens"),
+    Field("rows", "<f4", "n_tokens", "n_columns"),
+    Field("cut", "|u1", "n_tokens"),
+    Field("taps", "|u1", "n_text"),  # names with \0 between them
+    Field("error", "|u1", "n_text"),  # `Failed.kind`
+    Field("message", "|u1", "n_text"),
+)
+_REQUIRED = ("tokens", "positions", "sequences", "page_tables", "outputs")  # of a batch
+_OPTIONAL = ("cut", "states", "saves")
+_HEADER = struct.Struct("<4sHHQq" + "BII" * len(FIELDS))
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A message that is ready to be sent. shapes: type, rows and columns of each field; parts: uint8."""
+
+    kind: Kind
+    step: int
+    shapes: tuple[int, ...]
+    parts: tuple[np.ndarray, ...]
+
+
+def encode(message: Message, bounds: Bounds) -> Frame:
+    """A message as a frame, whose parts are views of its arrays. Raises InvalidRequestError for what the
+    receiver, who has the same bounds, would refuse."""
+    arrays = _arrays_of(message)
+    kind = Kind.ROWS if message.batch is None else Kind.PIECE
+    shapes: list[int] = []
+    parts = []
+    for field in FIELDS:
+        array = arrays.get(field.name)
+        if array is None:
+            shapes += 0, 0, 0
+            continue
+        dtype, n_dims = np.dtype(field.dtype), 1 if field.columns is None else 2
+        if array.dtype != dtype or array.ndim != n_dims:
+            raise InvalidRequestError(
+                f"{field.name} of a step must be {dtype.name} with {n_dims} dimensions, not "
+                f"{array.dtype.name} with {array.ndim}"
+            )
+        rows, columns = array.shape if array.ndim == 2 else (len(array), 1)
+        if problem := _out_of_bounds(field, rows, columns, bounds):
+            raise InvalidRequestError(problem)
+        shapes += _TYPES[field.dtype], rows, columns
+        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return Frame(kind, message.step, tuple(shapes), tuple(parts))
+
+
+def _arrays_of(message: Message) -> dict[str, np.ndarray]:
+    """Name of a field → its array; of the fields that are present."""
+    found: dict[str, np.ndarray] = {}
+    batch, passed = message.batch, message.passed
+    if batch is not None:
+        found = {name: getattr(batch, name) for name in _REQUIRED}
+        for name in _OPTIONAL:
+            if (array := getattr(batch, name)) is not None:
+                found[name] = array.view(np.uint8) if array.dtype == np.bool_ else array
+        if batch.taps:
+            found["taps"] = _of_text("\0".join(batch.taps))
+    if isinstance(passed, Failed):
+        found["error"] = _of_text(passed.kind)
+        found["message"] = _of_text(passed.message[:_MESSAGE_LETTERS])
+    elif passed is not None:
+        found["rows"] = passed
+    return found
+
+
+def _message_of(kind: Kind, step: int, arrays: Mapping[str, np.ndarray]) -> Message:
+    """The reverse of `_arrays_of`. Raises LinkError for fields that are no message of this kind."""
+    present = set(arrays)
+    batch = None
+    if kind is Kind.PIECE:
+        if missing := set(_REQUIRED) - present:
+            raise LinkError(f"a frame has no field {min(missing)}")
+        cut = arrays.get("cut")
+        batch = Batch(
+            **{name: arrays[name] for name in _REQUIRED},
+            taps=tuple(_text(arrays["taps"]).split("\0")) if "taps" in arrays else (),
+            cut=None if cut is None else cut != 0,
+            states=arrays.get("states"),
+            saves=arrays.get("saves"),
+        )
+        present -= {*_REQUIRED, *_OPTIONAL, "taps"}
+    passed: Passed | None = None
+    if present == {"error", "message"}:
+        passed = Failed(_text(arrays["error"]), _text(arrays["message"]))
+    elif present == {"rows"}:
+        passed = arrays["rows"]
+    elif present or kind is Kind.ROWS:
+        raise LinkError(f"a frame of kind {kind} has the fields {', '.join(sorted(arrays)) or 'of none'}")
+    return Message(step, batch, passed)
+
+
+def _out_of_bounds(field: Field, rows: int, columns: int, bounds: Bounds) -> str | None:
+    """What is wrong with the shape of a field, as a message; None: nothing."""
+    most = getattr(bounds, field.rows), 1 if field.columns is None else getattr(bounds, field.columns)
+    fits = columns <= most[1] if field.name == "page_tables" else columns == most[1]
+    if rows <= most[0] and fits:
+        return None
+    return f"{field.name} of a step is {rows} x {columns}; at most {most[0]} x {most[1]} is expected"
+
+
+def _of_text(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
+
+
+def _text(array: np.ndarray) -> str:
+    return array.tobytes().decode("utf-8", "replace")
+
+
+class Channel:
+    """One connection on which both sides have proved that they have the key (links.py).
+
+    sends, receives: the keys of the two directions, 32 bytes each. One thread may send while another one
+    receives.
+    """
+
+    def __init__(self, tcp: socket.socket, sends: bytes, receives: bytes) -> None:
+        self._tcp = tcp
+        # Objects that are copied for each tag: the key is then prepared once.
+        self._sends, self._receives = (hmac.new(key, digestmod="sha256") for key in (sends, receives))
+        self._n_sent = self._n_received = 0
+        self._head = bytearray(HEADER_BYTES + TAG_BYTES)
+
+    def send(self, frame: Frame) -> None:
+        """Raises OSError where the other side is gone."""
+        header = _HEADER.pack(MAGIC, VERSION, frame.kind, self._n_sent, frame.step, *frame.shapes)
+        self._n_sent += 1
+        mac = self._sends.copy()
+        mac.update(header)
+        head = header + mac.digest()
+        if sum(part.nbytes for part in frame.parts) <= _CHUNK:  # one packet, if it is small
+            payload = b"".join(part.data for part in frame.parts)
+            mac.update(payload)
+            self._tcp.sendall(b"".join((head, payload, mac.digest())))
+            return
+        self._tcp.sendall(head)
+        for part in frame.parts:
+            for at in range(0, len(part), _CHUNK):
+                chunk = part[at : at + _CHUNK].data
+                mac.update(chunk)
+                self._tcp.sendall(chunk)
+        self._tcp.sendall(mac.digest())
+
+    def receive(self, bounds: Bounds) -> Message:
+        """The next message, whose arrays are views of memory of its own.
+
+        Raises EOFError where the other side has closed the connection, OSError where it is gone, and
+        LinkError for a frame that is damaged or out of bounds. After any of them it must be closed.
+        """
+        head = memoryview(self._head)
+        n = self._tcp.recv_into(head)
+        if not n:
+            raise EOFError
+        self._fill(head[n:])
+        mac = self._receives.copy()
+        mac.update(head[:HEADER_BYTES])
+        magic, version, kind, number, step, *shapes = _HEADER.unpack_from(head)
+        if not hmac.compare_digest(head[HEADER_BYTES:], mac.digest()):
+            raise LinkError("a frame's header is damaged: its tag does not fit")
+        if (magic, version, number, kind) != (MAGIC, VERSION, self._n_received, bounds.kind):
+            raise LinkError(
+                f"frame {number} of kind {kind} arrived where frame {self._n_received} of kind "
+                f"{bounds.kind} is due"
+            )
+        self._n_received += 1
+        fields = []  # of those that are present: field, first byte, end, shape
+        end = 0
+        for field, code, rows, columns in zip(FIELDS, shapes[::3], shapes[1::3], shapes[2::3], strict=True):
+            if not code:
+                continue
+            if code != _TYPES[field.dtype]:
+                raise LinkError(f"{field.name} of a frame has type {code}, not {_TYPES[field.dtype]}")
+            if problem := _out_of_bounds(field, rows, columns, bounds):
+                raise LinkError(problem)
+            start, shape = end, (rows,) if field.columns is None else (rows, columns)
+            end += math.prod(shape) * np.dtype(field.dtype).itemsize
+            fields.append((field, start, end, shape))
+        payload = np.empty(end + TAG_BYTES, np.uint8)
+        for at in range(0, len(payload), _CHUNK):
+            self._fill(payload[at : at + _CHUNK].data)
+            mac.update(payload[at : min(at + _CHUNK, end)].data)
+        if not hmac.compare_digest(payload[end:].tobytes(), mac.digest()):
+            raise LinkError("the arrays of a frame are damaged: their tag does not fit")
+        arrays = {
+            field.name: payload[start:stop].view(field.dtype).reshape(shape)
+            for field, start, stop, shape in fields
+        }
+        return _message_of(bounds.kind, step, arrays)
+
+    def _fill(self, view: memoryview) -> None:
+        """Reads as many bytes as the view has."""
+        while view:
+            n = self._tcp.recv_into(view)
+            if not n:
+                raise EOFError("the connection ended within a frame")
+            view = view[n:]
+
+    def shutdown(self) -> None:
+        """Ends the connection; a thread that sends or receives is released."""
+        with suppress(OSError):
+            self._tcp.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Safe to call twice. No other thread may use the connection."""
+        self.shutdown()
+        self._tcp.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
