@@ -536,22 +536,38 @@ def test_settings_of_byte_level_bpe_that_have_no_key(
         keys_of(merging | {"pre_tokenizer": BYTES, "model": model}, tmp_path)
 
 
-def test_llama3_template_adds_bos(checkpoint: Path) -> None:
-    template = {
-        "type": "Sequence",
-        "processors": [
-            {"type": "ByteLevel", "trim_offsets": False},
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<|begin|>"}}, {"Sequence": {}}],
-            },
-        ],
-    }
-    edit(checkpoint / "tokenizer.json", post_processor=template)
-    edit(checkpoint / "tokenizer_config.json", add_bos_token=None)
-    assert converted(checkpoint).metadata["tokenizer.ggml.add_bos_token"] is True
-    edit(checkpoint / "tokenizer.json", post_processor=None)
-    assert converted(checkpoint).metadata["tokenizer.ggml.add_bos_token"] is False
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [
+        ("<|begin|> $A", {}),  # Llama 3
+        ("$A <|user|>", {"bos_token": None}),  # Qwen3 Embedding: <|endoftext|>, and eos is <|im_end|>
+        ("<|user|> $A <|end|>", {"eos_token": {"content": "<|end|>"}}),
+        ("<|begin|> $A <|end|>", {"add_bos_token": False, "add_eos_token": False}),
+        ("$A", {"add_eos_token": True}),
+        ("<|begin|> <|user|> $A", {"bos_token": None}),  # GLM 4: no key for two
+    ],
+)
+def test_special_tokens_around_a_text_are_those_of_the_template(
+    checkpoint: Path, template: str, settings: dict[str, Any]
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    theirs = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    special = [(token, theirs.token_to_id(token)) for token in ("<|begin|>", "<|end|>", "<|user|>")]
+    around = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=special)
+    theirs.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), around])
+    theirs.save(str(checkpoint / "tokenizer.json"))
+    edit(checkpoint / "tokenizer_config.json", **{"add_bos_token": None, "bos_token": "<|begin|>"} | settings)
+    ours = load_tokenizer(converted(checkpoint).metadata)
+    plain = theirs.encode("the inn", add_special_tokens=False).ids
+    if settings.get("add_bos_token") is False or template.startswith("<|begin|> <|user|>"):
+        assert ours.encode("the inn") == plain
+    elif template == "$A":
+        assert ours.encode("the inn") == [*plain, 301]
+    else:
+        assert ours.encode("the inn") == theirs.encode("the inn").ids
+    assert {ours.eos_id, ours.eot_id} >= {301}  # what the configuration says ends an answer, still does
+    assert 301 in ours.stop_ids
 
 
 def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:

@@ -500,12 +500,13 @@ def test_gemma3_has_no_cap_on_scores() -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
-    """llama.cpp loads no qwen35 file without them."""
+    """llama.cpp loads no qwen35 file without them, and ends where they are more than a head has."""
     key, sizes = (
         "rope.dimension_sections",
         {"linear_num_value_heads": 32, "num_experts": 8, "num_experts_per_tok": 2},
     )
-    assert keys(kind, **sizes)[key] == [11, 11, 10, 0]
+    for head_dim, sections in ((256, [11, 11, 10, 0]), (16, [1, 1, 0, 0]), (128, [6, 5, 5, 0])):
+        assert keys(kind, **sizes, head_dim=head_dim)[key] == sections
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     assert keys(kind, **sizes, rope_parameters=rope | {"mrope_section": [2, 1, 1]})[key] == [2, 1, 1, 0]
     for section in ([], [1] * 5, [1.0], [True], [-1], "11", 3):

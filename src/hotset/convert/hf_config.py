@@ -117,7 +117,7 @@ class HFClass:
     required: entries that change what a model computes in a way that no key describes, and the only value
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
-    sections: mrope_section where config.json has none; None: the class has no such entry.
+    sections: config.json may have mrope_section.
     numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
@@ -143,7 +143,7 @@ class HFClass:
     required: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
-    sections: tuple[int, ...] | None = None
+    sections: bool = False
     query_scalar: str | None = None
     norms_less_one: bool = False
     rotates: RopeKind = "neox"
@@ -306,9 +306,6 @@ _DELTA_EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
 }
-# Pairs of channels for time, height and width of an image's positions. A text has no part in it, but
-# llama.cpp loads no file without the key; where config.json has none its converter writes these, too.
-_MROPE_SECTIONS = (11, 11, 10)
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
 _GRANITE_DEFAULTS: dict[str, Any] = {
     **_LLAMA_DEFAULTS,
@@ -722,7 +719,7 @@ CLASSES: dict[str, HFClass] = {
         **_DELTA,
         layer_tensors=_DELTA_NAMES,
         defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
-        sections=_MROPE_SECTIONS,
+        sections=True,
     ),
     "Qwen3_5MoeForCausalLM": HFClass(
         "qwen35moe",
@@ -730,7 +727,7 @@ CLASSES: dict[str, HFClass] = {
         layer_tensors=_DELTA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
         ff="moe_intermediate_size",
         defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
-        sections=_MROPE_SECTIONS,
+        sections=True,
         experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
     ),
 }
@@ -1024,8 +1021,8 @@ class HFConfig:
             self._check_unrotated(row.unrotated_period)
             windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)
             keys |= windows | self._rope_keys()
-            if self.hf_class.sections is not None:
-                keys["rope.dimension_sections"] = self._sections(self.hf_class.sections)
+            if self.hf_class.sections:
+                keys["rope.dimension_sections"] = self._sections()
             if row.windowed_rope_base is not None:
                 keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
         if self.hf_class.activation is not None:
@@ -1273,9 +1270,16 @@ class HFConfig:
                 keys["rope.scaling.yarn_attn_factor"] = above / below
         return keys
 
-    def _sections(self, default: tuple[int, ...]) -> list[int]:
-        """Pairs of channels for time, height, width and another dimension of a position."""
-        found = self._rope().get("mrope_section", list(default))
+    def _sections(self) -> list[int]:
+        """Pairs of channels for time, height, width and another dimension of a position.
+
+        A text has no part in it, but llama.cpp loads no file without the key and ends where the sections are
+        more than a head has. Without mrope_section: a third each, which is 11, 11, 10 in published models.
+        """
+        rope = self._rope()
+        found = rope.get("mrope_section")
+        if found is None:
+            found = [(self._n_rot(rope) // 2 + 2 - i) // 3 for i in range(3)]
         if (
             not isinstance(found, list)
             or not 1 <= len(found) <= 4

@@ -58,6 +58,7 @@ def _names() -> dict[tuple[tuple[str, ...], bool], str]:
 
 
 NAMES = _names()
+_SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
 # Of these every character belongs to a match, so that what lies between matches is nothing.
 _COVERING = {
     _spelled(PRE_TOKENIZERS[name].patterns[0])
@@ -76,7 +77,9 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     if (src / "tokenizer.model").exists():
         tokens, types, keys = _sentencepiece(src, settings)
     elif (src / "tokenizer.json").exists():
-        tokens, types, keys = _byte_level_bpe(read_json(src / "tokenizer.json"), settings)
+        tokenizer = read_json(src / "tokenizer.json")
+        settings = _template_settings(tokenizer.get("post_processor"), settings)
+        tokens, types, keys = _byte_level_bpe(tokenizer, settings)
     elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
         tokens, types, keys = _gpt2_bpe(src, settings, config)
     else:
@@ -90,7 +93,7 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
         scores = keys["tokenizer.ggml.scores"] + [-1000.0 for _ in missing]
         keys["tokenizer.ggml.scores"] = np.array(scores, np.float32)
     ids = {token: i for i, token in enumerate(tokens)}
-    for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+    for kind, key in _SPECIAL_KINDS.items():
         if (id := _special_id(f"{kind}_token", settings, config, ids)) is not None:
             keys[f"tokenizer.ggml.{key}_token_id"] = id
     if (template := _chat_template(src, settings)) is not None:
@@ -152,7 +155,8 @@ def _byte_level_bpe(
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
             "tokenizer.ggml.merges": merges,
-            "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
+            "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
+            "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
         }
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
@@ -244,15 +248,40 @@ def _merges_lead_to_words(tokenizer: dict[str, Any]) -> bool:
         return False
 
 
-def _adds_bos(post_processor: Any, settings: dict[str, Any]) -> bool:
-    """Whether a single text starts with a special token (Llama 3's template says so, Qwen has none)."""
-    steps = [post_processor] if isinstance(post_processor, dict) else []
-    for step in steps:
-        steps += [s for s in step.get("processors") or [] if isinstance(s, dict)]
-        single = step.get("single")
-        if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
-            return "SpecialToken" in single[0]
-    return settings.get("add_bos_token") is True
+def _template_settings(post_processor: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the special tokens that the template of a tokenizer.json puts around a single text.
+
+    add_bos_token and add_eos_token of tokenizer_config.json win. A GGUF file has room for one token before a
+    text: of a template with more (GLM 4: [gMASK]<sop>) there is none.
+    """
+    before, after = _template(post_processor)
+    added: dict[str, Any] = {}
+    if len(before) == 1 and settings.get("add_bos_token") is not False:
+        added |= {"bos_token": before[0], "add_bos_token": True}
+    if len(after) == 1 and settings.get("add_eos_token") is not False:
+        added |= {"eos_token": after[0], "add_eos_token": True}
+        eos = settings.get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        if eos != after[0]:  # what ends an answer is another token (Qwen3 Embedding)
+            added["eot_token"] = eos
+    return settings | added
+
+
+def _template(post_processor: Any) -> tuple[list[str], list[str]]:
+    """Texts of the special tokens before a single text and after it."""
+    before: list[str] = []
+    after: list[str] = []
+    try:
+        for step in _steps(post_processor, "processors"):
+            if step["type"] == "TemplateProcessing":
+                seen = False
+                for part in step["single"]:
+                    seen |= "Sequence" in part
+                    if "SpecialToken" in part:
+                        (after if seen else before).append(str(part["SpecialToken"]["id"]))
+    except (KeyError, TypeError, RecursionError):
+        raise TokenizerError("the post_processor in tokenizer.json is damaged") from None
+    return before, after
 
 
 _MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}  # trainer_spec.model_type
