@@ -31,6 +31,7 @@ import psutil
 import serve_load
 
 PORT = 18100
+NAME = "bench"  # of the model in requests
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def cluster(names: str) -> Iterator[str]:
 
 def command(model: str, threads: int, *more: str) -> list[str]:
     base = [sys.executable, "-m", "hotset.cli.main", "serve", model, "--port", str(PORT), "-t", str(threads)]
-    return [*base, "-c", "2048", *more]
+    return [*base, "-a", NAME, "-c", "2048", *more]
 
 
 def front(args: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def conversations(url: str, n_turns: int = 4) -> int:
         ]
         for _ in range(n_turns):
             for i, talk in enumerate(talks):
-                body = {"messages": talk, "max_tokens": 24, "temperature": 0}
+                body = {"model": NAME, "messages": talk, "max_tokens": 24, "temperature": 0}
                 reply = client.post("/v1/chat/completions", json=body).json()
                 cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
                 talk.append(reply["choices"][0]["message"])

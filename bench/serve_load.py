@@ -37,6 +37,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import peers
 
+MODEL = "bench"  # what it is called in requests
 N_CTX = 4608  # tokens of a conversation
 SHORT = 30  # tokens of a prompt
 VOCABULARY = 30_000  # ids are drawn below it
@@ -70,6 +71,7 @@ class Client:
     async def ask(self, n_prompt: int, n_tokens: int, *, stream: bool = True) -> Reply:
         prompt = [self._draw.randrange(100, VOCABULARY) for _ in range(n_prompt)]
         asked: dict[str, Any] = {
+            "model": MODEL,
             "prompt": prompt,
             "max_tokens": n_tokens,
             "temperature": 0,
@@ -107,7 +109,7 @@ class Client:
 
 def hotset_command(model: Path, port: int, slots: int, threads: int) -> list[str]:
     return [
-        sys.executable, "-m", "hotset.cli.main", "serve", str(model), "--port", str(port),
+        sys.executable, "-m", "hotset.cli.main", "serve", str(model), "--port", str(port), "-a", MODEL,
         "--parallel", str(slots), "-c", str(N_CTX), "--contexts", str(slots), "-t", str(threads),
     ]  # fmt: skip
 

@@ -289,7 +289,7 @@ def test_a_custom_id_comes_back_as_it_was(path: Path, tmp_path: Path):
 
 def test_a_body_arrives_as_it_was_written():
     """A lone surrogate is the server's to judge, not to be replaced on the way."""
-    body = {"input": "a\ud800é\u2028", "n": 1.5}
+    body = {"model": "tiny", "input": "a\ud800é\u2028", "n": 1.5}
     arrived: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

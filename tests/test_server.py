@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, events_of, run, text_of, write_model
+from tiny_server import MESSAGES, AsyncTinyClient, events_of, run, text_of, write_model
 
 import hotset
 from hotset.errors import QueueFullError
@@ -86,7 +86,7 @@ def test_health_is_503_until_the_model_is_there(path: Path):
         app = create_app(service)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
+            AsyncTinyClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
         ):
             reply = await client.get("/health")
             assert reply.status_code == 503

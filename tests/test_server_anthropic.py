@@ -391,7 +391,7 @@ def test_errors_have_anthropics_shape(path: Path):
             reply = await client.post("/v1/messages", json=body)
             assert reply.status_code == status, reply.text
             error = reply.json()
-            assert set(error) == {"type", "error"}
+            assert set(error) == {"type", "error", "request_id"}
             assert error["type"] == "error"
             assert set(error["error"]) == {"type", "message"}
             assert sentence in error["error"]["message"]

@@ -248,7 +248,7 @@ def test_connections_that_all_wait_for_answers_are_not_given_up(
             return step(batch)
 
         server.model.backend.step = held  # type: ignore[method-assign]
-        body = b'{"prompt": "a", "max_tokens": 2, "temperature": 0}'
+        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 2, "temperature": 0}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         post = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         asked = [connected(server) for _ in range(2)]

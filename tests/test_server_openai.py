@@ -335,10 +335,31 @@ def test_a_text_in_parts(path: Path, model: hotset.Model):
     run(path, work)
 
 
+def test_a_request_names_its_model(path: Path):
+    """As the public schemas have it. A client of its own: that of the tests would put the name in."""
+    subjects = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    subjects |= {"/v1/embeddings": {"input": "a"}, "/v1/messages": {"messages": MESSAGES, "max_tokens": 1}}
+    subjects |= {"/api/chat": {"messages": MESSAGES}, "/api/generate": {"prompt": "a"}}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for url, subject in subjects.items():
+            for body in (subject, subject | {"model": None}, subject | {"model": ""}):
+                reply = await client.post(url, content=json.dumps(body))
+                assert reply.status_code == 400, (url, body)
+                assert "model" in reply.text, url
+            reply = await client.post(CHAT, content=json.dumps(subjects[CHAT]))
+            error = reply.json()["error"]
+            assert (error["param"], error["code"]) == ("model", "missing_required_parameter")
+            assert error["message"] == "model is missing; this server has 'tiny'"
+
+    run(path, work)
+
+
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
 def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+        subject["model"] = "tiny"
         refused: dict[str, Any] = {
             "made_up": 1,
             "service_tier": "mine",
@@ -376,12 +397,13 @@ def test_fields_that_change_nothing_are_accepted(path: Path, url: str):
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+        subject["model"] = "tiny"
         subject |= GREEDY
         accepted: dict[str, Any] = {
             "n": 1, "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex",
             "safety_identifier": "x", "prompt_cache_key": "y", "prompt_cache_retention": "24h",
             "prompt_cache_options": {"mode": "implicit"}, "presence_penalty": 0, "frequency_penalty": 0.0,
-            "logit_bias": {}, "model": "tiny",
+            "logit_bias": {},
         }  # fmt: skip
         if url == CHAT:
             accepted |= {

@@ -27,6 +27,9 @@ assert client.generate(model=MODEL, prompt="ok", options=OPTIONS).response == te
 pieces = list(client.generate(model=f"{MODEL}:latest", prompt="ok", options=OPTIONS, stream=True))
 assert "".join(piece.response for piece in pieces) == text
 assert client.generate(model=MODEL).done_reason == "load"
+loading = {"num_ctx": 4096, "num_thread": 2, "num_gpu": 99, "num_batch": 512}  # accepted without effect
+answer = client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS | loading)
+assert answer.message.content == text
 decided = client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS, format={"type": "boolean"})
 assert decided.message.content in ("true", "false")
 
@@ -40,7 +43,7 @@ assert shown.modelinfo["general.architecture"] == shown.details.family
 (running,) = client.ps().models
 assert running.model == MODEL
 
-for wrong, status in ({"model": "other"}, 404), ({"options": {"num_gpu": 1}}, 400):
+for wrong, status in ({"model": "other"}, 404), ({"options": {"mirostat": 2}}, 400):
     taken = True
     try:
         client.chat(**{"model": MODEL, "messages": MESSAGES} | wrong)

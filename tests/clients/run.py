@@ -1,8 +1,9 @@
 """`make test-clients`: clients that people use, against `hotset serve` on a real socket.
 
-What they need lies in build/clients: an environment, packages for Node, and a log of each. Of the
-two servers that are started, one has the tiny random model of the tests, and one SmolLM2 of the store, for
-LangChain's tests, whose questions a model must understand.
+What they need is in build/clients: an environment, packages for Node, and a log of each. Most clients get a
+server with the tiny random model of the tests, LangChain's tests and llm-comply, whose questions a model must
+understand, one with SmolLM2 of the store, and the agent libraries one for each form of tool calls, whose
+model follows a script.
 
     .venv/bin/python tests/clients/run.py [NAME ...]
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,7 @@ KEY = "a-key-of-the-tests"
 LOADED_SECONDS = 300
 
 sys.path.append(str(HERE.parent))
+from scripted_serve import CALLS  # noqa: E402
 from test_api import write_model  # noqa: E402
 
 
@@ -44,13 +46,15 @@ class Server:
 
 
 @contextmanager
-def served(model: str, *, name: str) -> Iterator[Server]:
-    """A server that has loaded the model."""
+def served(*command: str | Path, name: str) -> Iterator[Server]:
+    """A server that has loaded its model, by a command that takes the options of `hotset serve`."""
     log = WORK / f"serve-{name}.log"
-    command = [ROOT / ".venv/bin/hotset", "serve", model, "--alias", name, "--port", "0"]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HOTSET_API_KEY": KEY}
+            [*command, "--alias", name, "--port", "0"],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HOTSET_API_KEY": KEY},
         )
     try:
         yield Server(_url(process, log), name)
@@ -118,36 +122,48 @@ def schemathesis(server: Server) -> list[str]:
     return [*command, "-H", f"Authorization: Bearer {KEY}", "--max-time", "150", "--warnings", "off"]
 
 
+def llm_comply(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "comply.py"), str(BIN / "llm-comply")]
+
+
+def agents(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "agent_loops.py")]
+
+
 TINY: dict[str, Callable[[Server], list[str]]] = {
     "openai-node": openai_node,
     "ollama": ollama,
     "llm": llm,
     "schemathesis": schemathesis,
 }
-SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"langchain": langchain}
+SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"llm-comply": llm_comply, "langchain": langchain}
+SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}
 
 
 def main(names: list[str]) -> int:
     """0 where every client was content."""
-    unknown = set(names) - set(TINY) - set(SMOLLM2)
+    known = [*TINY, *SMOLLM2, *SCRIPTED]
+    unknown = set(names) - set(known)
     if unknown:
-        sys.exit(f"there is no client {sorted(unknown)[0]!r}; there are {', '.join([*TINY, *SMOLLM2])}")
+        sys.exit(f"there is no client {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+    serve, python = [ROOT / ".venv/bin/hotset", "serve"], ROOT / ".venv/bin/python"
+    servers = [
+        (TINY, [*serve, write_model(WORK / "tiny.gguf")], "tiny"),
+        (SMOLLM2, [*serve, "smollm2-135m", "--max-tokens", "1024"], "smollm2-135m"),
+        *((SCRIPTED, [python, HERE / "scripted_serve.py", form, WORK], form) for form in CALLS),
+    ]
     failed = 0
-    with ExitStack() as running:
-        for clients, model, name in (
-            (TINY, str(write_model(WORK / "tiny.gguf")), "tiny"),
-            (SMOLLM2, "smollm2-135m", "smollm2-135m"),
-        ):
-            wanted = [client for client in clients if not names or client in names]
-            if wanted:
-                server = running.enter_context(served(model, name=name))
+    for clients, command, model in servers:
+        wanted = [client for client in clients if not names or client in names]
+        if wanted:
+            with served(*command, name=model) as server:
                 failed += sum(not content(client, clients[client], server) for client in wanted)
     return 1 if failed else 0
 
 
 def content(name: str, command: Callable[[Server], list[str]], server: Server) -> bool:
     """Runs a client and says how it went."""
-    log = WORK / f"{name}.log"
+    log = WORK / f"{name}-{server.model}.log"
     began = time.monotonic()
     with log.open("w") as out:
         ended = subprocess.run(
@@ -155,7 +171,8 @@ def content(name: str, command: Callable[[Server], list[str]], server: Server) -
         )
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     verdict = "ok    " if ended.returncode == 0 else "FAILED"
-    print(f"{verdict} {name:13} {time.monotonic() - began:5.0f} s  {lines[-1] if lines else ''}", flush=True)
+    seconds, last = time.monotonic() - began, lines[-1] if lines else ""
+    print(f"{verdict} {name:11} {server.model:13} {seconds:5.0f} s  {last}", flush=True)
     if ended.returncode:
         print(*(f"       {line}" for line in lines[-30:]), sep="\n", flush=True)
     return ended.returncode == 0

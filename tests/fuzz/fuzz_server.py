@@ -68,7 +68,7 @@ def questions(path: Path, draw: random.Random) -> list[Question]:
             n = 1 if "seed" not in params else draw.choice([1, 2])
             seeds = [{"seed": params["seed"] + j} if "seed" in params else {} for j in range(n)]
             texts = tuple(model.chat(messages, **params | seed).content for seed in seeds)
-            found.append(Question({"messages": messages, "n": n} | params, texts))
+            found.append(Question({"model": "tiny", "messages": messages, "n": n} | params, texts))
     return found
 
 
@@ -128,6 +128,7 @@ class Storm:
         """Somewhere between the first byte of a request and the last of its answer."""
         content = "".join(draw.choices("abc ", k=draw.choice([2, 100, 600])))
         body = {
+            "model": "tiny",
             "messages": [{"role": "user", "content": content}],
             "ignore_eos": True,
             "n": draw.choice([1, 1, 3]),
@@ -270,7 +271,20 @@ class Storm:
 @contextlib.contextmanager
 def server(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`hotset serve`, started by this file so that its steps can fail. Gives the process and the port."""
-    options = ["--port", "0", "-t", "2", "-c", str(N_CTX), "-np", str(PLACES), "--max-queue", str(QUEUE)]
+    options = [
+        "--port",
+        "0",
+        "-a",
+        "tiny",
+        "-t",
+        "2",
+        "-c",
+        str(N_CTX),
+        "-np",
+        str(PLACES),
+        "--max-queue",
+        str(QUEUE),
+    ]
     command = [sys.executable, __file__, "--serve", str(seed), "serve", str(path), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -334,6 +348,7 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
 def last_stream(storm: Storm, process: subprocess.Popen[str]) -> None:
     """A stream to the end of the context, in whose midst the server is told to end."""
     body = {
+        "model": "tiny",
         "messages": [{"role": "user", "content": "a"}],
         "ignore_eos": True,
         "temperature": 0,

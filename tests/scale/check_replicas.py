@@ -23,7 +23,7 @@ import hotset
 
 LONGEST = 240  # tokens of a context; one is a byte
 PROMPTS = [f"{i} is a prompt of its own, " * (1 + i % 3) for i in range(16)]
-BODY = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+BODY = {"model": "tiny", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def serving(path: Path, nodes: Nodes, *options: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "hotset.cli.main", "serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "hotset.cli.main", "serve", str(path), "-a", "tiny", "--port", str(port)]
     command += [
         "-t",
         "1",

@@ -133,8 +133,15 @@ class Service:
         return ActivityReport(self.model)
 
     def check_name(self, name: str | None) -> None:
-        """Raises RequestError (404) for the name of a model that is not served here; none at all is fine."""
-        if name and name != self.name and name not in self.aliases:
+        """Raises RequestError for no name (400), as the public schemas have it, and for that of a model that
+        is not served here (404)."""
+        if not name:
+            raise RequestError(
+                f"model is missing; this server has {self.name!r}",
+                param="model",
+                code="missing_required_parameter",
+            )
+        if name != self.name and name not in self.aliases:
             raise RequestError(
                 f"the model {clause(shown(name))} is not served here; this server has {self.name!r}",
                 404,

@@ -281,6 +281,7 @@ class AnthropicError(Shape):
 class AnthropicErrorReply(Shape):
     type: Literal["error"]
     error: AnthropicError
+    request_id: None
 
 
 class DirectCaller(Shape):

@@ -85,7 +85,8 @@ class DetokenizeBody(Body):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, http: Request) -> Response:
     service = service_of(http)
-    service.check_name(body.model)
+    if body.model is not None:
+        service.check_name(body.model)
     body.check()
     model = service.model
 
@@ -105,7 +106,8 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
 @router.post("/detokenize", responses={200: {"model": DetokenizeReply}})
 async def detokenize(body: DetokenizeBody, http: Request) -> Response:
     service = service_of(http)
-    service.check_name(body.model)
+    if body.model is not None:
+        service.check_name(body.model)
     tokenizer = service.model.tokenizer
 
     def reply() -> JsonReply:
