@@ -1,0 +1,374 @@
+"""What the worst requests of one client cost another: its stream, /health, and the server's memory.
+
+usage: python bench/hostile_load.py --model FILE [--only NAME,NAME] [--seconds N] [--at-once N]
+
+Starts a server with a key for each of two clients. One streams an answer. The other, in a process of its own,
+sends requests of one kind, several at once and again as long as the kind lasts: the largest bodies that a
+server takes (4 MB), and those that cost most for each of their bytes, some of them accepted, some refused.
+Meanwhile /health is read every 20 ms. For each kind it prints the longest gap between two pieces of the
+stream (a piece comes every 20 ms; a step that reads prompts may take 50 ms), the slowest /health, the memory
+that came on top, and the statuses of the replies. The first line is the server without the other client.
+Prints a Markdown table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import peers
+import psutil
+import serve_load
+
+BODY_BYTES = 4 << 20  # the largest that a server takes
+KEYS = {"stream": "key-of-the-stream", "hostile": "key-of-the-hostile"}
+_HEALTH_SECONDS = 0.02  # between two looks at /health
+_REPLY_SECONDS = 60.0  # for which a reply is waited for
+
+Request = tuple[str, bytes]  # path, body
+
+
+# -- what is sent ------------------------------------------------------------------------------------
+
+
+def _json(path: str, **fields: Any) -> Request:
+    return path, json.dumps(fields).encode()
+
+
+def _filled(path: str, head: str, piece: str, tail: str, most: int | None = None) -> Request:
+    """A body of JSON with so many of a piece, between commas, or as many as fit."""
+    n = (BODY_BYTES - 100 - len(head) - len(tail)) // (len(piece.encode()) + 1)
+    return path, (head + ",".join([piece] * min(n, most or n)) + tail).encode()
+
+
+def _texts(n_chars: int) -> list[str]:
+    """Texts that tokenizers find hard: one word, spaces, words, digits, signs, letters of many bytes."""
+    draw = random.Random(0)
+    words = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(1, 12)))
+        for _ in range(n_chars // 7)
+    ]
+    return [
+        "a" * n_chars, " " * n_chars, " ".join(words)[:n_chars], "1" * n_chars, "{[(!" * (n_chars // 4),
+        "\u00e9" * (n_chars // 2), "\U0001f600" * (n_chars // 4), "<|im_start|>" * (n_chars // 12),
+    ]  # fmt: skip
+
+
+def _tokenize() -> Iterator[Request]:
+    for text in _texts(1 << 20):  # the longest that is taken
+        yield _json("/tokenize", content=text)
+        yield _json("/tokenize", prompt=text, with_pieces=True, return_token_strs=True)
+
+
+def _long_texts() -> Iterator[Request]:
+    for text in _texts(BODY_BYTES - 1000):
+        yield "/tokenize", json.dumps({"content": text}, ensure_ascii=False).encode()[: BODY_BYTES - 1]
+        yield _json("/v1/completions", prompt=text, max_tokens=1)
+        yield _json("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=1)
+        yield _json("/v1/embeddings", input=text)
+        yield _json("/tokenize", messages=[{"role": "user", "content": text}])
+
+
+def _prompts() -> Iterator[Request]:
+    """Prompts and answers that fill the context, with as many logprobs as there are."""
+    text = _texts(8000)[2]
+    yield _json("/v1/completions", prompt=text, max_tokens=1, echo=True, logprobs=20)
+    yield _json("/v1/completions", prompt=text, n=4, max_tokens=64, logprobs=20, cache_prompt=False)
+    many = {"temperature": 1.5, "top_p": 1, "top_k": 0, "repeat_penalty": 1.3, "repeat_last_n": -1}
+    yield _json("/v1/completions", prompt="a", n=4, max_tokens=512, ignore_eos=True, logprobs=20, **many)
+    yield _json("/v1/completions", prompt="a", n=16, max_tokens=512, ignore_eos=True, logprobs=20)
+    yield _json("/v1/completions", prompt=[text[:4000]] * 16, max_tokens=2)
+    stops = ["".join(random.Random(i).choices("ab", k=1000)) for i in range(16)]
+    biases = {str(i): 0.1 for i in range(4000)}
+    yield _json("/v1/completions", prompt="a", stop=stops, logit_bias=biases, max_tokens=256, n=4)
+
+
+def _embeddings() -> Iterator[Request]:
+    yield _json("/v1/embeddings", input=["a"] * 2048)
+    yield _json("/v1/embeddings", input=[_texts(1900)[2]] * 2048, encoding_format="base64")
+    yield _json("/v1/embeddings", input=[[1]] * 2048)
+    yield _json("/v1/embeddings", input=["a"] * 60_000)
+
+
+def _tools() -> Iterator[Request]:
+    draw = random.Random(1)
+
+    def tool(i: int) -> dict[str, Any]:
+        properties = {f"p{j}": {"type": "string", "description": "x" * 50} for j in range(3)}
+        function = {
+            "name": f"f{i}-{draw.random()}",
+            "parameters": {"type": "object", "properties": properties},
+        }
+        return {"type": "function", "function": function}
+
+    tools = [tool(i) for i in range(1800)]
+    messages = [{"role": "user", "content": "a"}]
+    yield _json("/v1/chat/completions", messages=messages, tools=tools, max_tokens=1)
+    yield _json("/v1/chat/completions", messages=messages, tools=tools, tool_choice="required", max_tokens=1)
+    yield _json("/tokenize", messages=messages, tools=tools)
+    anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(8000)]
+    yield _json("/v1/messages", model="", messages=messages, tools=anthropic, max_tokens=1)
+    yield _filled("/v1/chat/completions", '{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")
+
+
+def _deep() -> Iterator[Request]:
+    deep, n_lists = "[" * 60 + "]" * 60, 16_000  # the most is 16,384
+    for name in ("chat_template_kwargs", "prediction", "json_schema"):
+        head = f'{{"messages":[{{"role":"user","content":"a"}}],"max_tokens":1,"{name}":{{"a":['
+        yield _filled("/v1/chat/completions", head, deep, "]}}")
+        yield _filled("/v1/chat/completions", head, deep, "]}}", n_lists // 60)
+    yield "/v1/chat/completions", b"[" * (BODY_BYTES - 1)
+    yield "/v1/chat/completions", b'{"a":' * ((BODY_BYTES - 1) // 5)
+    for most in (None, 13_000):
+        yield _filled("/v1/chat/completions", '{"messages":[', '{"role":"user","content":"a"}', "]}", most)
+        parts = '{"messages":[{"role":"user","content":['
+        yield _filled("/v1/chat/completions", parts, '{"type":"text","text":"a"}', "]}]}", most)
+        parts = '{"model":"","max_tokens":1,' + parts[1:]
+        yield _filled("/v1/messages", parts, '{"type":"text","text":"a"}', "]}]}", most)
+
+
+def _arrays() -> Iterator[Request]:
+    for piece in ("1", "1.5", "[]", "{}", '"a"', "null", "1e400", "-0", '"\\ud800"'):
+        yield _filled("/v1/completions", '{"prompt":[', piece, "]}")
+        yield _filled("/detokenize", '{"tokens":[', piece, "]}")
+        yield _filled("/v1/embeddings", '{"input":[', piece, "]}")
+        yield _filled("/v1/chat/completions", '{"messages":[', piece, "]}")
+        yield _filled("/v1/responses", '{"input":[', piece, "]}")
+        yield _filled("/v1/completions", '{"prompt":"a","stop":[', piece, "]}")
+        yield _filled("/v1/completions", '{"prompt":"a","metadata":{"a":[', piece, "]}}")
+    keys = ",".join(f'"k{i}":1' for i in range(60_000))
+    for path in ("/v1/completions", "/v1/messages", "/api/chat", "/api/show", "/tokenize"):
+        yield path, f"{{{keys}}}".encode()
+    yield "/v1/completions", f'{{"prompt":"a","logit_bias":{{{keys}}}}}'.encode()
+    yield "/v1/completions", b'{"prompt":"a","max_tokens":1' + b"0" * 4_000_000 + b"}"
+
+
+def _detokenize() -> Iterator[Request]:
+    for id in range(1000, 1008):
+        yield _filled("/detokenize", '{"tokens":[', str(id), "]}", 500_000)
+        yield _filled("/detokenize", '{"tokens":[', str(id), "]}", 50_000)
+
+
+def _grammars() -> Iterator[Request]:
+    """Those that take long to compile, and those whose masks do; each a new one, so that none is kept."""
+    draw = random.Random(2)
+    while True:
+        n = draw.randrange(10**9)
+        yield _json("/v1/completions", prompt="a", max_tokens=32, regex=f"{n}|(a|b)*a(a|b){{18}}")
+        yield _json("/v1/completions", prompt="a", max_tokens=32, regex=f"([^{n}]{{1,400}} ){{1,400}}")
+        properties = {f"p{n}{i}": {"type": "string", "maxLength": i + 1} for i in range(3000)}
+        yield _json("/v1/completions", prompt="a", max_tokens=32, json_schema={"properties": properties})
+        enum = [f"{n}{i}{draw.random()}" for i in range(8000)]
+        yield _json("/v1/completions", prompt="a", max_tokens=32, json_schema={"enum": enum})
+        lark = f'start: e\ne: e e | "a" | "b{n}" | /[a-z ]+/ | e "," e e'
+        yield _json("/v1/completions", prompt="a", max_tokens=64, grammar=lark)
+        lark = f"start: a\na: (b | c)*\nb: /(.|\\n){{0,300}}x{n}/\nc: /([a-z]*[0-9]*){{0,60}}/"
+        yield _json("/v1/completions", prompt="a", max_tokens=64, grammar=lark)
+
+
+KINDS: dict[str, Callable[[], Iterator[Request]]] = {
+    "nothing": lambda: iter(()),
+    "tokenize": _tokenize,
+    "long texts": _long_texts,
+    "prompts": _prompts,
+    "embeddings": _embeddings,
+    "tools": _tools,
+    "deep JSON": _deep,
+    "arrays": _arrays,
+    "detokenize": _detokenize,
+    "grammars": _grammars,
+}
+
+
+# -- the hostile client ------------------------------------------------------------------------------
+
+
+def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection) -> None:
+    """Sends requests of a kind for so long, in a process of its own; tells the statuses of the replies."""
+    requests = KINDS[kind]()
+    prepared = [next(requests) for _ in range(100)] if kind == "grammars" else list(requests)
+    sent, lock, found = iter(range(10**9)), threading.Lock(), Counter[str]()
+    told.send("ready")
+    told.recv()
+    end = time.monotonic() + seconds
+
+    def work() -> None:
+        while prepared and time.monotonic() < end:
+            with lock:
+                path, body = prepared[next(sent) % len(prepared)]
+            status = _status(port, path, body)
+            with lock:
+                found[status] += 1
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    for thread in threads:  # what was sent before the end counts
+        thread.join(_REPLY_SECONDS)
+    told.send(dict(found))
+
+
+def _head(path: str, who: str, n_bytes: int) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEYS[who]}\r\nConnection: close\r\n"
+        f"Content-Length: {n_bytes}\r\n\r\n"
+    ).encode()
+
+
+def _status(port: int, path: str, body: bytes) -> str:
+    """The status of the reply, or what happened in its place."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), _REPLY_SECONDS) as connection:
+            connection.sendall(_head(path, "hostile", len(body)) + body)
+            status = connection.recv(16)[9:12].decode()
+            into = bytearray(1 << 20)
+            while connection.recv_into(into):
+                pass
+            return status or "closed"
+    except ConnectionError:
+        return "reset"
+    except TimeoutError:
+        return "timeout"
+
+
+# -- what is measured --------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """Of one kind of requests: seconds, bytes, and how many of each status."""
+
+    gap: float = 0.0
+    health: float = 0.0
+    memory: int = 0
+    statuses: dict[str, int] = field(default_factory=dict)
+
+
+class Watch:
+    """The other client's stream, /health and the memory of a server, for as long as this is open."""
+
+    def __init__(self, server: serve_load.Running, port: int) -> None:
+        self.found = Found()
+        self._port, self._process = port, psutil.Process(server.pid)
+        self._memory = self._used()
+        self._ended, self._streams = threading.Event(), threading.Event()
+        works = (self._stream, self._look, self._weigh)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        if not self._streams.wait(_REPLY_SECONDS):
+            sys.exit("the stream does not begin")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _stream(self) -> None:
+        """One answer after the other; a gap is between two pieces of one."""
+        asked = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
+        body = json.dumps(asked).encode()
+        while not self._ended.is_set():
+            with socket.create_connection(("127.0.0.1", self._port)) as connection:
+                connection.sendall(_head("/v1/completions", "stream", len(body)) + body)
+                last = 0.0
+                while not self._ended.is_set() and (part := connection.recv(1 << 16)):
+                    now = time.perf_counter()
+                    if b"data: {" in part:
+                        self.found.gap = max(self.found.gap, now - last if last else 0.0)
+                        last = now
+                        self._streams.set()
+                if last and not self._ended.is_set():
+                    continue
+                self.found.gap = max(self.found.gap, time.perf_counter() - last)
+
+    def _look(self) -> None:
+        while not self._ended.wait(_HEALTH_SECONDS):
+            began = time.perf_counter()
+            with socket.create_connection(("127.0.0.1", self._port)) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                if b" 200 " not in connection.recv(1 << 12):
+                    sys.exit("/health is not well")
+            self.found.health = max(self.found.health, time.perf_counter() - began)
+
+    def _weigh(self) -> None:
+        while not self._ended.wait(0.05):
+            self.found.memory = max(self.found.memory, self._used() - self._memory)
+
+    def _used(self) -> int:
+        """Of the server and of what it has started."""
+        used = 0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended
+                used += process.memory_info().rss
+        return used
+
+
+def measure(server: serve_load.Running, kind: str, args: argparse.Namespace) -> Found:
+    spawned = multiprocessing.get_context("spawn")
+    ours, theirs = spawned.Pipe()
+    job = args.port, kind, args.at_once, args.seconds, theirs
+    process = spawned.Process(target=hostile, args=job, daemon=True)
+    process.start()
+    ours.recv()  # its bodies are made
+    with Watch(server, args.port) as watch:
+        ours.send("begin")
+        watch.found.statuses = ours.recv()
+    process.join()
+    return watch.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--seconds", type=float, default=10, help="of each kind")
+    parser.add_argument("--at-once", type=int, default=4, help="requests of the hostile client")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--port", type=int, default=18081)
+    parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
+    args = parser.parse_args()
+    if unknown := set(args.only) - set(KINDS):
+        sys.exit(f"There is no {' or '.join(unknown)}; there are {', '.join(KINDS)}.")
+    peers.wait_until_quiet(args.force)
+    command = serve_load.hotset_command(args.model, args.port, 16, args.threads)
+    command += [part for key in KEYS.values() for part in ("--api-key", key)]
+    found: dict[str, Found] = {}
+    with peers.Others() as others, serve_load.running(command, args.port) as server:
+        for kind in args.only:
+            found[kind] = measure(server, kind, args)
+    rows = [
+        [
+            kind, f"{1e3 * one.gap:.0f}", f"{1e3 * one.health:.0f}", f"{one.memory / 1e6:.0f}",
+            ", ".join(f"{n} × {status}" for status, n in sorted(one.statuses.items())),
+        ]
+        for kind, one in found.items()
+    ]  # fmt: skip
+    peers.print_table(["requests", "longest gap, ms", "/health at most, ms", "memory, MB", "replies"], rows)
+    print(f"Others used {others.cores:.2f} cores.\n")
+    results = {kind: asdict(one) for kind, one in found.items()}
+    peers.print_json("hostile_load", machine=peers.machine(), found=results, others=others.cores)
+
+
+if __name__ == "__main__":
+    main()
