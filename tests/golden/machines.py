@@ -183,7 +183,7 @@ def _with_runs(output: Any) -> Any:
 
 @contextmanager
 def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
-    """As if this process ran on the machine. It asks the system for its facts where hotset does."""
+    """As if this process ran on the machine, whose facts are put in where hotset asks a system for them."""
     devices = facts["devices"]
     kinds = {name.partition(":")[0] for name in devices}
     memory = SimpleNamespace(**facts["memory"])

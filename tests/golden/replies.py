@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import os
 import re
@@ -190,7 +191,7 @@ REFUSALS = [
 
 
 def name_of(method: str, route: str) -> str:
-    """Of the file."""
+    """Of the file of a route."""
     words = re.findall(r"\w+", re.sub(r"\{.*\}", "", route))
     return "-".join([method.lower(), *words]) if words else f"{method.lower()}-root"
 
@@ -212,38 +213,28 @@ def replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dic
 
 async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    start = 0
-    while start < len(cases):
-        first = cases[start]
-        ahead = range(start, len(cases))
-        end = next((i for i in ahead if _server(cases[i]) != _server(first)), len(cases))
-        load = {"n_ctx": 2048} | first.load
-        async with client_of(_model(folder, first), load=load, **first.settings) as (client, service):
-            if first.writes is not None:
-                written(service, first.writes)
-            for case in cases[start:end]:
+    by_server = itertools.groupby(cases, lambda case: (case.writes, case.load, case.settings))
+    for (writes, load, settings), group in by_server:
+        load, settings = {"n_ctx": 2048} | load, {"keep_alive_seconds": 3600.0} | settings
+        async with client_of(_model(folder, writes is not None), load=load, **settings) as (client, service):
+            if writes is not None:
+                written(service, writes)
+            for case in group:
                 method = route[0] or ("GET" if case.body is None else "POST")
                 found.append(await _reply(client, case, method, case.path or route[1]))
-        start = end
     return _without_what_changes(found)
 
 
-def _server(case: Case) -> tuple[Any, ...]:
-    return case.writes, case.load, case.settings
-
-
-def _model(folder: Path, case: Case) -> Path:
+def _model(folder: Path, thinks: bool) -> Path:
     keys = {"llama.context_length": 2048, "general.name": "Tiny", "general.license": "mit"}
-    keys |= {} if case.writes is None else {"tokenizer.chat_template": THINKS}
+    keys |= {"tokenizer.chat_template": THINKS} if thinks else {}
     path = write_model(folder / "tiny.gguf", **keys)
     os.utime(path, (_WHEN, _WHEN))
     return path
 
 
 async def _reply(client: httpx.AsyncClient, case: Case, method: str, path: str) -> dict[str, Any]:
-    content = (
-        case.body if isinstance(case.body, str) else None if case.body is None else json.dumps(case.body)
-    )
+    content = case.body if case.body is None or isinstance(case.body, str) else json.dumps(case.body)
     reply = await client.request(method, path, content=content, headers=case.headers)
     asked = {"method": method, "path": path, "body": case.body, "headers": case.headers}
     asked |= {"writes": case.writes, "load": case.load, "settings": case.settings}
