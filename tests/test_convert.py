@@ -253,6 +253,12 @@ def test_a_user_defined_piece_is_one_token_and_not_special(tmp_path: Path) -> No
     ids = ours.encode("<s>the<tool>cat</s>", parse_special=True, add_special=False)
     assert ids == [1, *theirs.encode("the<tool>cat"), 2]
     assert ours.decode(ids, skip_special=True) == "the<tool>cat"
+    # What ends an answer by its text is a control token: text from a user never becomes it.
+    ends = trained_model(tmp_path / "hf", user_defined_symbols=["<end_of_turn>"])
+    stopping, end = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})), "<end_of_turn>"
+    assert ends.piece_to_id(end) in ends.encode(f"cat{end}")
+    assert ends.piece_to_id(end) in stopping.encode(f"cat{end}", parse_special=True)
+    assert ends.piece_to_id(end) not in stopping.encode(f"cat{end}")
     inside = ours.encode_inside(" cat<tool>")
     assert b"".join(map(ours.token_bytes, inside)) == b" cat<tool>"
     assert inside[-1] == theirs.piece_to_id("<tool>")
