@@ -20,6 +20,7 @@ from tiny_server import MESSAGES, AsyncTinyClient, events_of, text_of
 from waiting import WATCHDOG
 
 import hotset
+from hotset.scale import front as front_module
 from hotset.scale.front import Front
 from hotset.scale.guard import FromFront
 from hotset.scale.metrics import with_replicas
@@ -53,7 +54,15 @@ def test_keys_of_a_conversation_begin_with_those_of_its_turns_before():
     text = prefix_keys(json.dumps({"prompt": "x" * 200}).encode())
     assert len(text) == 3
     assert prefix_keys(json.dumps({"prompt": [5] * 200}).encode())
-    for other in (b"", b"[]", b"{", b'{"input": ""}', b"[" * 100_000, chat("short")):
+    for other in (
+        json.dumps({"prompt": "x" * 200}).encode("utf-16"),
+        b"",
+        b"[]",
+        b"{",
+        b'{"input": ""}',
+        b"[" * 100_000,
+        chat("short"),
+    ):
         assert prefix_keys(other) == []
 
 
@@ -235,6 +244,25 @@ def test_what_a_client_gets_is_what_the_replica_says(replicas: list[Replica]):
             assert text.count("# TYPE hotset_answers ") + text.count("# TYPE hotset_answers_total ") == 1
 
     asyncio.run(work())
+
+
+def test_bodies_are_read_beside_the_loop(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch):
+    threads: list[threading.Thread] = []
+
+    def noted(body: bytes) -> list[str]:
+        threads.append(threading.current_thread())
+        return prefix_keys(body)
+
+    monkeypatch.setattr(front_module, "prefix_keys", noted)
+
+    async def work() -> None:
+        async with fronted([replicas[0].where]) as (client, places, _):
+            assert (await client.post(CHAT, json={"messages": MESSAGES} | GREEDY)).status_code == 200
+            assert threading.current_thread() not in threads
+            assert places.keys == [prefix_keys(json.dumps({"messages": MESSAGES} | GREEDY).encode())]
+
+    asyncio.run(work())
+    assert len(threads) == 1
 
 
 def test_keys_are_asked_for_by_the_front_and_a_replica_lets_only_the_front_in(replicas: list[Replica]):

@@ -154,7 +154,7 @@ class Front:
             body += message.get("body", b"")
             if not message.get("more_body", False):
                 break
-        keys = prefix_keys(body) if scope["method"] == "POST" else []
+        keys = await asyncio.to_thread(prefix_keys, body) if scope["method"] == "POST" else []
         until = time.monotonic() + _TRY_SECONDS
         while True:
             self._check()

@@ -22,7 +22,7 @@ _PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")  # i
 def prefix_keys(body: bytes) -> list[str]:
     """Keys of the first pages of the prompt that a request's JSON has, in order; none where it has none."""
     try:
-        given = json.loads(body)
+        given = json.loads(body.decode("utf-8-sig"))  # as a replica reads it
     except (ValueError, RecursionError):
         return []
     if not isinstance(given, dict):
