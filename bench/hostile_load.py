@@ -39,6 +39,7 @@ KEYS = {"stream": "key-of-the-stream", "hostile": "key-of-the-hostile"}
 _HEALTH_SECONDS = 0.02  # between two looks at /health
 _REPLY_SECONDS = 60.0  # for which a reply is waited for
 
+MODEL = serve_load.MODEL  # what it is called in requests
 Request = tuple[str, bytes]  # path, body
 
 
@@ -46,11 +47,12 @@ Request = tuple[str, bytes]  # path, body
 
 
 def _json(path: str, **fields: Any) -> Request:
-    return path, json.dumps(fields).encode()
+    return path, json.dumps({"model": MODEL} | fields).encode()
 
 
 def _filled(path: str, head: str, piece: str, tail: str, most: int | None = None) -> Request:
     """A body of JSON with so many of a piece, between commas, or as many as fit."""
+    head = f'{{"model":"{MODEL}",{head[1:]}'
     n = (BODY_BYTES - 100 - len(head) - len(tail)) // (len(piece.encode()) + 1)
     return path, (head + ",".join([piece] * min(n, most or n)) + tail).encode()
 
@@ -121,7 +123,7 @@ def _tools() -> Iterator[Request]:
     yield _json("/v1/chat/completions", messages=messages, tools=tools, tool_choice="required", max_tokens=1)
     yield _json("/tokenize", messages=messages, tools=tools)
     anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(8000)]
-    yield _json("/v1/messages", model="", messages=messages, tools=anthropic, max_tokens=1)
+    yield _json("/v1/messages", messages=messages, tools=anthropic, max_tokens=1)
     yield _filled("/v1/chat/completions", '{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")
 
 
@@ -137,7 +139,7 @@ def _deep() -> Iterator[Request]:
         yield _filled("/v1/chat/completions", '{"messages":[', '{"role":"user","content":"a"}', "]}", most)
         parts = '{"messages":[{"role":"user","content":['
         yield _filled("/v1/chat/completions", parts, '{"type":"text","text":"a"}', "]}]}", most)
-        parts = '{"model":"","max_tokens":1,' + parts[1:]
+        parts = '{"max_tokens":1,' + parts[1:]
         yield _filled("/v1/messages", parts, '{"type":"text","text":"a"}', "]}]}", most)
 
 
@@ -284,7 +286,14 @@ class Watch:
 
     def _stream(self) -> None:
         """One answer after the other; a gap is between two pieces of one."""
-        asked = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
+        asked = {
+            "model": MODEL,
+            "prompt": "Once",
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "max_tokens": -1,
+        }
         body = json.dumps(asked).encode()
         while not self._ended.is_set():
             with socket.create_connection(("127.0.0.1", self._port)) as connection:

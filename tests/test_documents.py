@@ -67,9 +67,10 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"llm ": "another program: tests/clients",
 }
 PYTHON_NOT_RUN = {  # and why; imports are run all the same
+    "class SoftCap(Operation)": "a class of another module",
     'device="cuda"': "a GPU",
 }
-LANGUAGES = ("sh", "python", "yaml", "")
+LANGUAGES = ("sh", "python", "yaml", "cpp", "")
 
 
 # -- shell ---------------------------------------------------------------------------------------
