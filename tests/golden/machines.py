@@ -7,7 +7,8 @@ a header and a hole in place of tensors.
     memory           bytes in all, and those that are available
     program          bytes that this process has in memory
     gpu              what placement/detect.py finds without torch; null: nothing
-    devices          by torch's name: their name, bytes in all and free, a Measured of placement/machine.py
+    devices          by torch's name: their name, compute capability, bytes in all and free, a Measured of
+                     placement/machine.py
     cpu, disk        what machine.json has without a device, and a DiskRates of placement/disk.py
     channels         a ChannelRates of placement/channels.py, for every type
     commands         of this machine, beside COMMANDS
@@ -209,6 +210,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "torch.version.cuda": "12.8" if "cuda" in kinds else None,
             "torch.cuda.is_available": lambda: "cuda" in kinds,
             "torch.cuda.device_count": lambda: len(devices),
+            "torch.cuda.get_device_capability": lambda index: tuple(of(f"cuda:{index}")["capability"]),
             "torch.cuda.get_device_name": lambda device: of(device)["name"],
             "torch.cuda.mem_get_info": lambda device: (of(device)["free"], of(device)["total"]),
             "torch.backends.mps.is_built": lambda: "mps" in kinds,
