@@ -22,8 +22,10 @@ import pytest
 from fake_backend import FakeBackend
 from test_api import write_model
 from test_tokenizer import bpe_metadata, sentencepiece_metadata
+from waiting import WATCHDOG
 
 import hotset
+from hotset.engine import engine as engine_module
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence
@@ -459,8 +461,56 @@ def test_what_goes_wrong_while_a_mask_is_found_is_told_where_it_is_wanted(monkey
     monkeypatch.setattr(grammar_child, "MAX_MASK_SECONDS", -1.0)
     while engine.has_work:
         engine.step()
-    assert "takes half a second" in str(sequence.error)
+    assert "to find what may come next" in str(sequence.error)
     assert other.finish_reason == "length"
+
+
+class Held(GrammarConstraint):
+    """One whose masks another thread finds when it is told to."""
+
+    gate = threading.Event()
+
+    def _find_ahead(self) -> None:
+        assert self.gate.wait(WATCHDOG)
+        super()._find_ahead()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_mask_that_takes_long_is_not_waited_for(is_slow: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 0.0)
+    monkeypatch.setattr(Held, "gate", threading.Event())
+    made = grammars()
+    params = SamplingParams(seed=5, max_tokens=20)
+    engine = Engine(FakeBackend(made.tokenizer.n_vocab), 256)
+
+    def prepared(kind: type[GrammarConstraint]) -> Sequence:
+        rule = made.constraint("regex", "([a-z ]{1,40}\\.\n){20,30}")
+        rule.__class__ = kind
+        rule.is_slow = is_slow
+        return engine.prepare([1, 2], params, constraint=rule)
+
+    alone = prepared(GrammarConstraint)
+    engine.enqueue(alone)
+    while engine.has_work:
+        engine.step()
+    held, free = prepared(Held), engine.prepare([3], SamplingParams(seed=1, max_tokens=30))
+    engine.enqueue(held)
+    engine.enqueue(free)
+    while free.finish_reason is None:
+        engine.step()
+    assert (len(free.generated), held.generated) == (30, [])
+    Held.gate.set()
+    while engine.has_work:
+        engine.step()
+    assert held.error is None
+    assert held.generated == alone.generated
+
+
+def test_a_grammar_whose_first_mask_takes_long_is_refused(monkeypatch: pytest.MonkeyPatch):
+    made = grammars()
+    monkeypatch.setattr(grammar_child, "MAX_MASK_SECONDS", -1.0)
+    with pytest.raises(InvalidRequestError, match="to find what may come next"):
+        made.constraint("regex", "[a-c]{31}")
 
 
 def test_the_thread_of_masks_ends_with_the_grammars_and_a_fork_has_one_of_its_own():
@@ -468,7 +518,7 @@ def test_the_thread_of_masks_ends_with_the_grammars_and_a_fork_has_one_of_its_ow
     rule = made.constraint("regex", "[a-c]{3}")
     rule.look_ahead()
     expected = ids_of(rule.mask(), made.tokenizer)
-    (thread,) = (one for one in threading.enumerate() if one is made._ahead._thread)
+    (thread,) = (one for one in threading.enumerate() if one is made._threads[0]._thread)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
         child = os.fork()

@@ -212,6 +212,7 @@ class Allowed:
     """A constraint that always allows the same tokens."""
 
     finished = False
+    is_slow = False
 
     def __init__(self, ids: list[int], n: int) -> None:
         allowed = np.zeros(n, bool)
@@ -221,6 +222,9 @@ class Allowed:
 
     def look_ahead(self) -> None:
         pass
+
+    def is_busy(self, seconds: float) -> bool:
+        return False
 
     def mask(self) -> Mask:
         return Mask.of(self.bits, N_VOCAB)

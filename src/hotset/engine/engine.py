@@ -39,6 +39,10 @@ from hotset.parameters import real_number
 
 CutTokens = Literal["none", "answers", "all"]
 
+# How long a step waits for masks of constraints: for all of them together, where one sequence is alone, and
+# where all sequences wait.
+_MASK_SECONDS, _ALONE_SECONDS, _ALL_SECONDS = 0.1, 1.0, 0.01
+
 
 class _Flight(NamedTuple):
     """A step that the backend runs: when it began, how long it will take, both in seconds; what it does of
@@ -366,6 +370,7 @@ class Engine:
         """
         self.end_interrupted()
         self.end_overdue()
+        self._take_masks()
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
@@ -415,12 +420,16 @@ class Engine:
         """Samples, hands out rows, makes full pages findable, ends what is finished, and tells of it."""
         changed = []
         row = token = 0
+        until = time.perf_counter() + _MASK_SECONDS
         for sequence, n in chunks:
             start, end = sequence.n_computed, sequence.n_computed + n
             n_rows = sequence.n_rows(n)
             rows, first = result.logits[row : row + n_rows], token
             row, token = row + n_rows, token + n
             is_last = end == len(sequence.tokens)
+            if is_last and self._lacks_mask(sequence, until):
+                sequence.waits_for_mask = True
+                continue  # n_computed stays behind: the chunk runs again, to the same bits
             try:
                 # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
                 if sequence.on_logits and sequence.first_output < min(end, sequence.n_prompt):
@@ -456,6 +465,27 @@ class Engine:
             if sequence.finish_reason is None:
                 sequence.notify()
         return changed
+
+    def _lacks_mask(self, sequence: Sequence, until: float) -> bool:
+        """Whether a sequence cannot have its token now, since its constraint is still looking for the mask.
+
+        What is slow is not waited for, unless nothing else runs.
+        """
+        constraint = sequence.sampler.constraint if sequence.sampler else None
+        if constraint is None:
+            return False
+        seconds = 0.0 if constraint.is_slow else max(until - time.perf_counter(), 0.0)
+        return constraint.is_busy(_ALONE_SECONDS if self.scheduler.n_unfinished == 1 else seconds)
+
+    def _take_masks(self) -> None:
+        """Lets those take part again whose mask has been found; where all wait, for the first of them."""
+        running = self.scheduler.running
+        all_wait = bool(running) and all(sequence.waits_for_mask for sequence in running)
+        for sequence in running:
+            constraint = sequence.sampler.constraint if sequence.sampler else None
+            if sequence.waits_for_mask and constraint is not None:
+                sequence.waits_for_mask = constraint.is_busy(_ALL_SECONDS if all_wait else 0.0)
+                all_wait = False
 
     def _append_token(
         self, sequence: Sequence, logits: np.ndarray, largest: np.ndarray | None, now: float

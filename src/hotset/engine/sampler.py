@@ -68,6 +68,13 @@ class Constraint(Protocol):
     def look_ahead(self) -> None:
         """Tells that the mask is wanted soon: the step whose logits it is for begins."""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether finding the mask may take longer than a step."""
+
+    def is_busy(self, seconds: float) -> bool:
+        """Whether the mask that is looked for is still not there after so many seconds."""
+
     def mask(self) -> Mask:
         """The tokens that may come next. Where the answer may end here, tokens that end it are among them."""
 

@@ -90,6 +90,8 @@ class Scheduler:
         prompts: list[Sequence] = []
         coming: set[tuple[int, int, tuple[int, ...]]] = set()  # pages that somebody is about to fill
         for sequence in self.running:
+            if sequence.waits_for_mask:
+                continue
             if sequence.n_missing > 1:
                 self._share_prefix(sequence)
                 if not self._waits_for_prefix(sequence, coming):

@@ -95,6 +95,7 @@ class Sequence:
         "stop_ids",
         "tap",
         "tokens",
+        "waits_for_mask",
     )
 
     def __init__(self, tokens: list[int], sampler: Sampler | None, n_tokens_max: int) -> None:
@@ -109,6 +110,7 @@ class Sequence:
         self.tap: str | None = None  # the value of the graph that on_tap waits for
         self.on_tap: Callable[[int, np.ndarray], None] | None = None
         self.reuse_prefix = True
+        self.waits_for_mask = False  # what it must follow; without it no step can give it a token
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None

@@ -41,6 +41,7 @@ MAX_SECONDS = 3
 MAX_BYTES = 1 << 30
 """How much memory of the process that tries it."""
 _MAX_KEPT = 32  # compiled grammars
+_SLOW_SECONDS = 0.005  # for a mask: most take less than a tenth of a millisecond
 _MAX_WAIT_SECONDS = 20.0  # for the process that tries one, by the clock
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
@@ -56,10 +57,9 @@ class Grammars:
         self.tokenizer = tokenizer
         self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._ahead = MaskThread()
-        self._kept: OrderedDict[tuple[str, str, str | None], LLMatcher] = (
-            OrderedDict()
-        )  # none has taken a token
+        self._threads = MaskThread(), MaskThread()
+        # None has taken a token. With each, whether it is slow there.
+        self._kept: OrderedDict[tuple[str, str, str | None], tuple[LLMatcher, bool]] = OrderedDict()
 
     @property
     def library(self) -> LLTokenizer:
@@ -79,16 +79,20 @@ class Grammars:
         """
         key = (kind, text, around)
         with self._lock:
-            matcher = self._kept.get(key)
-            if matcher is not None:
+            kept = self._kept.get(key)
+            if kept is not None:
                 self._kept.move_to_end(key)
-        if matcher is None:
+        if kept is None:
             matcher = self._compiled(kind, text, around)
+            first = GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._threads)
+            first.mask()  # one that is too slow is refused here, and not in the midst of a stream
+            kept = matcher, first.is_slow
             with self._lock:
-                self._kept[key] = matcher
+                self._kept[key] = kept
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
-        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._ahead)
+        matcher, is_slow = kept
+        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._threads, is_slow=is_slow)
 
     @cached_property
     def _marks(self) -> list[str]:
@@ -112,14 +116,23 @@ class Grammars:
 class GrammarConstraint:
     """A grammar and how far an answer has come in it; an engine's Constraint, for one answer.
 
-    ahead: finds masks while the model computes. As long as it does, the matcher is its alone.
+    threads: find masks while the model computes, the second those of slow grammars, for which the others
+    must not wait. As long as one does, the matcher is its alone. is_slow: a mask took long.
     """
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int, ahead: MaskThread) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        n_vocab: int,
+        threads: tuple[MaskThread, MaskThread],
+        *,
+        is_slow: bool = False,
+    ) -> None:
+        self.is_slow = is_slow
         self._matcher = matcher
         self._n_vocab = n_vocab
         self._words = np.zeros((n_vocab + 31) // 32, np.int32)
-        self._ahead = ahead
+        self._threads = threads
         self._free = threading.Lock()  # held while the matcher is the other thread's
         self._mask: Mask | None = None  # for the place where the answer is now, once it was found
         self._error: Exception | None = None  # that came of looking for it
@@ -139,7 +152,14 @@ class GrammarConstraint:
     def look_ahead(self) -> None:
         """Begins to find the mask in another thread."""
         if self._mask is None and self._error is None and self._free.acquire(blocking=False):
-            self._ahead.put(self._find_ahead)
+            self._threads[self.is_slow].put(self._find_ahead)
+
+    def is_busy(self, seconds: float) -> bool:
+        """Whether another thread still looks for the mask after so many seconds."""
+        if not self._free.acquire(timeout=seconds):
+            return True
+        self._free.release()
+        return False
 
     def mask(self) -> Mask:
         """The tokens that may come next.
@@ -180,10 +200,12 @@ class GrammarConstraint:
                 "simplify it"
             )
         # By the time of this thread alone: how busy the machine is decides nothing.
-        if time.thread_time() - begun > grammar_child.MAX_MASK_SECONDS:
+        seconds = time.thread_time() - begun
+        self.is_slow |= seconds > _SLOW_SECONDS
+        if seconds > grammar_child.MAX_MASK_SECONDS:
             raise InvalidRequestError(
-                "the grammar of the answer is too slow: it takes half a second to find what may come next; "
-                "simplify it"
+                "the grammar of the answer is too slow: it takes more than "
+                f"{grammar_child.MAX_MASK_SECONDS:g} s to find what may come next; simplify it"
             )
         return Mask.of(self._words.view(np.uint8), self._n_vocab)
 
