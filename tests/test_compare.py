@@ -319,7 +319,7 @@ def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.Monke
     ("words", "fragment"),
     [
         ("exact,dense", "names a mode twice"),
-        ("predicted:svd,sign", "names a predictor twice"),
+        ("predicted:svd,svd:64", "names a predictor twice"),
         ("a.gguf,b.gguf", "names two models"),
         ("colour=red", "no mode, predictor, model or setting; the settings are cache-type="),
         ("exact,", "no mode, predictor, model or setting"),

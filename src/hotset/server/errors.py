@@ -123,8 +123,7 @@ def body_of(problem: Problem, path: str) -> dict[str, Any]:
     """The JSON of an error for whoever asked at `path`."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
-        error = {"type": kind, "message": problem.message}
-        return {"type": "error", "error": error, "request_id": None}
+        return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": None}
     if path.startswith("/api/"):
         return {"error": problem.message}
     kind = _OPENAI_TYPES.get(problem.status) or _of_status(problem.status, "server_error")

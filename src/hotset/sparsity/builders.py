@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.errors import UnsupportedModelError
 from hotset.formats.encode import encode
 from hotset.formats.quants import GGMLType, dequantize, fitting
 from hotset.model.decoder import describe
@@ -57,7 +58,13 @@ def build(
         bias = (
             None if op.bias is None else values_of(weights, op.bias)[op.first_row :][first[i] : op.out.width]
         )
-        layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
+        try:
+            layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
+        except np.linalg.LinAlgError:
+            raise UnsupportedModelError(
+                f"the predictor svd cannot be built: {op.weight}, or what it is multiplied with, has values "
+                "that are not finite"
+            ) from None
         scores, neurons = layer.score(sample.inputs), sample.neurons[:, first[i] :]
         thresholds.append(threshold(scores, neurons, calibration.recall))
         for name, (data, type_, shape) in layer.tensors.items():
