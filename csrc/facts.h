@@ -82,7 +82,7 @@ class Facts {
 
     std::vector<float> floats(const char* name, int64_t n);          // just so many
     std::vector<float> floats_or_none(const char* name, int64_t n);  // empty: none
-    Activation activation(const char* name);                         // by its name (operations.ActivationKind)
+    Activation activation(const char* name);     // by its name (operations.ActivationKind)
     Norm norm(const char* name, int64_t width);  // a record {layer, weight, bias, eps}; empty weight: none
     int rope(const char* name);                  // a record {kind, n_rot, freq, magnitude}: index in the plan
     // rows < 0: as many as the tensor has.

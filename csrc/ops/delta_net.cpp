@@ -1,4 +1,5 @@
-// The gated delta rule: a matrix per head, which each token lets decay, corrects and reads (operations.DeltaNet).
+// The gated delta rule: a matrix per head, which each token lets decay, corrects and reads
+// (operations.DeltaNet).
 #include <algorithm>
 #include <cmath>
 
