@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import signal
@@ -440,17 +441,18 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
         finally:
             thread.cancel([other])
 
-    left = [stream()]
-    next(left[0])
-    step = thread.engine.backend.step
+    step, n_steps = thread.engine.backend.step, itertools.count()
 
     def stepped(batch: Batch) -> StepResult:
-        """As it is; the thread goes on when another one has asked for the engine, or the stream would end."""
-        if threading.current_thread() is not threading.main_thread():
+        """The thread takes two steps, and goes on when another thread has asked for the engine: or the stream
+        might end before."""
+        if threading.current_thread() is not threading.main_thread() and next(n_steps) >= 2:
             until(lambda: thread._guests > 0)
         return step(batch)
 
     monkeypatch.setattr(thread.engine.backend, "step", stepped)
+    left = [stream()]
+    next(left[0])
 
     def while_stepping(position: int, rows: np.ndarray) -> None:
         if kind == "cancel":
