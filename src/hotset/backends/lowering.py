@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -216,8 +216,8 @@ def lower_ffns(
     graph = Graph()
     h = graph.value("worker.input", ffns[0].x.width)
     given: dict[int, Value] = {}  # by width: scores of split neurons; 2: routes
-    for ffn in ffns:
-        width = ffn.n_ff if ffn.route is None else 2
+    widths = [ffn.n_ff if ffn.route is None else 2 for ffn in ffns]
+    for ffn, width in zip(ffns, widths, strict=True):
         if width not in given:
             given[width] = graph.value(f"worker.given.{width}", width)
         graph.add(_on_rows(ffn, h, given[width]))
@@ -225,23 +225,19 @@ def lower_ffns(
     buffers = Buffers(plan.buffer, graph, fused, frozenset())
     for value in (h, *given.values()):
         buffers.begin(value)
-    emit = _Emission(plan, buffers, weights, _no_cache, _no_states, sparse, {}, None, whole)
+    emit = _Emission(plan, buffers, weights, _in_no_ffn, _in_no_ffn, sparse, {}, None, whole)
     found = []
-    for ffn, group in zip(ffns, fused, strict=True):
+    for ffn, width, group in zip(ffns, widths, fused, strict=True):
         first, n_gates, n_ups = len(emit.at), len(emit.gates), len(emit.ups)
         buffers.enter(group)
         emit.rows(group, 1 if ffn.route is None else ffn.route.n_used)
-        at = buffers[h], buffers[given[ffn.n_ff if ffn.route is None else 2]], buffers[group.out[0]]
+        at = buffers[h], buffers[given[width]], buffers[group.out[0]]
         buffers.leave(group)
         found.append(LoweredFfn(ffn, first, len(emit.at), *at, emit.gates[n_gates:], emit.ups[n_ups:]))
     return found
 
 
-def _no_cache(op: Attention) -> Facts:
-    raise AssertionError(f"{op.out.name} is in no FFN")
-
-
-def _no_states(op: Recurrent) -> np.ndarray:
+def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
     raise AssertionError(f"{op.out.name} is in no FFN")
 
 
