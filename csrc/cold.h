@@ -85,7 +85,7 @@ class ColdPlan {
         int layer;
     };
 
-    // plan: not finished; whoever owns it keeps it until this is gone. Its rows are computed at a time; an
+    // plan: not finished; its owner keeps it until this is gone. Its rows are computed at a time; an
     // expert of a token is a row. width: of h and out. timeout_ns: how long a layer may take before the step
     // is given up.
     ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns);

@@ -43,7 +43,7 @@ class Facts {
     virtual std::string text(const char* name) = 0;
     virtual std::vector<float> floats(const char* name) = 0;
     virtual std::vector<double> doubles(const char* name) = 0;
-    // Memory that the operation goes on using; whoever owns it is kept alive with the plan.
+    // Memory that the operation goes on using; its owner is kept alive with the plan.
     virtual std::span<const uint8_t> bytes(const char* name) = 0;
     virtual std::span<uint8_t> writable_bytes(const char* name) = 0;
     virtual std::span<float> writable_floats(const char* name, int64_t& n_rows) = 0;  // of a matrix

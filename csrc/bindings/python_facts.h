@@ -32,7 +32,7 @@ class PythonFacts : public Facts {
     std::unique_ptr<Facts> record(const char* name) override;
     std::vector<std::unique_ptr<Facts>> records(const char* name) override;
 
-    // Every fact was read: a name that no operation knows is a mistake of whoever gave it.
+    // Every fact was read: a name that no operation knows is a mistake of the caller.
     void check_all_read(const std::string& operation) const;
 
     using Facts::flag;

@@ -1,6 +1,6 @@
 // Matrix products whose inputs are cut (operations.Cutoff): one token reads the channels that are not zero,
 // from a copy of the matrix by channel, where these are few enough; else, and for several tokens, whole rows.
-// The result is the same to the bit, so that nobody need know which it was.
+// The result is bitwise identical, so no caller depends on which it was.
 #include <algorithm>
 #include <memory>
 

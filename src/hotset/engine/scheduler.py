@@ -88,7 +88,7 @@ class Scheduler:
         budget = self._max_batch
         chunks: Chunks = []
         prompts: list[Sequence] = []
-        coming: set[tuple[int, int, tuple[int, ...]]] = set()  # pages that somebody is about to fill
+        coming: set[tuple[int, int, tuple[int, ...]]] = set()  # pages that this step fills
         for sequence in self.running:
             if sequence.waits_for_mask:
                 continue
@@ -132,7 +132,7 @@ class Scheduler:
             sequence.states[sequence.n_computed + n] = slot
         for sequence, n in chunks:
             if sequence.tap:
-                continue  # its pages are nobody else's
+                continue  # its pages are not shared
             last = (sequence.n_computed + n - 1) // PAGE_SIZE * PAGE_SIZE
             for end in range(last, sequence.n_computed, -PAGE_SIZE):
                 slot = states.allocate(evict=end == last)
@@ -200,13 +200,13 @@ class Scheduler:
             self._counted.reused_tokens += len(pages) * PAGE_SIZE
 
     def _waits_for_prefix(self, sequence: Sequence, coming: set[tuple[int, int, tuple[int, ...]]]) -> bool:
-        """Whether somebody before it computes the page that it needs next: then it waits for that one.
+        """Whether a sequence before it computes the page that it needs next: then it waits for that one.
 
         So several answers of one prompt compute it once. What it waits for is in the next steps, whatever
         becomes of the other: one that leaves is not before it any more.
         """
         if sequence.tap:
-            return False  # its pages are nobody else's
+            return False  # its pages are not shared
         n = sequence.n_registered
         page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(page) < PAGE_SIZE:
@@ -285,7 +285,7 @@ class Scheduler:
         """Two slots for recurrent states, int32 [1, 2], for a caller that steps the backend itself; give them
         to `give_states`. None where the model has no states.
 
-        Raises OutOfMemoryError where somebody has them already.
+        Raises OutOfMemoryError where another caller has them already.
         """
         if self.states is None:
             return None

@@ -689,7 +689,7 @@ class Ffn(Operation):
 
 
 def one_matrix(op: Linear | ExpertLinear) -> Linear:
-    """A product of an FFN without experts: whoever asks has refused the others, or cannot meet them."""
+    """A product of an FFN without experts: its callers have refused the others, or cannot meet them."""
     assert isinstance(op, Linear), f"{op.out.name} is a product of experts"
     return op
 
