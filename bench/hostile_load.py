@@ -117,25 +117,25 @@ def _tools() -> Iterator[Request]:
         }
         return {"type": "function", "function": function}
 
-    tools = [tool(i) for i in range(1800)]
+    tools = [tool(i) for i in range(1150)]
     messages = [{"role": "user", "content": "a"}]
     yield _json("/v1/chat/completions", messages=messages, tools=tools, max_tokens=1)
     yield _json("/v1/chat/completions", messages=messages, tools=tools, tool_choice="required", max_tokens=1)
     yield _json("/tokenize", messages=messages, tools=tools)
-    anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(8000)]
+    anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(4000)]
     yield _json("/v1/messages", messages=messages, tools=anthropic, max_tokens=1)
     yield _filled("/v1/chat/completions", '{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")
 
 
 def _deep() -> Iterator[Request]:
-    deep, n_lists = "[" * 60 + "]" * 60, 16_000  # the most is 16,384
+    deep, n_lists = "[" * 60 + "]" * 60, 8_000  # the most is 8,192
     for name in ("chat_template_kwargs", "prediction", "json_schema"):
         head = f'{{"messages":[{{"role":"user","content":"a"}}],"max_tokens":1,"{name}":{{"a":['
         yield _filled("/v1/chat/completions", head, deep, "]}}")
         yield _filled("/v1/chat/completions", head, deep, "]}}", n_lists // 60)
     yield "/v1/chat/completions", b"[" * (BODY_BYTES - 1)
     yield "/v1/chat/completions", b'{"a":' * ((BODY_BYTES - 1) // 5)
-    for most in (None, 13_000):
+    for most in (None, 8_000):
         yield _filled("/v1/chat/completions", '{"messages":[', '{"role":"user","content":"a"}', "]}", most)
         parts = '{"messages":[{"role":"user","content":['
         yield _filled("/v1/chat/completions", parts, '{"type":"text","text":"a"}', "]}]}", most)

@@ -522,6 +522,30 @@ def test_the_bytes_of_a_text_say_how_many_tokens_it_has_at_least(metadata):
             assert tokenizer.fewest_tokens(text) <= len(ids), text
             assert tokenizer.encode(text, False, special, most=len(ids)) == ids
     assert tokenizer.fewest_tokens("x" * 100_000) >= 1000
+    assert tokenizer.fewest_tokens("") == 0
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_long_tokens_count_only_for_the_bytes_that_they_have(metadata):
+    given = metadata()
+    given["tokenizer.ggml.tokens"] = [*given["tokenizer.ggml.tokens"], "-" * 1000]
+    for name, value in (("scores", 0.0), ("token_type", 4)):
+        if f"tokenizer.ggml.{name}" in given:
+            given[f"tokenizer.ggml.{name}"] = [*given[f"tokenizer.ggml.{name}"], value]
+    tokenizer = load_tokenizer(given)
+    assert tokenizer.fewest_tokens("x" * 100_000) >= 1000
+    assert tokenizer.fewest_tokens("-" * 100_000) == 100
+
+
+def test_bytes_that_texts_lose_count_for_no_tokens():
+    given = bpe_metadata()
+    given["tokenizer.ggml.tokens"] = [
+        "[gone]" if one == "z" else one for one in given["tokenizer.ggml.tokens"]
+    ]
+    tokenizer = load_tokenizer(given)
+    assert tokenizer.encode("z" * 100, False) == []
+    assert tokenizer.fewest_tokens("z" * 100_000) == 0
+    assert tokenizer.fewest_tokens("x" * 100_000) >= 1000
 
 
 @pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])

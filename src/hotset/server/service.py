@@ -106,7 +106,8 @@ class Service:
         model = self._load()
         try:
             # Made now: the first to ask would wait for them, and two at once would make them twice.
-            _ = model.tokenizer, model.chat_template, model.output_form, model.grammars
+            _ = model.tokenizer, model.chat_template, model.output_form
+            model.grammars.prepare()
         except BaseException:
             model.close()
             raise

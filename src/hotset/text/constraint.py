@@ -69,6 +69,14 @@ class Grammars:
                 self._library = _vocabulary(self.tokenizer)
             return self._library
 
+    def prepare(self) -> None:
+        """Makes `library` now, if llguidance is installed.
+
+        That holds the interpreter's lock for 0.1 s or more, in which no answer goes on.
+        """
+        if find_spec("llguidance") is not None:
+            _ = self.library
+
     def constraint(self, kind: str, text: str, around: str | None = None) -> GrammarConstraint:
         """What an answer must follow, from its first token on.
 

@@ -8,6 +8,7 @@ BOS and EOS; and turning ids back into bytes, which may split a character and so
 
 import codecs
 import contextlib
+import math
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -156,24 +157,34 @@ class Tokenizer:
         return self._special.split(_without_surrogates(text))
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least: its bytes over those of the longest token.
+        """A number of tokens that `text` has at least. 0 where `encode` may leave out what it cannot spell.
 
-        0 where the vocabulary lacks bytes: `encode` leaves out what it cannot spell.
+        A byte counts as one over the length of the longest token with such a byte, so that the bytes of no
+        token count as more than one.
         """
-        longest = self._longest_token
-        return -(-len(_without_surrogates(text).encode()) // longest) if longest else 0
+        data = _without_surrogates(text).encode()
+        return math.ceil(np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares - 1e-6)
 
     @cached_property
-    def _longest_token(self) -> int:
-        """Bytes of text that one token stands for at most; 0 where bytes of a text may be left out."""
-        special = max(map(len, map(_utf8, self._special.ids)), default=0)
-        return max(self._longest_plain(), special) if self._spells_every_byte() else 0
+    def _byte_shares(self) -> np.ndarray:
+        """float64 [256]: one over the length of the longest token that has a byte; 0 if texts may lose it."""
+        longest = [1] * 256
+        spellings = [self._spellings(piece) for piece in self.tokens]
+        for texts in (*spellings, *([_utf8(piece)] for piece in self._special.ids)):
+            n = max(map(len, texts))
+            for byte in set().union(*texts):
+                longest[byte] = max(longest[byte], n)
+        shares = np.zeros(256)
+        spelled = list(self._spelled_bytes())
+        shares[spelled] = 1 / np.array(longest)[spelled]
+        return shares
 
-    def _longest_plain(self) -> int:
-        """As `_longest_token`, of tokens that are not special."""
+    def _spellings(self, piece: str) -> list[bytes]:
+        """The texts that a token which is not special may stand for, or their parts."""
         raise NotImplementedError
 
-    def _spells_every_byte(self) -> bool:
+    def _spelled_bytes(self) -> Collection[int]:
+        """The bytes that no text loses."""
         raise NotImplementedError
 
     def rows(self, tokens: Sequence[int], n_ctx: int) -> np.ndarray:
@@ -347,12 +358,13 @@ class BytePairTokenizer(Tokenizer):
             ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _longest_plain(self) -> int:
-        return max(map(len, self.tokens))  # a letter is a byte
+    def _spellings(self, piece: str) -> list[bytes]:
+        return [self._piece_bytes(piece, user_defined=False)]
 
-    def _spells_every_byte(self) -> bool:
+    def _spelled_bytes(self) -> Collection[int]:
         removed = self._ids_of(_CONTROL).keys() | self._ids_of(_UNKNOWN).keys()
-        return _BYTE_OF_LETTER.keys() <= set(self.tokens) - removed
+        letters = _BYTE_OF_LETTER.keys() & (set(self.tokens) - removed)
+        return [_BYTE_OF_LETTER[letter] for letter in letters]
 
     def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
         if user_defined:
@@ -415,11 +427,15 @@ class SentencePieceTokenizer(Tokenizer):
         # without the interpreter's lock.)
         return [id for id in library.encode(text) if id < self.n_vocab]
 
-    def _longest_plain(self) -> int:
-        return max(map(len, map(_utf8, self.tokens)))  # a space, one byte of text, is three of a piece
+    def _spellings(self, piece: str) -> list[bytes]:
+        return [
+            _utf8(piece),
+            self._piece_bytes(piece, user_defined=False),
+        ]  # a text may have "\u2581" for a space
 
-    def _spells_every_byte(self) -> bool:
-        return _has_byte_pieces(self.tokens, self.types) and not self._removes_spaces
+    def _spelled_bytes(self) -> Collection[int]:
+        all_are = _has_byte_pieces(self.tokens, self.types) and not self._removes_spaces
+        return range(256) if all_are else ()
 
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         # encode puts a space where a text begins and after a special token: take it away again there.
