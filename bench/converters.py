@@ -38,7 +38,7 @@ import tiny_models
 from tokenizers import Tokenizer
 
 from hotset.backends.base import Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.hf import convert_hf
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf

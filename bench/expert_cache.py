@@ -19,7 +19,7 @@ from pathlib import Path
 
 from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
 
-from hotset.replacement import HALF_LIFE, Replacement
+from hotset.offload.replacement import HALF_LIFE, Replacement
 from hotset.sparsity.replay import POLICIES, Replay, replay
 from hotset.sparsity.trace import RouteTrace
 

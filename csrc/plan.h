@@ -1,6 +1,6 @@
 // The list of operations of one forward step, and its executor.
 //
-// A plan is built once from the description of a model (backends/cpu.py lowers it) and run once per step: one
+// A plan is built once from the description of a model (backends/cpu/backend.py lowers it) and run once per step: one
 // call, no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers. After
 // `select`, values have a row per *output* token instead of a row per token.
 #pragma once

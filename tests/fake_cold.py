@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hotset.backends.base import WeightSource
 from hotset.backends.gpu.handshake import ColdCounts
 from hotset.backends.reference import ReferenceBackend
+from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import TransposedLinear
 

@@ -11,13 +11,13 @@ from test_sparse_cpu import cpu, prepared, write
 from test_store import stored
 from test_streaming import PAGES, graph_of, streaming
 
-from hotset.backends.ahead import chosen_rows, look_ahead
-from hotset.backends.cpu import CpuBackend
-from hotset.backends.fusion import fuse
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.model.fusion import fuse
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention, Ffn, Route
+from hotset.model.read_order import chosen_rows, look_ahead
 
 
 def tiny(name: str, folder: Path) -> GGUFFile:

@@ -20,7 +20,7 @@ from test_cpu_backend import assert_every_operation_is_right, tokens
 
 import hotset
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, UnsupportedModelError

@@ -14,7 +14,7 @@ from tiny_gguf import write_llama
 
 from hotset import _core
 from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch, StepStats
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError

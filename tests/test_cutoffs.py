@@ -16,9 +16,8 @@ from tiny_gguf import write_llama, write_relu
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
-from hotset.backends.stored import StoredWeights, sizes_of
 from hotset.engine.engine import CutTokens, Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -29,6 +28,7 @@ from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Cutoff
+from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.placement import channels
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path

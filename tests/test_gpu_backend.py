@@ -18,7 +18,7 @@ from test_sparse_cpu import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
 from tiny_gguf import write_llama, write_relu
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.backend import GpuBackend
 from hotset.backends.gpu.kernels import Kernels

@@ -21,9 +21,9 @@ from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
-from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.gpu import devices  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
+from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402

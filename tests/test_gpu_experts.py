@@ -21,14 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from waiting import within  # noqa: E402
 
 from hotset.backends.base import ExpertCounts  # noqa: E402
-from hotset.backends.chain import ChainBackend  # noqa: E402
-from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu import twins  # noqa: E402
 from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.gpu.weights import DeviceWeights  # noqa: E402
-from hotset.backends.misses import Fetching, MissRates  # noqa: E402
+from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
@@ -37,6 +36,7 @@ from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
 from hotset.model.operations import Ffn, Heads, Route, Value  # noqa: E402
+from hotset.offload.misses import Fetching, MissRates  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 
 

@@ -29,11 +29,11 @@ from hotset.backends.gpu.handshake import CudaDriver  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
 from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
-from hotset.backends.misses import Fetching  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.graph import cut_products  # noqa: E402
 from hotset.model.operations import Activate, Value  # noqa: E402
+from hotset.offload.misses import Fetching  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (

@@ -18,10 +18,10 @@ torch = pytest.importorskip("torch")
 from waiting import WATCHDOG, within  # noqa: E402
 
 from hotset import _core  # noqa: E402
-from hotset.backends.chain import ChainBackend  # noqa: E402
-from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
+from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.errors import (  # noqa: E402
     DeviceError,
     InvalidRequestError,

@@ -26,10 +26,9 @@ from waiting import WATCHDOG  # noqa: E402
 
 import hotset  # noqa: E402
 from hotset import _core  # noqa: E402
-from hotset.backends.chain import ChainBackend  # noqa: E402
-from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
-from hotset.backends.stored import StoredWeights, sizes_of  # noqa: E402
+from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.errors import DeviceError, OutOfMemoryError, ReadError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.overlay import Overlay  # noqa: E402
@@ -39,6 +38,7 @@ from hotset.loading import decide, open_model  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
+from hotset.offload.weight_store import StoredWeights, sizes_of  # noqa: E402
 from hotset.placement import ram  # noqa: E402
 from hotset.placement.build import host_part, open_chain, open_placed  # noqa: E402
 from hotset.placement.table import CPU, Placement  # noqa: E402

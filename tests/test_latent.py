@@ -14,7 +14,6 @@ from test_cli import inside
 from test_cpu_backend import assert_every_operation_is_right, cpu, logits_of, tokens
 
 from hotset import _core
-from hotset.backends.fusion import fuse
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import FormatError, UnsupportedModelError
@@ -22,6 +21,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.fusion import fuse
 from hotset.model.operations import Rotate, TransposedHeads
 
 tiny_models = pytest.importorskip("tiny_models")

@@ -98,7 +98,7 @@ def cutting(function):
     return cut
 
 if where == "step":
-    from hotset.backends.cpu import CpuBackend
+    from hotset.backends.cpu.backend import CpuBackend
     CpuBackend.step = cutting(CpuBackend.step)
 elif where == "data":
     GGUFFile.data = cutting(GGUFFile.data)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hotset.backends.misses import (
+from hotset.offload.misses import (
     STREAM_BYTES,
     MissRates,
     expected_seconds,

@@ -30,8 +30,8 @@ from derived_bounds import (
 from make_blocks import random_blocks
 
 from hotset import _core
-from hotset.backends.cpu import KV_TYPES
-from hotset.backends.lowering import PLANES
+from hotset.backends.cpu.backend import KV_TYPES
+from hotset.backends.cpu.lowering import PLANES
 from hotset.backends.reference import ACTIVATIONS
 from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize

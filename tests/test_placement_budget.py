@@ -19,13 +19,13 @@ from tiny_gguf import write_llama
 
 from hotset.backends.gpu import devices, open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.misses import fetched_of
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.offload.misses import fetched_of
 from hotset.placement import build, detect, machine
 from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
 from hotset.placement.build import open_chain

@@ -15,7 +15,7 @@ from tiny_gguf import write_llama
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf

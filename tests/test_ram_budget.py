@@ -15,7 +15,7 @@ from test_cli import inside
 
 import hotset
 from hotset import _core
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.loading import decide, open_model
 from hotset.placement import disk, ram

@@ -18,7 +18,7 @@ import pytest
 import hotset
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams

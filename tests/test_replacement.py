@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotset.errors import InvalidRequestError
-from hotset.replacement import Replacement, arrange
+from hotset.offload.replacement import Replacement, arrange
 
 
 class Plain:

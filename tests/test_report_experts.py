@@ -14,7 +14,7 @@ from test_trace import EXPERTS, mixture, random_trace, traced
 
 import hotset
 from hotset.backends.base import ExpertCounts
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType

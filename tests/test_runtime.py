@@ -505,7 +505,7 @@ FEW_THREADS = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from hotset import _core
-from hotset.backends.cpu import new_runtime
+from hotset.backends.cpu.backend import new_runtime
 from hotset.errors import InvalidRequestError
 import numpy as np
 

@@ -24,7 +24,7 @@ from waiting import until
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 from hotset.backends.base import Batch, StepResult
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import (

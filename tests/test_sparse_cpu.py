@@ -14,7 +14,7 @@ from tiny_gguf import write_relu
 
 from hotset import _core
 from hotset.backends.base import Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType, dequantize

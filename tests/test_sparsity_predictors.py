@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tiny_gguf import write_relu
 
-from hotset.backends.base import WeightSource
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
+from hotset.formats.source import WeightSource
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph

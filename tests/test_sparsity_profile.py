@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tiny_gguf import write_relu
 
-from hotset.backends.base import WeightSource
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
 from hotset.formats import powerinfer
 from hotset.formats.gguf import GGUFFile, GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.formats.source import WeightSource
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity import sidecar, taps

@@ -19,8 +19,8 @@ from tiny_gguf import write_llama
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 from hotset import _core
-from hotset.backends.chain import HOST, ChainBackend
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.pipeline import HOST, ChainBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf

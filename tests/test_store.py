@@ -16,12 +16,12 @@ from test_mapped import run_python
 from test_sparse_cpu import ONE_BY_ONE, cpu, prepared, write
 
 from hotset import _core
-from hotset.backends import stored as stored_module
-from hotset.backends.cpu import CpuBackend
-from hotset.backends.stored import StoredWeights, embeddings_of
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType
+from hotset.offload import weight_store as stored_module
+from hotset.offload.weight_store import StoredWeights, embeddings_of
 
 KINDS = [False, pytest.param(True, marks=pytest.mark.skipif(not _core.ring_allowed(), reason="no io_uring"))]
 

@@ -17,15 +17,15 @@ from tiny_gguf import write_llama
 from waiting import WATCHDOG
 
 from hotset import _core
-from hotset.backends.cpu import CpuBackend
-from hotset.backends.stored import StoredWeights, share_out, sizes_of
-from hotset.backends.streaming import Piece, arrange, least_for, pieces_of
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import ReadError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.offload.streaming import Piece, arrange, least_for, pieces_of
+from hotset.offload.weight_store import StoredWeights, share_out, sizes_of
 
 PAGES = [2, 0]
 

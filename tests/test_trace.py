@@ -18,13 +18,13 @@ from tiny_gguf import write_llama
 
 import hotset
 from hotset.backends.base import Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError
 from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.replacement import Replacement, arrange
+from hotset.offload.replacement import Replacement, arrange
 from hotset.sparsity.recorder import record
 from hotset.sparsity.replay import POLICIES, SHARES, replay
 from hotset.sparsity.trace import RouteTrace, default_path

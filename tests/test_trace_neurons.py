@@ -21,11 +21,11 @@ from test_trace import TEXT, simulate
 
 import hotset
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu import CpuBackend
-from hotset.backends.stored import StoreCounts
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.offload.weight_store import StoreCounts
 from hotset.sparsity import recorder, taps
 from hotset.sparsity.recorder import record
 from hotset.sparsity.reorder import reorder

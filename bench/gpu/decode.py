@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 import hotset
-from hotset.backends.chain import ChainBackend
 from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.pipeline import ChainBackend
 from hotset.placement.build import device_memory
 
 PROMPT = [1, 2, 3]

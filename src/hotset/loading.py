@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hotset.backends.base import PAGE_SIZE, Backend, WeightSource
+from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.engine.engine import CutTokens
 from hotset.errors import (
     ContextLengthError,
@@ -29,6 +29,7 @@ from hotset.errors import (
 )
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
+from hotset.formats.source import WeightSource
 from hotset.memory import free_memory
 from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
@@ -46,7 +47,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     import numpy as np
 
-    from hotset.backends.stored import StoredWeights
+    from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
     from hotset.placement.channels import ChannelPlan
     from hotset.placement.ram import RamPlan
@@ -276,7 +277,7 @@ def open_backend(
 ) -> Backend:
     """A backend without a device: "cpu" or "reference". options: of both."""
     if name == "cpu":
-        from hotset.backends.cpu import CpuBackend
+        from hotset.backends.cpu.backend import CpuBackend
 
         return CpuBackend(weights, graph, n_threads=n_threads, **options)
     from hotset.backends.reference import ReferenceBackend

@@ -44,8 +44,8 @@ class LoadSettings:
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
     ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:
-    what has no room is read from the file as it is needed (backends/stored.py). What is on a device is not
-    among it. None: the file is mapped, or, where it is larger than what is free, what is free.
+    what has no room is read from the file as it is needed (offload/weight_store.py). What is on a device does
+    not count. None: the file is mapped, or, where it is larger than what is free, what is free.
 
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by

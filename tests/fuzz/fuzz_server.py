@@ -303,7 +303,7 @@ def server(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], int]]
 
 def serve(seed: int, arguments: list[str]) -> None:
     """`hotset` with these arguments, whose steps fail now and then until SIGUSR1 ends that."""
-    from hotset.backends.cpu import CpuBackend
+    from hotset.backends.cpu.backend import CpuBackend
     from hotset.cli.main import main
 
     draw, step, fails = random.Random(seed), CpuBackend.step, [True]

@@ -36,8 +36,7 @@ from tiny_gguf import write_llama, write_relu
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.backends.cpu import CpuBackend
-from hotset.backends.stored import StoredWeights, sizes_of
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.hf import convert_hf
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -47,6 +46,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.reorder import reorder
 from hotset.sparsity.thresholds import Calibrated, Thresholds

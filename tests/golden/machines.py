@@ -200,7 +200,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.storage.store.usable_memory": lambda: memory.total,
             "hotset.placement.ram.own_memory": lambda: facts["program"],
             "hotset.cores.usable_cores": lambda: facts["cores"],
-            "hotset.backends.cpu.usable_cores": lambda: facts["cores"],
+            "hotset.backends.cpu.backend.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
             "hotset.placement.channels.processor_name": lambda: facts["processor"],

@@ -70,7 +70,8 @@ class Covered:
             return list(UNSEEN[fault.file])
         if fault.file.startswith("csrc/"):
             found = self._of(
-                "src/hotset/backends/cpu.py", _lines_of("src/hotset/backends/cpu.py", "def run(")
+                "src/hotset/backends/cpu/backend.py",
+                _lines_of("src/hotset/backends/cpu/backend.py", "def run("),
             )
         else:
             around = _function_of(fault.file, fault.line)

@@ -15,7 +15,7 @@ import numpy as np
 from hotset.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from hotset.formats.gguf import TensorInfo
+    pass
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
 LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
@@ -126,23 +126,6 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> 
             f"position {positions[token]} of sequence {batch.sequences[token]} has no page in the cache"
         )
     return np.asarray(tables[np.arange(n), last].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE)
-
-
-class WeightSource(Protocol):
-    """Where a backend finds its weights: a GGUFFile, or one under sidecars (formats/overlay.py)."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → type and shape."""
-        ...
-
-    def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], where they lie."""
-        ...
-
-    def check(self) -> None:
-        """Raises FormatError where what was read may be anything: a file was cut meanwhile."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import Batch, WeightSource
-from hotset.backends.uploads import rows_at
+from hotset.backends.base import Batch
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
+from hotset.formats.source import WeightSource
 from hotset.model.operations import Embed
+from hotset.offload.uploads import rows_at
 
 
 def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:

@@ -13,18 +13,11 @@ from typing import assert_never
 
 import numpy as np
 
-from hotset.backends.base import (
-    PAGE_SIZE,
-    Batch,
-    StepResult,
-    StepStats,
-    WeightSource,
-    cache_slots,
-    check_states,
-)
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import GGMLType, dequantize, quantize
+from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import (

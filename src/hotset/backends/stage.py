@@ -2,7 +2,7 @@
 
 A stage executes a range of the graph's operations where it is: on the CPU (cpu.CpuBackend), on a device
 (gpu/stage.GpuStage). It takes the rows that its first layer reads and returns those that its last one makes,
-so layers may stand in any order of places. backends/chain.py runs stages one after the other.
+so layers may stand in any order of places. backends/pipeline.py runs stages one after the other.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ from hotset.units import human_count
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, StepStats
-    from hotset.backends.stored import StoreCounts, StoredWeights
     from hotset.engine.engine import CutTokens
     from hotset.engine.sequence import Sequence
     from hotset.model.cost import KVType
+    from hotset.offload.weight_store import StoreCounts, StoredWeights
 
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -338,7 +338,7 @@ def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
     """What was read from the disk, over all repetitions; nothing where files are mapped."""
     if model.ram is None or not result.disk:
         return {}
-    from hotset.backends.stored import StoreCounts
+    from hotset.offload.weight_store import StoreCounts
     from hotset.report.disk import disk_dict
 
     total = StoreCounts(*(sum(column) for column in zip(*map(astuple, result.disk), strict=True)))

@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from hotset.backends.base import WeightSource
 from hotset.backends.reference import normalised
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
+from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import LayerNorm, RMSNorm, SelectOutputs
 from hotset.parameters import shown

@@ -11,15 +11,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hotset.backends.base import Backend, WeightSource
-from hotset.backends.chain import ChainBackend
+from hotset.backends.base import Backend
+from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
-from hotset.backends.stored import Helped, StoredWeights
-from hotset.backends.uploads import Uploads
 from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.formats.source import WeightSource
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn
+from hotset.offload.uploads import Uploads
+from hotset.offload.weight_store import Helped, StoredWeights
 from hotset.placement import machine
 from hotset.placement.budget import FLOAT_BYTES, DeviceBudget
 from hotset.placement.table import CPU, Placement
@@ -156,7 +157,7 @@ def open_chain(
     runtime = None
     try:
         if splits or any(piece.device == CPU for piece in pieces):
-            from hotset.backends.cpu import new_runtime
+            from hotset.backends.cpu.backend import new_runtime
 
             runtime = new_runtime(
                 n_threads
@@ -164,7 +165,7 @@ def open_chain(
         for piece in pieces:
             span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
             if piece.device == CPU:
-                from hotset.backends.cpu import CpuBackend
+                from hotset.backends.cpu.backend import CpuBackend
 
                 stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given, **of_cpu))
                 continue
@@ -328,7 +329,7 @@ def host_workspace(
     """Bytes of this machine's memory that the chain of a placement takes beside weights and cache: of the
     CPU's stages and services, which are built for this without devices, and for what goes to devices and
     comes from them. weights: empty ones."""
-    from hotset.backends.cpu import CpuBackend, new_runtime
+    from hotset.backends.cpu.backend import CpuBackend, new_runtime
 
     given: dict[str, Any] = {"max_batch": max_batch, "sparse": sparse}
     cold_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}

@@ -309,7 +309,7 @@ class _Weights:
 
 def _measure(n_threads: int, work: Workload) -> ChannelRates:
     from hotset.backends.base import Batch
-    from hotset.backends.cpu import CpuBackend, new_runtime
+    from hotset.backends.cpu.backend import CpuBackend, new_runtime
 
     width = work.width
     n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.misses import MissRates
 from hotset.errors import DeviceError, FormatError, HotsetError, InvalidRequestError
 from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
@@ -47,6 +46,7 @@ from hotset.model.operations import (
     SelectOutputs,
     TransposedLinear,
 )
+from hotset.offload.misses import MissRates
 from hotset.placement.cards import Card
 from hotset.placement.table import DeviceRates, Rates
 
@@ -357,7 +357,7 @@ class _Cpu:
 
     def __init__(self, n_threads: int) -> None:
         from hotset.backends.base import Batch
-        from hotset.backends.cpu import CpuBackend, new_runtime
+        from hotset.backends.cpu.backend import CpuBackend, new_runtime
 
         weights, graph = _Weights(), _ffn_graph()
         self._runtime = new_runtime(n_threads)

@@ -233,7 +233,7 @@ def _run_builtin(
     """Counts over the built-in text, computed on the CPU with every neuron that fires."""
     from importlib.resources import files
 
-    from hotset.backends.cpu import CpuBackend
+    from hotset.backends.cpu.backend import CpuBackend
     from hotset.model.decoder import describe
     from hotset.sparsity.profile import collect
     from hotset.text.tokenizer import load_tokenizer

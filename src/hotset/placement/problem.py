@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotset.backends.misses import Fetching, fetched_of, n_spare, tokens_to_stream
 from hotset.errors import InvalidRequestError
+from hotset.offload.misses import Fetching, fetched_of, n_spare, tokens_to_stream
 from hotset.placement.budget import Budget, DeviceBudget, ModelFacts
 from hotset.placement.table import (
     CPU,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.stored import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
+from hotset.offload.weight_store import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
@@ -214,7 +214,7 @@ def _workspace(
 ) -> int:
     """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
     nothing is written."""
-    from hotset.backends.cpu import CpuBackend
+    from hotset.backends.cpu.backend import CpuBackend
 
     reader = disk.reader()
     empty = StoredWeights(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotset.backends.misses import Fetching, MissRates, expected_seconds
+from hotset.offload.misses import Fetching, MissRates, expected_seconds
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
 CPU = -1  # in place of the index of a device

@@ -8,7 +8,7 @@ from hotset.report.bars import percent
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.backends.stored import StoreCounts
+    from hotset.offload.weight_store import StoreCounts
     from hotset.placement.ram import RamPlan
 
 

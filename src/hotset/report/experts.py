@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import ExpertCounts
-from hotset.replacement import arrange
+from hotset.offload.replacement import arrange
 from hotset.report.activity import LAGS
 from hotset.report.bars import percent
 from hotset.sparsity.replay import SHARES
@@ -22,8 +22,8 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.backends.base import Backend
-    from hotset.backends.stored import StoredWeights
     from hotset.model.graph import Graph
+    from hotset.offload.weight_store import StoredWeights
     from hotset.report.layers import Table
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
@@ -90,7 +90,7 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
 def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> ExpertCounts | None:
     """What became of a mixture's experts since it was loaded; None where no cache is between them and what
     computes them."""
-    from hotset.backends.chain import ChainBackend
+    from hotset.backends.pipeline import ChainBackend
 
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None

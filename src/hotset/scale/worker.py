@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from hotset.backends.base import Batch
-from hotset.backends.cpu import CpuBackend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.loading import decide, open_model

@@ -15,8 +15,8 @@ from hotset.model.decoder import describe
 from hotset.sparsity.calibration import Calibration, Sample, samples, threshold, values_of
 
 if TYPE_CHECKING:
-    from hotset.backends.base import WeightSource
     from hotset.formats.gguf import GGUFFile, GGUFWriter
+    from hotset.formats.source import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.reporter import Reporter
     from hotset.sparsity.predictor_spec import PredictorSpec

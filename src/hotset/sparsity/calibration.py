@@ -17,8 +17,9 @@ from hotset.model.operations import Activate, Ffn, LayerNorm, Linear, one_matrix
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:
-    from hotset.backends.base import Backend, WeightSource
+    from hotset.backends.base import Backend
     from hotset.formats.gguf import GGUFFile
+    from hotset.formats.source import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.reporter import Reporter
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.reference import selected
-from hotset.backends.stored import groups_of, rows_of
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
+from hotset.offload.weight_store import groups_of, rows_of
 from hotset.sparsity.trace import EVERY, MOST_BITS, OTHER, NeuronTrace, RouteTrace, StoredGroup
 from hotset.units import human_size
 

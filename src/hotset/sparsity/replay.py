@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.stored import HALF_LIFE as STORED_HALF_LIFE
 from hotset.errors import InvalidRequestError
-from hotset.replacement import HALF_LIFE, Replacement, arrange, optimal_hits
+from hotset.offload.replacement import HALF_LIFE, Replacement, arrange, optimal_hits
+from hotset.offload.weight_store import HALF_LIFE as STORED_HALF_LIFE
 from hotset.sparsity.trace import EVERY, RouteTrace, StoredGroup, Trace
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all entries, resident

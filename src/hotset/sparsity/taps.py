@@ -11,7 +11,8 @@ from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.reporter import Reporter
 
 if TYPE_CHECKING:
-    from hotset.backends.base import Backend, WeightSource
+    from hotset.backends.base import Backend
+    from hotset.formats.source import WeightSource
     from hotset.model.graph import Graph
 
 MAX_SEQUENCE = 512  # tokens; longer texts are cut into sequences of this length
@@ -23,7 +24,7 @@ BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
     """The CPU backend, skipping what does not fire, with a cache for MAX_SEQUENCE tokens."""
-    from hotset.backends.cpu import CpuBackend
+    from hotset.backends.cpu.backend import CpuBackend
 
     return CpuBackend(weights, graph, n_pages=_N_PAGES, max_batch=_STEP, kv_type="f16", sparse=True)
 

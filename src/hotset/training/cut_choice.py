@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotset.backends.base import WeightSource
+from hotset.formats.source import WeightSource
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear

@@ -48,7 +48,7 @@ from hotset.model.operations import (
 )
 
 if TYPE_CHECKING:
-    from hotset.backends.base import WeightSource
+    from hotset.formats.source import WeightSource
 
 Edit = Callable[[Tensor], Tensor]
 

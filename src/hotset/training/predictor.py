@@ -60,7 +60,7 @@ from hotset.training.pairs import LayerTaps, Pairs
 from hotset.training.predictor_layer import Quality, Schedule, Weights
 
 if TYPE_CHECKING:
-    from hotset.backends.base import WeightSource
+    from hotset.formats.source import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
     from hotset.sparsity.stats import PredictorQuality

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hotset.backends.base import WeightSource
+from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 

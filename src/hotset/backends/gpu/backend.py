@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotset.backends.base import WeightSource
-from hotset.backends.chain import ChainBackend
 from hotset.backends.gpu.devices import find_device, free_bytes
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.pipeline import ChainBackend
 from hotset.errors import OutOfMemoryError
+from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.units import human_size

@@ -32,7 +32,7 @@ from hotset.backends.gpu.twins import fetch_experts
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.formats.gguf import TensorInfo
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn
-from hotset.replacement import Replacement, arrange
+from hotset.offload.replacement import Replacement, arrange
 
 LEARN_TOKENS = 8  # a step of more is a prompt's: it does not say what is needed often
 MOST_COMING = 64  # experts whose copies may be under way

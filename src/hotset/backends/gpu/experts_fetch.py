@@ -1,4 +1,4 @@
-"""Experts that a step lacks, fetched by the device while the CPU computes others (backends/misses.py).
+"""Experts that a step lacks, fetched by the device while the CPU computes others (offload/misses.py).
 
 They come into the spare slots of the cache (experts.py), on a stream beside the one that computes:
 
@@ -25,8 +25,8 @@ from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.experts import ExpertCache
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.twins import Cut
-from hotset.backends.misses import Fetching, fetched_of, n_fetched
 from hotset.errors import DeviceError
+from hotset.offload.misses import Fetching, fetched_of, n_fetched
 
 
 class Beside(Protocol):

@@ -45,12 +45,12 @@ import torch
 from torch import Tensor
 
 from hotset import _core
-from hotset.backends.base import WeightSource
-from hotset.backends.cpu import new_runtime
+from hotset.backends.cpu.backend import new_runtime
+from hotset.backends.cpu.lowering import lower_ffns
 from hotset.backends.gpu.capture import Graphs
 from hotset.backends.gpu.devices import current
-from hotset.backends.lowering import lower_ffns
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
+from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Ffn,

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hotset.backends.cpu.lowering import decoded_vector
 from hotset.backends.gpu.matrix import HostPart
 from hotset.backends.gpu.weights import DeviceWeights
-from hotset.backends.lowering import decoded_vector
-from hotset.backends.uploads import Uploads, matrix_rows
 from hotset.errors import DeviceError
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import ExpertLinear, ExpertSum
+from hotset.offload.uploads import Uploads, matrix_rows
 
 PAGE = 4096  # bytes; memory is registered by pages
 

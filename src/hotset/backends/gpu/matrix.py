@@ -38,10 +38,10 @@ from torch import Tensor
 
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.stage import SLICE_VALUES
-from hotset.backends.uploads import Lines
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.offload.uploads import Lines
 
 _FLOATS: dict[GGMLType, tuple[np.dtype, torch.dtype]] = {
     GGMLType.F32: (np.dtype("<f4"), torch.float32),

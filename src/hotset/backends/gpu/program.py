@@ -1,6 +1,6 @@
 """Turns the operations of a stage into calls of kernels, once; a step then makes these calls in order.
 
-The groups are those of backends/fusion.py, and an FFN whose neurons are often zero becomes one call from its
+The groups are those of model/fusion.py, and an FFN whose neurons are often zero becomes one call from its
 norm to its residual. Where some of its neurons are on the CPU, the layer is
 
     post    the FFN's input and the predictor's bits go to the cold service
@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.fusion import Fused, fuse
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import ColdRows, CopyStream
 from hotset.backends.gpu.twins import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model.fusion import Fused, fuse
 from hotset.model.graph import Graph, cut_products
 from hotset.model.operations import (
     PARTS,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, WeightSource
+from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
@@ -32,12 +32,13 @@ from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
-from hotset.backends.misses import Fetching
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
+from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
+from hotset.offload.misses import Fetching
 
 WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]

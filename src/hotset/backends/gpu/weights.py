@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import WeightSource
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import Held, RopeTable
-from hotset.backends.uploads import Lines, Uploads, matrix_rows
 from hotset.formats.quants import dequantize, row_bytes
+from hotset.formats.source import WeightSource
 from hotset.model.operations import Linear, Rope, TransposedLinear
+from hotset.offload.uploads import Lines, Uploads, matrix_rows
 
 
 class DeviceWeights:

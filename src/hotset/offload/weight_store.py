@@ -10,7 +10,7 @@ memory is what the budget says. Rows of an FFN that can be left out, and experts
     experts      their matrices, of those that the router names
 
 Of an embedding the rows of a step's tokens are read, unless all has room. Everything else stays, or streams
-as far as it does not fit (backends/streaming.py). The bits are the same with any budget.
+as far as it does not fit (offload/streaming.py). The bits are the same with any budget.
 
 Beside devices all this is of what the CPU computes: its own layers, and the cold neurons, or experts, of the
 devices'. What a device has is not in this machine's memory; it is read when it is uploaded (uploads.py).
@@ -28,12 +28,12 @@ from pathlib import Path
 import numpy as np
 
 from hotset import _core
-from hotset.backends.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear, has_zeros
+from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import WeightSource
-from hotset.backends.stored import StoredWeights
 from hotset.formats.gguf import TensorInfo
+from hotset.formats.source import WeightSource
+from hotset.offload.weight_store import StoredWeights
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The native backend: a graph is lowered to a plan once (backends/lowering.py); a step is one call into C++.
+"""The CPU backend: lowering.py turns a graph into a plan once; a step is one call into C++.
 
 A value that is asked for as a tap is kept, and what would fuse it away is not fused: the bits are the same.
 """
@@ -12,25 +12,17 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import (
-    COUNTS,
-    LOGIT_GROUP,
-    PAGE_SIZE,
-    Batch,
-    ExpertCounts,
-    StepResult,
-    StepStats,
-    WeightSource,
-)
-from hotset.backends.lowering import Lowered, lower
+from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE, Batch, ExpertCounts, StepResult, StepStats
+from hotset.backends.cpu.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
-from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType
+from hotset.formats.source import WeightSource
 from hotset.model.cost import KV_BLOCKS, KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
+from hotset.offload.weight_store import StoredWeights
 
 KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
 

@@ -1,4 +1,4 @@
-"""Turns a graph into a native plan: each group of fused operations (backends/fusion.py) into native
+"""Turns a graph into a native plan: each group of fused operations (model/fusion.py) into native
 operations.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
@@ -19,15 +19,13 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hotset import _core
-from hotset.backends.ahead import look_ahead
-from hotset.backends.base import COUNTS, LOGIT_GROUP, WeightSource
-from hotset.backends.fusion import Buffers, Fused, fuse
-from hotset.backends.stored import StoredWeights
-from hotset.backends.streaming import Streamed
+from hotset.backends.base import COUNTS, LOGIT_GROUP
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType, dequantize, row_bytes
+from hotset.formats.source import WeightSource
+from hotset.model.fusion import Buffers, Fused, fuse
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     NO_LAYER,
@@ -59,6 +57,9 @@ from hotset.model.operations import (
     has_zeros,
     one_matrix,
 )
+from hotset.model.read_order import look_ahead
+from hotset.offload.streaming import Streamed
+from hotset.offload.weight_store import StoredWeights
 
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type of csrc/types.h
 Facts = dict[str, Any]  # of an operation, by name; what is None is absent

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotset import _core
-from hotset.backends.ahead import look_ahead
-from hotset.backends.fusion import fuse
 from hotset.formats.gguf import TensorInfo
+from hotset.model.fusion import fuse
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Ffn,
 )
+from hotset.model.read_order import look_ahead
 
 _ALIGNMENT = 64
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hotset.backends.fusion import Fused
+from hotset.model.fusion import Fused
 from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
