@@ -98,6 +98,10 @@ def test_system_is_a_text_or_blocks():
     assert turns(HELLO) == [HELLO]
 
 
+def test_a_message_without_blocks_is_empty():
+    assert turns({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
+
+
 def test_turns_of_one_role_are_one():
     again = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}]}
     assert turns(HELLO, again) == [{"role": "user", "content": "hello\nand\nnow"}]

@@ -48,7 +48,8 @@ TEMPLATE = (
 
 def write(form: str, folder: Path) -> Path:
     """A model whose template has the marks of the form."""
-    marks = dict(TEMPLATES)[form]
+    # A template without marks that knows no tools has Hermes' form; the one here knows them.
+    marks = {**dict(TEMPLATES), "hermes": "<tool_call>"}[form]
     keys = {"tokenizer.chat_template": f"{TEMPLATE}{{# {marks} #}}", "llama.context_length": 8192}
     return write_model(folder / f"{form}.gguf", **keys)
 

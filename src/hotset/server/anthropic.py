@@ -218,8 +218,8 @@ def conversation(system: str | list[TextBlock] | None, messages: list[AnthropicM
         turns.append({"role": "system", "content": _joined(system)})
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, message in enumerate(messages):
-        if isinstance(message.content, str):
-            add(turns, {"role": message.role, "content": message.content})
+        if isinstance(message.content, str) or not message.content:
+            add(turns, {"role": message.role, "content": message.content or ""})
             continue
         for block in message.content:
             try:
