@@ -313,12 +313,12 @@ def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.
         assert found is not None
         assert "a short text that comes with hotset" in " ".join(found.notes)
     assert len(runs) == 1
-    assert not profile.default_path(model).exists()
+    assert not profile.profile_path(model).exists()
 
 
 def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(model: Path) -> None:
     layers = tuple(layer.astype(np.uint64) for layer in counts(200))
-    other = profile.default_path(model)
+    other = profile.profile_path(model)
     profile.Profile(layers, 1000, "of another file", ("x",)).save(other)
     gib = budget(model, 0.5)
 
@@ -369,7 +369,7 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
             sidecar.fingerprint(loaded.gguf),
             ("x",),
         )
-    own.save(profile.default_path(model))
+    own.save(profile.profile_path(model))
     assert "profile.hotset.gguf, 1000 tokens" in hot()[1]
     given = model.parent / "given.gguf"
     own.save(given)

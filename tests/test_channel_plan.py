@@ -19,7 +19,7 @@ from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.placement import channels
 from hotset.placement.channels import ChannelPlan, ChannelRates, Workload, plan_channels
-from hotset.sparsity.thresholds import Thresholds, default_path
+from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
 T = GGMLType
 KEPT = dict.fromkeys(CUTOFF_NAMES, 0.5)
@@ -163,7 +163,7 @@ def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [KEPT, {**KEPT, "attn_out": 0.1}]
-    with_kept(gguf, kept, replace(EVERY, gate=0)).save(default_path(gguf.path))
+    with_kept(gguf, kept, replace(EVERY, gate=0)).save(thresholds_path(gguf.path))
     with hotset.load(gguf.path, sparsity="threshold", backend="cpu", n_threads=1, n_ctx=128) as model:
         copies = {name for name in model.weights.tensors if name.endswith("_c.blocks")}
         assert copies == {"blk.1.attn_output_c.blocks"}

@@ -1100,7 +1100,7 @@ def test_powerinfer_files_that_are_refused(
 def test_a_profile_orders_the_neurons_and_changes_nothing_else(
     tmp_path: Path, name: str, dialect: str
 ) -> None:
-    from hotset.sparsity.profile import Profile, default_path
+    from hotset.sparsity.profile import Profile, profile_path
     from hotset.sparsity.reorder import reorder
     from hotset.sparsity.sidecar import fingerprint
 
@@ -1121,7 +1121,7 @@ def test_a_profile_orders_the_neurons_and_changes_nothing_else(
             for key in ("hotset.n_always", "hotset.neuron_order"):
                 assert np.array_equal(hot.metadata[key], expected.metadata[key])
             assert written.n_always == tuple(int((c >= 60).sum()) for c in counts)
-            moved = Profile.open(default_path(tmp_path / "hot.gguf"))
+            moved = Profile.open(profile_path(tmp_path / "hot.gguf"))
             moved.check_model(fingerprint(hot))
             assert all((np.diff(c.astype(int)) <= 0).all() for c in moved.counts)
     wrong = Profile(tuple(counts[:2]), 100, "x", ("text",))

@@ -31,7 +31,7 @@ from hotset.model.operations import Cutoff
 from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.placement import channels
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
 
 T = GGMLType
 SILU = {"llama.hidden_activation": "silu"}
@@ -441,7 +441,7 @@ def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) ->
     gguf = write(tmp_path)
     with pytest.raises(hotset.HotsetError, match="hotset calibrate"):
         load(gguf.path, sparsity="threshold")
-    thresholds_of(gguf).save(default_path(gguf.path))
+    thresholds_of(gguf).save(thresholds_path(gguf.path))
     with load(gguf.path) as model:
         assert model.sparsity.mode == "dense"
         assert any("thresholds that are not used" in note for note in model.notes)
@@ -456,7 +456,7 @@ def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) ->
 
 def test_what_is_built_is_said_and_found_again(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
-    thresholds_of(gguf).save(default_path(gguf.path))
+    thresholds_of(gguf).save(thresholds_path(gguf.path))
     for how in ("built in", "opened"):
         with load(gguf.path, sparsity="threshold") as model:
             assert any(note.startswith(f"matrices by channel: {how}") for note in model.notes)
@@ -474,7 +474,7 @@ def test_a_file_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMode) -> None:
     gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture="bamboo", n_embd=64, n_ff=288))
-    thresholds_of(gguf, mode, LayerCutoffs(attn_in=0.6, attn_out=0.1)).save(default_path(gguf.path))
+    thresholds_of(gguf, mode, LayerCutoffs(attn_in=0.6, attn_out=0.1)).save(thresholds_path(gguf.path))
     with load(gguf.path, sparsity="threshold") as model, load(gguf.path, sparsity=mode) as plain:
         assert (model.sparsity.predictor, model.graph.is_cut) == (plain.sparsity.predictor, True)
         ids = tokens(20)
@@ -485,7 +485,7 @@ def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMod
 
 def test_thresholds_of_zero_are_dense(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
-    thresholds_of(gguf, cutoffs=LayerCutoffs()).save(default_path(gguf.path))
+    thresholds_of(gguf, cutoffs=LayerCutoffs()).save(thresholds_path(gguf.path))
     with load(gguf.path, sparsity="threshold", sparse_prompts=True) as model, load(gguf.path) as plain:
         np.testing.assert_array_equal(model.logits(tokens(20)), plain.logits(tokens(20)))
 

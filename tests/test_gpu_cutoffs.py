@@ -36,7 +36,7 @@ from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.channels import ChannelRates, Workload  # noqa: E402
 from hotset.placement.device_channels import plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
-from hotset.sparsity.thresholds import Thresholds, default_path  # noqa: E402
+from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
 
 IDS = tokens(12)
 CUT = np.arange(12) % 4 > 0
@@ -282,7 +282,7 @@ def test_a_model_with_thresholds_on_a_device(
     slow = replace(machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7)
     monkeypatch.setattr(machine, "STAND_IN", slow)
     gguf, expected = clearly(tmp_path, EVERY, "llama", cut=np.ones(12, np.bool_))
-    with_kept(gguf, [dict.fromkeys(CUTOFF_NAMES, 0.4)] * 2).save(default_path(gguf.path))
+    with_kept(gguf, [dict.fromkeys(CUTOFF_NAMES, 0.4)] * 2).save(thresholds_path(gguf.path))
     settings: dict[str, Any] = {
         "n_ctx": 64, "max_batch": 16, "n_threads": 1, "kv_type": "f32", "sparsity": "threshold",
     }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,81 @@ def test_imports_run_downward() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles({name: others for name, others in graph().items() if name})
+
+
+# Libraries that are large, or that not everyone has installed. Only these are imported inside functions ...
+SLOW = {
+    "torch", "triton", "ray", "matplotlib", "scipy", "pyarrow", "safetensors", "rich", "fastapi", "starlette",
+    "uvicorn", "pydantic", "prompt_toolkit", "jinja2", "tokenizers", "sentencepiece", "llguidance",
+    "huggingface_hub", "certifi", "filelock", "psutil",
+}  # fmt: skip
+# ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
+LOADED_BY_EVERY_START = {
+    "api", "loading", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress",
+    "cli.run", "placement.detect", "sparsity.modes", "sparsity.profile", "sparsity.sidecar", "storage.names",
+}  # fmt: skip
+
+
+def imports_at_head(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+
+
+def inner_imports(tree: ast.Module) -> set[ast.Import | ast.ImportFrom]:
+    """Those inside functions, less those that try whether there is something."""
+    found, tried = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= {one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
+        elif isinstance(node, ast.Try):
+            tried |= {one for one in node.body if isinstance(one, ast.Import | ast.ImportFrom)}
+    return found - tried
+
+
+def libraries_of(node: ast.Import | ast.ImportFrom) -> set[str]:
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def late_imports(files: dict[str, Path]) -> list[str]:
+    """Imports inside functions that the rule above does not allow."""
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in files.items()}
+    names = set(files)
+    heads = {
+        name: {other for node in imports_at_head(tree) for other in imports_of(ast.unparse(node), names)}
+        for name, tree in trees.items()
+    }
+    slow = {
+        name
+        for name, tree in trees.items()
+        if any(libraries_of(node) & SLOW for node in imports_at_head(tree))
+    }
+    while more := {name for name, others in heads.items() if others & slow} - slow:
+        slow |= more
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees.items()
+        for node in sorted(inner_imports(tree), key=lambda node: node.lineno)
+        if not libraries_of(node) & (SLOW | sys.stdlib_module_names)
+        and name not in LOADED_BY_EVERY_START
+        and not set(imports_of(ast.unparse(node), names)) & slow
+    ]
+
+
+def test_imports_stand_at_the_head_of_a_file() -> None:
+    assert not late_imports(modules())
+
+
+def test_late_imports_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "def f():\n    import torch\n    from hotset import slow\n    from hotset import b\n"
+        "    try:\n        from hotset import c\n    except ImportError:\n        pass\n"
+    )
+    (tmp_path / "slow.py").write_text("import torch\n")
+    (tmp_path / "b.py").write_text("")
+    files = {name: tmp_path / f"{name}.py" for name in ("a", "b", "slow")}
+    assert late_imports(files) == ["a:4: from hotset import b"]
 
 
 def test_no_function_is_longer_than_80_lines() -> None:

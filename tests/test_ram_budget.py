@@ -21,7 +21,7 @@ from hotset.loading import decide, open_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
 from hotset.settings import LoadSettings
-from hotset.sparsity.profile import Profile, default_path
+from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
 
 PROMPT = list(range(3, 40))
@@ -192,8 +192,8 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
     counts = tuple(
         np.bincount(rows, minlength=n).astype(np.uint64) for rows, n in zip(hot, n_ff, strict=True)
     )
-    default_path(model).parent.mkdir(exist_ok=True)
-    Profile(counts, 1, made, ("test",), {}).save(default_path(model))
+    profile_path(model).parent.mkdir(exist_ok=True)
+    Profile(counts, 1, made, ("test",), {}).save(profile_path(model))
     Profile(counts, 1, "another", ("test",), {}).save(tmp_path / "other.hotset.gguf")
     budget = (least_of(model, **settings) + 100_000) / GIB
     with hotset.load(model, **settings, ram_budget=budget) as loaded:
@@ -206,7 +206,7 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
         assert loaded.stored.counts().misses == 0  # reading ahead is none
         with_profile = tokens_of(loaded)
         n_missed = loaded.stored.counts().misses
-    default_path(model).unlink()
+    profile_path(model).unlink()
     with hotset.load(model, **settings, ram_budget=budget) as loaded:
         assert loaded.stored is not None
         assert tokens_of(loaded) == with_profile

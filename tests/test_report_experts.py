@@ -24,7 +24,7 @@ from hotset.report.activity import LAGS
 from hotset.report.experts import drift_of, experts_dict, experts_line, hotness_of
 from hotset.report.layers import expert_table
 from hotset.report.plots import plots_of_experts
-from hotset.sparsity.profile import Profile, collect, default_path
+from hotset.sparsity.profile import Profile, collect, profile_path
 from hotset.sparsity.reorder import reorder
 from hotset.sparsity.sidecar import fingerprint
 
@@ -177,7 +177,7 @@ def test_profile_and_report_of_a_mixture(
     done = inside("profile", model, "-f", text, "-c", 64)
     assert done.returncode == 0, done.stderr
     assert "busiest has" in done.stdout
-    counted = Profile.open(default_path(model))
+    counted = Profile.open(profile_path(model))
     assert alone["n_tokens"] == counted.n_tokens
     expected = np.stack([count / counted.n_tokens for count in counted.experts.values()])
     np.testing.assert_allclose(alone["experts"]["hotness"], expected, atol=1e-6)

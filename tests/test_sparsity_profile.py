@@ -24,9 +24,9 @@ from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.profile import (
     Profile,
     collect,
-    default_path,
     export_activations,
     import_activations,
+    profile_path,
 )
 from hotset.sparsity.reorder import reorder
 
@@ -106,7 +106,7 @@ def test_a_text_longer_than_the_cache_runs_in_parts(tmp_path: Path) -> None:
 
 def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
     profile = Profile((np.array([0, 2**40], np.uint64), np.array([7], np.uint64)), 2**41, "model", ("a", "b"))
-    path = default_path(tmp_path / "m.powerinfer.gguf")
+    path = profile_path(tmp_path / "m.powerinfer.gguf")
     assert path.name == "m.powerinfer.profile.hotset.gguf"
     profile.save(path)
     again = Profile.open(path)
@@ -244,7 +244,7 @@ def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp
         frequencies = [profile.frequencies(i) for i in range(2)]
         assert done.n_always == tuple(int((f >= 0.6).sum()) for f in frequencies)
         assert hot.metadata["hotset.n_always"].tolist() == list(done.n_always)
-        saved = Profile.open(default_path(hot.path))
+        saved = Profile.open(profile_path(hot.path))
         saved.check_model(sidecar.fingerprint(hot))
         assert all((np.diff(counts.astype(np.int64)) <= 0).all() for counts in saved.counts)
         assert done.n_bytes == hot.path.stat().st_size

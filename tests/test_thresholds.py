@@ -12,7 +12,7 @@ from tiny_gguf import write_relu
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.sparsity.thresholds import Calibrated, Thresholds, default_path
+from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 LAYERS = (LayerCutoffs(gate=0.5, attn_in=0.25), LayerCutoffs(down_in=1e-3, ffn_in=2.0, attn_out=1.0))
 
@@ -35,7 +35,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = Thresholds(
         Calibrated.of(gguf), LAYERS, "exact", True, {"hash": "1"}, {"perplexity": {"before": 12.5}}
     )
-    path = default_path(gguf.path)
+    path = thresholds_path(gguf.path)
     assert path == tmp_path / "model.thresholds.json"
     made.save(path)
     read = Thresholds.open(path)

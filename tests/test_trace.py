@@ -27,7 +27,7 @@ from hotset.model.decoder import describe
 from hotset.offload.replacement import Replacement, arrange
 from hotset.sparsity.recorder import record
 from hotset.sparsity.replay import POLICIES, SHARES, replay
-from hotset.sparsity.trace import RouteTrace, default_path
+from hotset.sparsity.trace import RouteTrace, trace_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
@@ -311,7 +311,7 @@ def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
     model = mixture(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
     done = inside("trace", model, "-f", text, "-c", 64)
     assert done.returncode == 0, done.stderr
-    place = default_path(model)
+    place = trace_path(model)
     assert f"Replay it with: hotset trace --replay {place}" in done.stderr
     trace = RouteTrace.open(place)
     assert (len(trace.layers), trace.n_experts, trace.n_used, trace.name) == (3, 8, 3, "m.gguf")
@@ -336,13 +336,13 @@ def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["path"] == str(other)
     assert json.loads(done.stdout)["n_tokens"] == 20
-    assert not default_path(model).exists()
+    assert not trace_path(model).exists()
     assert inside("trace", model, "-f", text, "-n", 20).returncode == 0
     done = inside("trace", model, "-f", text, "-n", 20)
     assert done.returncode == 2
     assert "exists" in done.stderr
-    assert inside("trace", model, "-f", text, "-n", 10, "-o", default_path(model)).returncode == 0
-    assert RouteTrace.open(default_path(model)).n_tokens == 10
+    assert inside("trace", model, "-f", text, "-n", 10, "-o", trace_path(model)).returncode == 0
+    assert RouteTrace.open(trace_path(model)).n_tokens == 10
 
 
 def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:

@@ -30,7 +30,7 @@ from hotset.sparsity import recorder, taps
 from hotset.sparsity.recorder import record
 from hotset.sparsity.reorder import reorder
 from hotset.sparsity.replay import POLICIES, policies, replay
-from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, default_path, open_trace
+from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, open_trace, trace_path
 
 N_TOKENS = 24
 
@@ -266,16 +266,16 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
     done = inside("trace", model, "-f", text, "-c", 64, "--json", *how)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    trace = open_trace(default_path(model))
+    trace = open_trace(trace_path(model))
     assert isinstance(trace, NeuronTrace)
     assert trace.sparsity == mode
     assert facts["n_neurons"] == list(trace.n_neurons)
     assert facts["token_cycle"] == trace.token_cycle
-    done = inside("trace", "--replay", default_path(model), "--rows", 0.0001, "--rows", 0.001, "--json")
+    done = inside("trace", "--replay", trace_path(model), "--rows", 0.0001, "--rows", 0.001, "--json")
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
     assert [point["n_bytes"] for point in points] == [int(0.0001 * 2**30), int(0.001 * 2**30)]
-    done = inside("trace", "--replay", default_path(model))
+    done = inside("trace", "--replay", trace_path(model))
     assert done.returncode == 0, done.stderr
     assert "read" in done.stdout
     assert "budget: what --ram-budget does" in done.stderr

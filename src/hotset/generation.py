@@ -18,6 +18,7 @@ from hotset.engine.stop import StopMatcher
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
 from hotset.parameters import shown
+from hotset.text.messages import checked_calls
 
 if TYPE_CHECKING:
     from hotset.sparsity.stats import StatsSummary
@@ -251,8 +252,6 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
 
     Calls of functions may stand in place of a content, and are checked too.
     """
-    from hotset.text.messages import checked_calls
-
     if isinstance(messages, str | Mapping) or not messages:
         raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     checked: list[dict[str, Any]] = []

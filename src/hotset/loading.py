@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.engine.engine import CutTokens
 from hotset.errors import (
     ContextLengthError,
@@ -40,8 +41,9 @@ from hotset.model.predictor import Predictor
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, open_channels, prepare
-from hotset.sparsity.profile import Profile
-from hotset.sparsity.thresholds import Thresholds, default_path
+from hotset.sparsity.profile import Profile, profile_path
+from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.thresholds import Thresholds, thresholds_path
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -182,7 +184,7 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
             n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)
         if (longer := config.for_context(n_ctx)) is not config:
             config, graph = longer, describe(longer, weights.tensors, prepared.predictor, choice.cutoffs)
-        if thresholds is None and (unused := default_path(gguf.path)).is_file():
+        if thresholds is None and (unused := thresholds_path(gguf.path)).is_file():
             prepared.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         decided = Decided(
             settings, gguf, config, choice, weights, graph, cost, n_ctx, _n_pages(settings, n_ctx),
@@ -277,8 +279,6 @@ def open_backend(
 ) -> Backend:
     """A backend without a device: "cpu" or "reference". options: of both."""
     if name == "cpu":
-        from hotset.backends.cpu.backend import CpuBackend
-
         return CpuBackend(weights, graph, n_threads=n_threads, **options)
     from hotset.backends.reference import ReferenceBackend
 
@@ -403,11 +403,9 @@ def _needed(decided: Decided) -> dict[int, np.ndarray]:
     """How often neurons, or experts, are needed, under a budget: by the profile that was named, or that lies
     beside the model."""
     from hotset.placement.ram import needed_by_profile
-    from hotset.sparsity.profile import default_path
-    from hotset.sparsity.sidecar import fingerprint
 
     settings, config = decided.settings, decided.config
-    path = default_path(decided.gguf.path) if settings.profile is None else Path(settings.profile)
+    path = profile_path(decided.gguf.path) if settings.profile is None else Path(settings.profile)
     if not path.is_file():
         return {}
     profile, model = Profile.open(path), fingerprint(decided.gguf)
@@ -470,7 +468,7 @@ def _thresholds(opened: Opened) -> Thresholds | None:
     """
     if not opened.settings.cuts:
         return None
-    found = Thresholds.open(opened.settings.thresholds or default_path(opened.gguf.path))
+    found = Thresholds.open(opened.settings.thresholds or thresholds_path(opened.gguf.path))
     found.check_model(opened.gguf, opened.config.n_layer)
     return found
 

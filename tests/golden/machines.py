@@ -42,10 +42,9 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.placement import channels, detect, machine
-from hotset.sparsity.profile import Profile, default_path
+from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
-from hotset.sparsity.thresholds import Calibrated, Thresholds
-from hotset.sparsity.thresholds import default_path as thresholds_path
+from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from synthetic import SHAPES, Shape
@@ -88,7 +87,7 @@ def write_models(folder: Path) -> None:
     with open_gguf(path) as model:
         rng, fired = np.random.default_rng(0), 900 * np.arange(1, shape.ff + 1) ** -0.5
         counts = tuple(rng.permutation(fired).astype(np.uint64) for _ in range(shape.layers))
-        Profile(counts, 1000, fingerprint(model), ("test",)).save(default_path(path))
+        Profile(counts, 1000, fingerprint(model), ("test",)).save(profile_path(path))
 
 
 def _write(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
+from hotset.formats.planes import decode
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
@@ -334,8 +335,6 @@ class ReferenceBackend:
         """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
         if op.scales is None or op.weight in self._weights:
             return self._weight(op.weight)
-        from hotset.formats.planes import decode
-
         codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
         scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)
         return self._kept(op.weight, decode(codes, scales))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import hotset
 from hotset.cli import options
 from hotset.cli.console import say, tell_choice, tell_memory, warn
 from hotset.cli.progress import ProgressBar
@@ -60,7 +61,6 @@ def batch(
     if replicas is not None:
         raise typer.BadParameter("it is where --ray is; name that too.", param_hint="--replicas")
 
-    import hotset
     from hotset.server.batch import SETTINGS, Batch
     from hotset.server.service import Service
 

@@ -20,13 +20,27 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
+import hotset
+from hotset import _core
+from hotset.backends.base import PAGE_SIZE
 from hotset.cli import options
 from hotset.cli.console import print_json, say, tell_choice, tell_memory
+from hotset.cli.doctor import package_version
+from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
+from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import Sampler, SamplingParams
+from hotset.engine.sequence import Sequence
 from hotset.escaping import LONGEST_CELL, escaped
+from hotset.formats.mapped import MappedFile
+from hotset.offload.weight_store import StoreCounts
+from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
+from hotset.report.disk import disk_dict, disk_line
 from hotset.storage import catalogue, resolve
 from hotset.units import human_count
 
@@ -103,8 +117,6 @@ def bench(
     loading: options.BenchOptions,
 ) -> None:
     """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
-    import hotset
-
     output = "json" if json else output
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
@@ -227,12 +239,6 @@ class _RandomRequests:
     """
 
     def __init__(self, backend: Backend, test: Test, batch: int, cut: CutTokens) -> None:
-        import numpy as np
-
-        from hotset.backends.base import PAGE_SIZE
-        from hotset.engine.driver import EngineThread
-        from hotset.engine.engine import Engine
-
         self.test = test
         self.n_vocab = backend.n_vocab
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
@@ -269,9 +275,6 @@ class _RandomRequests:
         return seconds
 
     def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
-        from hotset.engine.sampler import Sampler, SamplingParams
-        from hotset.engine.sequence import Sequence
-
         class Drawn(Sampler):
             """Any token will do, as for llama-bench: what is measured is not the sampler.
 
@@ -306,11 +309,6 @@ def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], 
 
     The best of three, since an interruption is no part of a ceiling.
     """
-    import numpy as np
-
-    from hotset import _core
-    from hotset.formats.mapped import MappedFile
-
     if model.stored is not None:
         resident = model.stored.resident
         return lambda: max(_core.read_bandwidth(resident, n_threads) for _ in range(3))
@@ -338,9 +336,6 @@ def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
     """What was read from the disk, over all repetitions; nothing where files are mapped."""
     if model.ram is None or not result.disk:
         return {}
-    from hotset.offload.weight_store import StoreCounts
-    from hotset.report.disk import disk_dict
-
     total = StoreCounts(*(sum(column) for column in zip(*map(astuple, result.disk), strict=True)))
     timed = test.n_prompt + test.n_gen
     counted = timed + (test.n_prompt == 0)  # with the token that generation begins with, which is not timed
@@ -349,10 +344,6 @@ def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     """What all entries of a model share, under llama-bench's names."""
-    from hotset.cli.doctor import package_version
-    from hotset.cli.models import describe
-    from hotset.placement.machine import processor_name
-
     facts = describe(model.gguf, path)
     main_type = next(iter(facts["types"]))
     return {
@@ -472,8 +463,6 @@ class _Markdown:
             cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
         self._line(cells)
         if "disk_bytes_per_token" in entry:
-            from hotset.report.disk import disk_line
-
             say(disk_line(entry), dim=True)
 
     def _line(self, cells: tuple[str, ...]) -> None:

@@ -12,6 +12,8 @@ from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName
+from hotset.report.bars import percent
+from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.training.thresholds import CalibratedThresholds
@@ -80,8 +82,6 @@ def calibrate(
         raise HotsetError(
             f"a calibration needs PyTorch; install it with: {install_command('train')}"
         ) from None
-    from hotset.storage import resolve
-
     settings = ThresholdSettings(
         **targets, only=_names(only), mode=mode, n_ctx=n_ctx, n_tokens=n_tokens, n_measured=n_measured,
         n_threads=threads,
@@ -125,8 +125,6 @@ def _share(text: str | None, option: str, *, percent: bool) -> float | None:
 
 
 def _print(found: CalibratedThresholds) -> None:
-    from hotset.report.bars import percent
-
     rows = [
         [str(i), *(f"{value:.3g}" for _, value in layer.items())]
         for i, layer in enumerate(found.thresholds.layers)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
+from hotset.model.predictor import PredictorKind
 from hotset.report.bars import percent
+from hotset.sparsity.modes import SparsityMode
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -85,9 +87,6 @@ class _Words:
 
 
 def _read(text: str) -> _Words:
-    from hotset.model.predictor import PredictorKind
-    from hotset.sparsity.modes import SparsityMode
-
     def wrong(sentence: str) -> typer.BadParameter:
         return typer.BadParameter(sentence, param_hint="--compare")
 

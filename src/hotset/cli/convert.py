@@ -10,6 +10,8 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, say
 from hotset.cli.progress import ProgressBar
+from hotset.convert.hf import convert_hf
+from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
 
@@ -50,9 +52,6 @@ def convert(
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint (config.json, tensors, tokenizer) to GGUF."""
-    from hotset.convert.hf import convert_hf
-    from hotset.sparsity.profile import Profile
-
     options.check_type(type)
     if powerinfer and predictors is None:
         raise typer.BadParameter(

@@ -13,6 +13,7 @@ from typing import Any
 
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table
+from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -127,8 +128,6 @@ def _kernels() -> dict[str, Any]:
 
 def _gpu() -> dict[str, Any]:
     """GPUs, the libraries that use them, and what to do; nothing of torch is imported."""
-    from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
-
     drivers = {
         name: any(ctypes.util.find_library(library) for library in libraries)
         for name, libraries in _GPU_DRIVERS.items()

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import hotset
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
 from hotset.cli.progress import ProgressBar
+from hotset.evaluation import evaluate as answered
+from hotset.storage import resolve
+from hotset.text.multiple_choice import read_questions
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -44,11 +48,6 @@ def evaluate(
     """Answer multiple-choice questions by log-likelihood: accuracy with its standard error."""
     if output not in OUTPUTS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(OUTPUTS)}.", param_hint="-o")
-    import hotset
-    from hotset.evaluation import evaluate as answered
-    from hotset.storage import resolve
-    from hotset.text.multiple_choice import read_questions
-
     # Cut at \n alone: JSON may hold other separators of lines.
     lines = read_text(file, "FILE").encode().split(b"\n")
     of_lines = None if labels is None else read_text(labels, "--labels").encode().split(b"\n")

@@ -304,9 +304,9 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
     from hotset.errors import HotsetError
     from hotset.model.decoder import describe
     from hotset.placement.channels import Workload, channel_rates, plan_channels
-    from hotset.sparsity.thresholds import Thresholds, default_path
+    from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
-    path = default_path(gguf.path)
+    path = thresholds_path(gguf.path)
     if not path.is_file():
         return None
     try:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import hotset
 from hotset.cli import options
 from hotset.cli.compare import Side, names_of, says_threshold, sides_of, table_of
 from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
 from hotset.cli.progress import ProgressBar
 from hotset.report.bars import percent
+from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -44,9 +46,6 @@ def perplexity(
     loading: options.ModelOptions,
 ) -> None:
     """Measure perplexity on a text: chunks of -c tokens, the second half of each scored."""
-    import hotset
-    from hotset.storage import resolve
-
     text = read_text(file, "-f")
     thresholds = loading.thresholds
     if compare and loading.sparsity != "threshold" and says_threshold(compare):

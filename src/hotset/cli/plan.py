@@ -6,19 +6,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
+from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
 from hotset.errors import DeviceError
 from hotset.files import check_target
+from hotset.formats.gguf import open_gguf
+from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+from hotset.loading import decide, open_model
+from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
+from hotset.placement.detect import detect_gpu
+from hotset.placement.table import CPU
+from hotset.report.disk import ram_lines, ram_table
+from hotset.report.experts import cache_sizes, size_table
+from hotset.report.placement import layer_table, placement_dict, placement_lines, placement_table
 from hotset.storage import resolve, store
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hotset.placement.cards import Card
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
@@ -101,9 +110,6 @@ def _card(
     settings: LoadSettings, gpu: str | None, bandwidth: float | None, link: float | None
 ) -> Card | None:
     """The GPU to plan for, if it is named, or if a budget is given and there is none; None: those here."""
-    from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
-    from hotset.placement.detect import detect_gpu
-
     for value, option in ((bandwidth, "--gpu-bandwidth"), (link, "--gpu-link")):
         if value is not None and not 0 < value < 1e6:
             raise typer.BadParameter("it is a number of GB/s above 0.", param_hint=option)
@@ -138,8 +144,6 @@ def _card(
 def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Placement | None, _Memory | None]:
     """What would be on devices, and what this machine's memory would be for; None: nothing, or no matter.
     card: a GPU to plan for that need not be here."""
-    from hotset.loading import decide, open_model
-
     own = settings if card is None else replace(settings, vram_budget=None, n_gpu_layers=0, gpu_index=None)
     with open_model(path, own) as opened:
         if card is not None:
@@ -164,8 +168,6 @@ class _Memory:
 
 
 def _tell_memory(memory: _Memory, json: bool) -> None:
-    from hotset.report.disk import ram_lines, ram_table
-
     if json:
         print_json(memory.as_dict())
         return
@@ -177,10 +179,6 @@ def _tell_memory(memory: _Memory, json: bool) -> None:
 
 def _experts(path: Path) -> dict[str, Any] | None:
     """The facts of a mixture that say what a cache of its experts is worth; None of another model."""
-    from hotset.cli.models import describe
-    from hotset.formats.gguf import open_gguf
-    from hotset.report.experts import cache_sizes
-
     with open_gguf(path) as gguf:
         facts = describe(gguf, path)
     experts = facts["experts"]
@@ -192,8 +190,6 @@ def _experts(path: Path) -> dict[str, Any] | None:
 
 def _tell_experts(facts: dict[str, Any], json: bool) -> None:
     """Without a device what there is to plan of a mixture is the memory of its experts."""
-    from hotset.report.experts import size_table
-
     if json:
         print_json(facts)
         return
@@ -210,10 +206,6 @@ def _tell_experts(facts: dict[str, Any], json: bool) -> None:
 
 def _masks(planned: Placement) -> list[np.ndarray]:
     """Per layer bool [n_ff]: neurons on a device; none of a layer of the CPU."""
-    import numpy as np
-
-    from hotset.placement.table import CPU
-
     return [
         place.hot if place.hot is not None else np.full(n_ff, place.device != CPU)
         for place, n_ff in zip(planned.layers, planned.n_ff, strict=True)
@@ -221,16 +213,12 @@ def _masks(planned: Placement) -> list[np.ndarray]:
 
 
 def _write_index(path: Path, planned: Placement) -> None:
-    from hotset.formats.powerinfer import GPUIndex, write_gpu_index
-
     # The capacity that the original compares with its budget is what the neurons need, without the rest.
     neurons = sum(device.neurons for device in planned.budget.devices) if planned.budget else 0
     write_gpu_index(path, GPUIndex(neurons, _masks(planned)))
 
 
 def _print_json(planned: Placement, output: Path | None, memory: _Memory | None) -> None:
-    from hotset.report.placement import placement_dict
-
     facts: dict[str, Any] = placement_dict(planned)
     if memory is not None:
         facts["ram"] = memory.as_dict()
@@ -238,8 +226,6 @@ def _print_json(planned: Placement, output: Path | None, memory: _Memory | None)
 
 
 def _print(planned: Placement, layers: bool) -> None:
-    from hotset.report.placement import layer_table, placement_lines, placement_table
-
     if layers:
         print_table(*layer_table(planned), tight=True)
     print_table(*placement_table(planned), tight=True)

@@ -8,19 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
+from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_folder, check_target
+from hotset.formats.gguf import open_gguf
+from hotset.loading import open_model
+from hotset.report.bars import percent
+from hotset.report.layers import expert_table, profile_table
+from hotset.scale.profile import profile_on_ray
+from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
+from hotset.sparsity.reorder import reorder as write_reordered
+from hotset.sparsity.sidecar import fingerprint
 from hotset.storage import resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
@@ -53,11 +61,9 @@ def profile(
     watching: options.ObservationOptions,
 ) -> None:
     """Count how often neurons fire and experts are chosen over a text; without one, show what is counted."""
-    from hotset.sparsity.profile import Profile, default_path, export_activations
-
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
-    target = output or default_path(path)
+    target = output or profile_path(path)
     check_target(target, store.shards(path))
     if export_to is not None:
         check_folder(export_to)
@@ -104,18 +110,11 @@ def profile(
 
 
 def _check_model(profile: Profile, path: Path) -> None:
-    from hotset.formats.gguf import open_gguf
-    from hotset.sparsity.sidecar import fingerprint
-
     with open_gguf(path) as gguf:
         profile.check_model(fingerprint(gguf))
 
 
 def _imported(path: Path, folder: Path, watching: options.ObservationOptions) -> Profile:
-    from hotset.loading import open_model
-    from hotset.sparsity.profile import import_activations
-    from hotset.sparsity.sidecar import fingerprint
-
     with open_model(path, watching.settings()) as opened:
         return import_activations(folder, opened.config, fingerprint(opened.gguf))
 
@@ -126,9 +125,6 @@ def _run(
     n_tokens: int | None,
     watching: options.ObservationOptions,
 ) -> Profile:
-    from hotset.sparsity.profile import collect
-    from hotset.sparsity.sidecar import fingerprint
-
     with loaded_exact(path, watching) as loaded:
         for note in loaded.notes:
             say(note, dim=True)
@@ -150,9 +146,6 @@ def _run_on_ray(
     address: str,
 ) -> Profile:
     """name: by which each machine finds the model."""
-    from hotset.scale.profile import profile_on_ray
-    from hotset.sparsity.sidecar import fingerprint
-
     with loaded_exact(path, watching) as loaded:
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         settings, mark = loaded.decided.settings, fingerprint(loaded.gguf)
@@ -167,9 +160,6 @@ def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[M
     """The model as it is looked at: what fires, not what a predictor thinks of it. Raises InvalidRequestError
     where nothing varies: every neuron fires for every token, and there are no experts.
     """
-    from hotset.api import load_opened
-    from hotset.loading import open_model
-
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         if not opened.config.has_zeros and opened.config.has_experts:
@@ -182,8 +172,6 @@ def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) 
     """The text as rows of n_ctx tokens (None: as the model allows, options.LONGEST at most), each with the
     beginning of a text; a shorter text as one.
     """
-    import numpy as np
-
     n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
     tokens = model.tokenizer.encode(text, add_special=True)[:n_tokens]
     return np.array(tokens, np.int32) if len(tokens) < n_ctx else model.tokenizer.rows(tokens, n_ctx)
@@ -206,9 +194,6 @@ def _as_json(profile: Profile, path: Path) -> dict[str, Any]:
 
 
 def _print(profile: Profile) -> None:
-    from hotset.report.bars import percent
-    from hotset.report.layers import expert_table, profile_table
-
     print_table(*profile_table(profile.summary()), tight=True)
     if profile.experts:
         print_table(*expert_table(profile.summary()), tight=True)
@@ -233,11 +218,8 @@ def reorder(
     json: options.Json = False,
 ) -> None:
     """Write a model whose neurons stand in order of hotness, and all that refers to them with it."""
-    from hotset.sparsity.profile import Profile, default_path
-    from hotset.sparsity.reorder import reorder as write_reordered
-
     path = resolve(source, download=False)
-    place = profile or default_path(path)
+    place = profile or profile_path(path)
     in_order = place.is_file()
     if not in_order and (not bundle or profile is not None):
         raise typer.BadParameter(

@@ -13,6 +13,8 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
 from hotset.files import check_target
+from hotset.formats import requantize
+from hotset.formats.gguf import open_gguf
 from hotset.storage import resolve
 from hotset.units import human_size
 
@@ -49,9 +51,6 @@ def quantize(
     json: options.Json = False,
 ) -> None:
     """Quantise a GGUF file, plain or PowerInfer's."""
-    from hotset.formats import requantize
-    from hotset.formats.gguf import open_gguf
-
     if type is not None:
         options.check_type(type)
     path = resolve(source, download=False)

@@ -14,7 +14,16 @@ from hotset.cli.profile import loaded_exact, mean_share, sequences
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
+from hotset.loading import open_model
+from hotset.report.activity import GRID, PUBLISHED, Observer, curves_of, median
 from hotset.report.bars import percent
+from hotset.report.experts import drift_of, hotness_of
+from hotset.report.page import Facts, html_page, image
+from hotset.report.plots import plots_of, plots_of_experts, require_matplotlib
+from hotset.sparsity.profile import HOT_MASS, Counter, Profile, profile_path
+from hotset.sparsity.recorder import record
+from hotset.sparsity.sidecar import fingerprint, stem_of
+from hotset.sparsity.trace import RouteTrace
 from hotset.storage import resolve, store
 from hotset.units import human_size
 
@@ -62,14 +71,10 @@ def report(
         raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")
     drawn = not json or output is not None or bool(kinds)
     if drawn:
-        from hotset.report.plots import require_matplotlib
-
         require_matplotlib()  # before the work, not after it
     text = None if file is None else read_text(file, "-f")
     if text is not None and not text.strip():
         raise InvalidRequestError(f"the text in {file} is empty; give some to run through the model")
-
-    from hotset.sparsity.sidecar import stem_of
 
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
@@ -87,8 +92,6 @@ def report(
         if counted is None:
             counted, source = counts, str(file)
     assert counted is not None  # _open refuses to go on with neither
-
-    from hotset.report.activity import curves_of
 
     curves = curves_of(counted) if config.has_zeros else []
     seen = _Seen(path, config, counted, source, curves, run, trace)
@@ -114,10 +117,6 @@ def _open(
     path: Path, profile: Path | None, watching: options.ObservationOptions, *, needed: bool
 ) -> tuple[ModelConfig, Profile | None, str]:
     """The model's configuration, and its profile and where that is from."""
-    from hotset.loading import open_model
-    from hotset.sparsity.profile import Profile, default_path
-    from hotset.sparsity.sidecar import fingerprint
-
     with open_model(path, watching.settings()) as opened:
         config = opened.config
         if not config.has_zeros and not config.has_experts:
@@ -126,7 +125,7 @@ def _open(
                 "neuron fires for every token, and there is nothing to draw; if the file is a ReLU model "
                 "that does not say so, name its activation (--activation relu)"
             )
-        place = profile or default_path(path)
+        place = profile or profile_path(path)
         if not place.is_file():
             if profile is not None or needed:
                 raise InvalidRequestError(
@@ -147,10 +146,6 @@ def _run(
     watching: options.ObservationOptions,
 ) -> tuple[Profile, TextActivity]:
     """What fires over a text: the counts, and what only a run shows."""
-    from hotset.report.activity import Observer
-    from hotset.sparsity.profile import Profile
-    from hotset.sparsity.sidecar import fingerprint
-
     with loaded_exact(path, watching) as loaded:
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         pilot = None
@@ -173,11 +168,6 @@ def _run_experts(
     path: Path, text: str, n_tokens: int, watching: options.ObservationOptions
 ) -> tuple[Profile, RouteTrace]:
     """Which experts a text has, and what fires in them."""
-    from hotset.sparsity.profile import Counter, Profile
-    from hotset.sparsity.recorder import record
-    from hotset.sparsity.sidecar import fingerprint
-    from hotset.sparsity.trace import RouteTrace
-
     with loaded_exact(path, watching) as loaded:
         counter = Counter(loaded.config)
 
@@ -215,22 +205,15 @@ class _Seen:
     @property
     def hotness(self) -> ExpertHotness | None:
         """Of experts, where there are any and they were counted."""
-        from hotset.report.experts import hotness_of
-
         used = [layer.experts.n_used for layer in self.config.layers if layer.experts is not None]
         return hotness_of(self.profile, used[0]) if used and self.profile.experts else None
 
     @property
     def drift(self) -> ExpertDrift | None:
-        from hotset.report.experts import drift_of
-
         return None if self.trace is None else drift_of(self.trace)
 
 
 def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
-    from hotset.report.page import html_page, image
-    from hotset.report.plots import plots_of, plots_of_experts
-
     plots = plots_of(seen.curves, seen.run) if seen.curves else []
     if (hotness := seen.hotness) is not None:
         plots += plots_of_experts(hotness, seen.drift)
@@ -244,10 +227,6 @@ def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
 
 def _facts(seen: _Seen) -> Facts:
     """The head of the page."""
-    from hotset.report.activity import median
-    from hotset.report.page import Facts
-    from hotset.sparsity.profile import HOT_MASS
-
     path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
     n_ff = sorted(set(config.n_ff))
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
@@ -284,8 +263,6 @@ def _facts(seen: _Seen) -> Facts:
 
 
 def _as_json(seen: _Seen, written: list[Path]) -> dict[str, Any]:
-    from hotset.report.activity import GRID, PUBLISHED
-
     hotness, drift = seen.hotness, seen.drift
     return {
         "model": str(seen.path),

@@ -14,6 +14,7 @@ from hotset.cli import options
 from hotset.cli.console import read_text, say, tell_choice, tell_memory
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
+from hotset.server.settings import ServerSettings
 from hotset.storage import catalogue, resolve, store
 
 if TYPE_CHECKING:
@@ -74,8 +75,6 @@ class ServerOptions:
     grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
 
     def settings(self) -> ServerSettings:
-        from hotset.server.settings import ServerSettings
-
         return ServerSettings(
             host=self.host,
             port=self.port,

@@ -12,12 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import hotset
+from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
+from hotset.convert.hf import convert_hf
+from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
+from hotset.formats.gguf import open_gguf
+from hotset.loading import open_model
 from hotset.report.bars import percent
+from hotset.settings import LoadSettings
+from hotset.storage import resolve
+from hotset.training import generate as writing
+from hotset.training.adapters import MERGED_TYPES, Adapters, digest, merge
+from hotset.training.generate import read_documents
+from hotset.training.text import Mixture, WeightedText, joined, parse_amount, parse_text, split_held_out
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -169,8 +181,6 @@ def sparsify(
     json: options.Json = False,
 ) -> None:
     """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
-    from hotset.training.adapters import MERGED_TYPES
-
     if type not in MERGED_TYPES:
         raise typer.BadParameter(f"'{type}' is none of {', '.join(MERGED_TYPES)}.", param_hint="--type")
     check_target(target)
@@ -202,8 +212,6 @@ def sparsify(
 def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
     """The GGUF file to start from; a Hugging Face checkpoint is converted into the run's folder first."""
     if Path(model).is_dir() and (Path(model) / "config.json").is_file():
-        from hotset.convert.hf import convert_hf
-
         folder.mkdir(parents=True, exist_ok=True)
         converted = folder / "original.gguf"
         if not converted.exists():
@@ -211,8 +219,6 @@ def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
             with ProgressBar() as bar:
                 convert_hf(model, converted, "f32", progress=bar)
         return converted
-    from hotset.storage import resolve
-
     return resolve(model, progress=stack.enter_context(ProgressBar()))
 
 
@@ -240,14 +246,9 @@ def _open(
         )
     torch = _torch()
 
-    import hotset
-    from hotset.cores import usable_cores
-    from hotset.formats.gguf import open_gguf
-    from hotset.training.adapters import Adapters, digest
     from hotset.training.llama_torch import load_llama
     from hotset.training.processes import torchrun_processes
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training
-    from hotset.training.text import Mixture
 
     training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
     n_threads = threads or usable_cores()
@@ -301,9 +302,7 @@ def _texts(
     n_processes: int,
 ) -> tuple[list[WeightedText], list[list[int]]]:
     """What to train on, from files and from what the models write, and the windows to evaluate on."""
-    from hotset.training.generate import read_documents
     from hotset.training.processes import wait_for_all
-    from hotset.training.text import WeightedText, joined, parse_amount, parse_text, split_held_out
 
     n_ctx, held_out = training.n_ctx, texts.held_out
     sources: list[WeightedText] = []
@@ -346,11 +345,6 @@ def _write(
     n_threads: int,
 ) -> None:
     """Text of the model, or of the student that adapters make of it."""
-    from hotset.api import load_opened
-    from hotset.loading import open_model
-    from hotset.settings import LoadSettings
-    from hotset.training import generate as writing
-
     if sum(map(len, writing.read_documents(written))) >= n_tokens:
         return
     with contextlib.ExitStack() as stack:
@@ -406,9 +400,6 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
 
 def _merge(path: Path, adapters: Path, target: Path, type: str) -> None:
-    from hotset.formats.gguf import open_gguf
-    from hotset.training.adapters import MERGED_TYPES, Adapters, merge
-
     opened = Adapters.open(adapters)
     with open_gguf(path) as gguf, ProgressBar() as bar:
         merge(gguf, opened, target, MERGED_TYPES[type], bar)

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.profile import sequences
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target
+from hotset.loading import open_model
+from hotset.report.layers import replay_table
+from hotset.sparsity.recorder import record
+from hotset.sparsity.replay import SHARES, policies, replay
+from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.trace import RouteTrace, open_trace, trace_path
 from hotset.storage import resolve, store
 from hotset.units import human_size
 
@@ -55,11 +62,9 @@ def trace(
         raise typer.BadParameter("it is for --replay.", param_hint="--rows")
     if model is None or file is None:
         raise typer.BadParameter("name a model and a text (MODEL -f TEXT), or a trace (--replay FILE).")
-    from hotset.sparsity.trace import default_path
-
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
-    target = output or default_path(path)
+    target = output or trace_path(path)
     check_target(target, store.shards(path))
     if output is None and target.exists():
         raise typer.BadParameter(
@@ -87,11 +92,6 @@ def record_text(
     predictor: str | None,
 ) -> Trace:
     """What a text needs in the mode that `run` would choose, in sequences as `profile` cuts them."""
-    from hotset.api import load_opened
-    from hotset.loading import open_model
-    from hotset.sparsity.recorder import record
-    from hotset.sparsity.sidecar import fingerprint
-
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:
@@ -108,10 +108,6 @@ def record_text(
 
 
 def _replay(path: Path, rows: list[float], json: bool) -> None:
-    from hotset.report.layers import replay_table
-    from hotset.sparsity.replay import SHARES, policies, replay
-    from hotset.sparsity.trace import open_trace
-
     traced = open_trace(path)
     replayed = replay(traced, () if rows else SHARES, sizes=[int(one * 2**30) for one in rows])
     meanings = policies(traced)
@@ -137,8 +133,6 @@ def _shape(traced: Trace) -> str:
 
 
 def _facts(traced: Trace) -> dict[str, Any]:
-    from hotset.sparsity.trace import RouteTrace
-
     facts = {
         "name": traced.name,
         "model": traced.model,

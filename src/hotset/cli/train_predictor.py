@@ -12,6 +12,9 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
+from hotset.formats.quants import GGMLType
+from hotset.report.bars import percent
+from hotset.sparsity.sidecar import stem_of
 from hotset.storage import resolve
 from hotset.units import human_size
 
@@ -63,7 +66,6 @@ class TrainOptions:
 
     def settings(self) -> PredictorSettings:
         """What the training takes for them."""
-        from hotset.formats.quants import GGMLType
         from hotset.training.predictor import PredictorSettings, Schedule
 
         return PredictorSettings(
@@ -118,8 +120,6 @@ def train_predictor(
         if error.name != "torch":
             raise
         raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
-    from hotset.sparsity.sidecar import stem_of
-
     settings = training.settings()
     texts = [read_text(path, "-f") for path in file]
     with ProgressBar() as bar:
@@ -161,7 +161,6 @@ def _bytes(text: str) -> int:
 
 
 def _print(trained: Trained) -> None:
-    from hotset.report.bars import percent
     from hotset.training.predictor import REASONS
 
     columns = [">layer", ">rank", ">of model", ">active", ">selected", ">recall", ">of values", ">precise"]

@@ -49,6 +49,10 @@ from hotset.model.config import (
 )
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
+from hotset.sparsity.profile import profile_path
+from hotset.sparsity.reorder import add_order, neuron_orders, neurons_of, order_of_rows
+from hotset.sparsity.sidecar import fingerprint
+from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -188,8 +192,6 @@ def convert_hf(
         writer.add(key, value)
     n_always = None
     if profile is not None and orders is not None:
-        from hotset.sparsity.reorder import add_order
-
         n_always = add_order(writer, profile, orders)
 
     for tensor_name, divisors in config.rope_divisors().items():
@@ -238,8 +240,6 @@ def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
 
 def _check_loads(planned: PlannedFile) -> None:
     """Raises what loading the file would raise: a missing tensor, a number out of its range, a tokenizer."""
-    from hotset.text.tokenizer import load_tokenizer
-
     file = cast("GGUFFile", planned)  # the parts of it that are read
     try:
         config = config_from_gguf(file)
@@ -617,8 +617,6 @@ class _Predictors:
 
 
 def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
-    from hotset.sparsity.reorder import neuron_orders
-
     if config.n_expert:
         raise UnsupportedModelError("the neurons of experts cannot be put in order of hotness")
     widths = {len(counts) for counts in profile.counts}
@@ -632,8 +630,6 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
 
 def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
     """The same with its neurons in the new order."""
-    from hotset.sparsity.reorder import neurons_of, order_of_rows
-
     place = neurons_of(name)
     if place is None or not isinstance(source, Origin):
         return source
@@ -645,8 +641,5 @@ def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
 
 
 def _save_profile(profile: Profile, orders: list[np.ndarray], out: Path) -> None:
-    from hotset.sparsity.profile import default_path
-    from hotset.sparsity.sidecar import fingerprint
-
     with open_gguf(out) as written:
-        profile.permuted(orders, fingerprint(written)).save(default_path(out))
+        profile.permuted(orders, fingerprint(written)).save(profile_path(out))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hotset import _core
+from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType, row_bytes
 
@@ -39,9 +41,6 @@ def recode(
 
     `source` is any type that the kernels decode. Raises as `encode` does.
     """
-    from hotset import _core
-    from hotset.cores import usable_cores
-
     if type not in WRITABLE:
         names = ", ".join(t.name for t in WRITABLE)
         raise InvalidRequestError(f"values cannot be quantised to {type.name}; choose one of {names}")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.quants import dequantize
 from hotset.model.operations import ActivationKind, Rope, RopeKind, Scoring, has_zeros
 from hotset.parameters import shown
 
@@ -970,8 +971,6 @@ def _rope(
 
 
 def _divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
-    from hotset.formats.quants import dequantize
-
     info = gguf.tensors[name]
     if tuple(info.shape) != (n,):
         raise UnsupportedModelError(f"the tensor {name} is {list(info.shape)}, expected [{n}]")

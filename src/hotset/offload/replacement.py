@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotset import _core
 from hotset.errors import InvalidRequestError
 
 # Steps after which a use counts half; a power of two. In published replays 16 to 128 are equal; in those of
@@ -75,8 +76,6 @@ class Replacement:
     """
 
     def __init__(self, slots: tuple[int, ...], n_layers: int, n_ids: int, half_life: int = HALF_LIFE) -> None:
-        from hotset import _core
-
         try:
             self._core = _core.Replacement(n_layers, n_ids, list(slots), half_life)
         except (ValueError, TypeError) as error:  # TypeError: a number beyond 32 bits
@@ -142,6 +141,4 @@ def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) ->
     of the first. It begins with the best of what was asked for before `first`; after each lookup it keeps, of
     that and what is there, what is needed again the soonest.
     """
-    from hotset import _core
-
     return _core.optimal_hits(np.ascontiguousarray(spans, np.int32), n_lookups, first, n_slots)

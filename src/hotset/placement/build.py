@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
+from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.gpu import open_gpu
+from hotset.backends.gpu.devices import find_device, limit_memory
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -88,15 +91,11 @@ def open_placed(
     memory within a budget; devices then read what is theirs past it. channels: of a graph with cutoffs, what
     is left out of which matrices.
     """
-    from hotset.backends.gpu.devices import find_device, limit_memory
-
     planned = placement.budget.devices if placement.budget else ()
     for device in planned:
         limit_memory(find_device(device.device), device.limit - device.context)
     try:
         if placement.is_whole and not mixed_layers(graph):
-            from hotset.backends.gpu import open_gpu
-
             needed = planned[0].total - planned[0].context if planned else 0
             return open_gpu(
                 _of_devices(weights), graph, device=placement.devices[0], sparse=sparse, needed=needed,
@@ -157,16 +156,12 @@ def open_chain(
     runtime = None
     try:
         if splits or any(piece.device == CPU for piece in pieces):
-            from hotset.backends.cpu.backend import new_runtime
-
             runtime = new_runtime(
                 n_threads
             )  # one for the CPU's layers and all cold services: they take turns
         for piece in pieces:
             span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
             if piece.device == CPU:
-                from hotset.backends.cpu.backend import CpuBackend
-
                 stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given, **of_cpu))
                 continue
             stage, more = _device_stage(
@@ -329,8 +324,6 @@ def host_workspace(
     """Bytes of this machine's memory that the chain of a placement takes beside weights and cache: of the
     CPU's stages and services, which are built for this without devices, and for what goes to devices and
     comes from them. weights: empty ones."""
-    from hotset.backends.cpu.backend import CpuBackend, new_runtime
-
     given: dict[str, Any] = {"max_batch": max_batch, "sparse": sparse}
     cold_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}
     total, is_on_host = 0, False

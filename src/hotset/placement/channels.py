@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset import _core
+from hotset.backends.base import Batch
+from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.cores import usable_cores
 from hotset.formats.channels import LAYOUT, TYPES_BY_CHANNEL, can_be_by_channel, copy_bytes, copy_shape
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
@@ -241,8 +244,6 @@ def channel_rates(
 def _rates(
     work: Workload, n_threads: int | None, progress: Reporter | None, path: Path | None
 ) -> ChannelRates:
-    from hotset.cores import usable_cores
-
     n_threads = n_threads or usable_cores()
     path = path or machine_file()
     version = ""
@@ -308,9 +309,6 @@ class _Weights:
 
 
 def _measure(n_threads: int, work: Workload) -> ChannelRates:
-    from hotset.backends.base import Batch
-    from hotset.backends.cpu.backend import CpuBackend, new_runtime
-
     width = work.width
     n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))
     weights, graph = _Weights(work.type, width, n_matrices), Graph()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hotset.backends.gpu.devices import find_device, synchronize
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph, cut_products
 from hotset.model.operations import Ffn, Linear, has_zeros, one_matrix
@@ -156,8 +157,6 @@ def device_rates(
 ) -> dict[GGMLType, ChannelRates]:
     """What is known of a device, measured where it is not; of the types of the matrices of `works`, and of
     that which stands for others. path: the file to keep it in."""
-    from hotset.backends.gpu.devices import find_device
-
     found = find_device(device)
     kinds = dict.fromkeys((_OTHERS, *(_measured_as(work.type) for work in works)))
     if found.type == "cpu":
@@ -179,7 +178,6 @@ def measure(device: torch.device, work: Workload) -> ChannelRates:
     import torch
 
     from hotset.backends.gpu.capture import Graphs
-    from hotset.backends.gpu.devices import synchronize
     from hotset.backends.gpu.kernels import Kernels
     from hotset.backends.gpu.matrix import DeviceMatrix
 

@@ -30,6 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset import _core
+from hotset.backends.base import Batch
+from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.gpu.devices import find_device, free_bytes, synchronize
+from hotset.cores import usable_cores
 from hotset.errors import DeviceError, FormatError, HotsetError, InvalidRequestError
 from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
@@ -49,6 +54,7 @@ from hotset.model.operations import (
 from hotset.offload.misses import MissRates
 from hotset.placement.cards import Card
 from hotset.placement.table import DeviceRates, Rates
+from hotset.storage.store import home
 
 if TYPE_CHECKING:
     import torch
@@ -132,9 +138,6 @@ def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | N
 def _cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, float]:
     """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
     bytes times tokens per second of products for many tokens ("many")."""
-    from hotset import _core
-    from hotset.cores import usable_cores
-
     n_threads = n_threads or usable_cores()
     path, key = machine_file(), f"{processor_name()} | {n_threads} threads | {_core.isa()} | without a device"
     found = known(path).get(key)
@@ -198,9 +201,6 @@ def measure(
     """
     if isinstance(device, Card):
         return estimate(device, n_threads=n_threads, progress=progress)
-    from hotset.backends.gpu.devices import find_device
-    from hotset.cores import usable_cores
-
     found = find_device(device)
     if found.type == "cpu":
         return STAND_IN
@@ -266,7 +266,6 @@ def handshake(device: str, path: Path | None = None) -> ChosenKind:
 
     import torch
 
-    from hotset.backends.gpu.devices import find_device
     from hotset.backends.gpu.handshake import ChosenKind, choose_kind
 
     found = find_device(device)
@@ -356,9 +355,6 @@ class _Cpu:
     """The CPU backend on synthetic FFNs."""
 
     def __init__(self, n_threads: int) -> None:
-        from hotset.backends.base import Batch
-        from hotset.backends.cpu.backend import CpuBackend, new_runtime
-
         weights, graph = _Weights(), _ffn_graph()
         self._runtime = new_runtime(n_threads)
         self._backends = {
@@ -381,8 +377,6 @@ class _Cpu:
 
     def many(self, seconds: float) -> float:
         """Bytes of rows times tokens per second, for _MANY tokens."""
-        from hotset.backends.base import Batch
-
         zeros = np.zeros(_MANY, np.int32)
         batch = Batch(zeros, np.arange(_MANY, dtype=np.int32), zeros, zeros[:1, None], zeros[:1])
         self._many.step(batch)
@@ -467,7 +461,6 @@ class _DeviceLoop(_Loop):
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        from hotset.backends.gpu.devices import free_bytes, synchronize
         from hotset.backends.gpu.kernels import Kernels
         from hotset.backends.gpu.matrix import DeviceMatrix
 
@@ -553,7 +546,6 @@ class _Link(_Loop):
     def __init__(self, device: torch.device, registrar: Registrar | None = None) -> None:
         import torch
 
-        from hotset.backends.gpu.devices import synchronize
         from hotset.backends.gpu.handshake import CudaDriver
         from hotset.backends.gpu.kernels import Kernels
         from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
@@ -660,8 +652,6 @@ def processor_name() -> str:
 
 def machine_file() -> Path:
     """Where what was measured is kept."""
-    from hotset.storage.store import home
-
     return home() / "machine.json"
 
 
@@ -670,8 +660,6 @@ def device_key(device: torch.device, n_threads: int = 0) -> str:
     import importlib.metadata
 
     import torch
-
-    from hotset import _core
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [str(torch.__version__)]

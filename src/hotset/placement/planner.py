@@ -21,15 +21,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.gpu.devices import find_device, free_bytes
 from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
+from hotset.formats.powerinfer import activation_files, read_gpu_index
 from hotset.memory import free_memory
+from hotset.model.decoder import describe
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.cards import Card
+from hotset.placement.machine import measure, rates_of
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.reporter import Reporter
 from hotset.sparsity import sidecar
+from hotset.sparsity.profile import Profile, collect, import_activations, profile_path
+from hotset.storage.store import home
+from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -68,8 +76,6 @@ def place(
     Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
     InvalidRequestError for a profile of another model.
     """
-    from hotset.placement.machine import measure, rates_of
-
     if config.masked and config.has_experts:
         raise UnsupportedModelError(
             "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
@@ -108,8 +114,6 @@ def place(
         frequencies = [counted.frequencies(i) for i in range(config.n_layer)]
         notes.append(note)
     if settings.gpu_index is not None:
-        from hotset.formats.powerinfer import read_gpu_index
-
         index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
         placement = place_index(facts, rates, limits, frequencies, index.on_gpu)
     else:
@@ -134,7 +138,6 @@ def _with_caches(
     """The layers, those marked whose experts every device can compute."""
     if all(ffn.route is None for ffn in graph.ffns):
         return facts.layers
-    from hotset.backends.gpu.devices import find_device
     from hotset.backends.gpu.experts import can_hold, layout_of
 
     find_device("cpu")  # which says what to install
@@ -159,8 +162,6 @@ def _limit(device: str | Card, context: int, budget: float | None) -> Device:
     if isinstance(device, Card):
         name, kind, free = device.name, "cuda", int(device.memory * 2**30)
     else:
-        from hotset.backends.gpu.devices import find_device, free_bytes
-
         found = find_device(device)
         name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
     spare = ALLOCATOR_BYTES if kind == "cuda" else 0
@@ -192,15 +193,11 @@ def _profile_of(
     progress: Reporter | None,
 ) -> tuple[Profile, str]:
     """How often each neuron fires, and a sentence on where that comes from."""
-    from hotset.formats.powerinfer import activation_files
-    from hotset.sparsity.profile import Profile, default_path, import_activations
-    from hotset.storage.store import home
-
     model = sidecar.fingerprint(gguf)
     if given is not None:
         given.check_model(model, config.n_ff)
         return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
-    beside, unfit = default_path(gguf.path), ""
+    beside, unfit = profile_path(gguf.path), ""
     if beside.is_file():
         found = Profile.open(beside)
         if found.is_of(model, config.n_ff):
@@ -232,11 +229,6 @@ def _run_builtin(
 ) -> Profile:
     """Counts over the built-in text, computed on the CPU with every neuron that fires."""
     from importlib.resources import files
-
-    from hotset.backends.cpu.backend import CpuBackend
-    from hotset.model.decoder import describe
-    from hotset.sparsity.profile import collect
-    from hotset.text.tokenizer import load_tokenizer
 
     text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
     tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
@@ -272,8 +264,6 @@ def _solved(
     split_neurons: bool,
 ) -> Placement:
     """The solver's placement, from the store's cache where the same was asked before."""
-    from hotset.storage.store import home
-
     asked: list[Any] = [facts, rates, [replace(d, limit=_coarse(d.limit, settings)) for d in devices]]
     devices = asked[2]
     digest = hashlib.sha256(repr((*asked, settings.n_gpu_layers, split_neurons)).encode())

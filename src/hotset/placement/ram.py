@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
 from hotset.offload.weight_store import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
+from hotset.placement.build import host_part, host_workspace
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
@@ -184,8 +186,6 @@ class _Beside:
     def of(cls, placement: Placement | None, graph: Graph, max_batch: int) -> _Beside:
         if placement is None:
             return cls(None, graph, {}, STEP)
-        from hotset.placement.build import host_part
-
         part = host_part(placement, graph)
         return cls(placement, part.graph, part.helped, STEP if part.n_layers else max(max_batch, STEP))
 
@@ -214,16 +214,12 @@ def _workspace(
 ) -> int:
     """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
     nothing is written."""
-    from hotset.backends.cpu.backend import CpuBackend
-
     reader = disk.reader()
     empty = StoredWeights(
         weights, beside.graph, n_bytes, sparse=sparse, reader=reader, gap=0, empty=True, step=beside.step,
         helped=beside.helped,
     )  # fmt: skip
     if beside.placement is not None:
-        from hotset.placement.build import host_workspace
-
         taken = host_workspace(
             beside.placement, empty, graph, n_pages=n_pages, max_batch=max_batch, sparse=sparse,
             n_threads=n_threads,

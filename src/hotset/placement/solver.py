@@ -23,6 +23,7 @@ import numpy as np
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import ModelFacts
+from hotset.placement.milp import MixedIntegerProgram
 from hotset.placement.problem import Candidate, Problem
 from hotset.placement.table import Device, LayerPlacement, Placement, Rates
 
@@ -61,8 +62,6 @@ def _optimal(problem: Problem, greedy: Candidate | None) -> tuple[Candidate | No
     """The candidate that HiGHS finds, and a sentence on how good it is."""
     if not problem.usable:
         return None, ""
-    from hotset.placement.milp import MixedIntegerProgram
-
     bound = None if greedy is None else problem.seconds(greedy)
     return MixedIntegerProgram(problem).run(bound)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import ExpertCounts
+from hotset.backends.pipeline import ChainBackend
 from hotset.offload.replacement import arrange
 from hotset.report.activity import LAGS
 from hotset.report.bars import percent
@@ -90,8 +91,6 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
 def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> ExpertCounts | None:
     """What became of a mixture's experts since it was loaded; None where no cache is between them and what
     computes them."""
-    from hotset.backends.pipeline import ChainBackend
-
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
     beside = backend.expert_counts() if isinstance(backend, ChainBackend) else None

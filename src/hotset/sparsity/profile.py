@@ -1,7 +1,7 @@
 """Activation profiles: how often each neuron fired over some text, and each expert was chosen.
 
     profile = collect(backend, config, tokens, model=sidecar.fingerprint(gguf))
-    profile.save(default_path(gguf.path))
+    profile.save(profile_path(gguf.path))
 
 A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
 its order, in a mixture those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
@@ -180,7 +180,7 @@ def _hot_share(counts: np.ndarray) -> float:
     return (int(np.searchsorted(hottest, HOT_MASS * total)) + 1) / len(counts) if total else 0.0
 
 
-def default_path(model: Path) -> Path:
+def profile_path(model: Path) -> Path:
     """Where a model's profile lies: beside it."""
     return model.with_name(f"{sidecar.stem_of(model)}.profile{sidecar.SUFFIX}")
 

@@ -32,7 +32,7 @@ from hotset.model.decoder import describe
 from hotset.sparsity import sidecar
 from hotset.sparsity.bundles import bundles_of
 from hotset.sparsity.predictors import N_ALWAYS_KEY
-from hotset.sparsity.profile import Profile, default_path
+from hotset.sparsity.profile import Profile, profile_path
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
@@ -205,8 +205,8 @@ def _move_companions(source: Path, out: Path, profile: Profile, orders: list[np.
     """Writes what lies beside a model and refers to its neurons, beside the new one."""
     with open_gguf(out) as written:
         moved = profile.permuted(orders, sidecar.fingerprint(written))
-    moved.save(default_path(out))
-    files = [default_path(out)]
+    moved.save(profile_path(out))
+    files = [profile_path(out)]
     counts = powerinfer.activation_files(source)
     if counts is not None:
         n_ff = [len(order) for order in orders]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
     """The CPU backend, skipping what does not fire, with a cache for MAX_SEQUENCE tokens."""
-    from hotset.backends.cpu.backend import CpuBackend
-
     return CpuBackend(weights, graph, n_pages=_N_PAGES, max_batch=_STEP, kv_type="f16", sparse=True)
 
 

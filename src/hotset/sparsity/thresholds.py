@@ -157,7 +157,7 @@ class Thresholds:
         write_whole({Path(path): json.dumps(content, indent=1, allow_nan=False) + "\n"})
 
 
-def default_path(model: Path) -> Path:
+def thresholds_path(model: Path) -> Path:
     """Where a model's thresholds lie: beside it."""
     return model.with_name(f"{sidecar.stem_of(model)}{SUFFIX}")
 

@@ -1,7 +1,7 @@
 """Traces of selections: which experts, or which neurons, each token of a text needed, layer by layer.
 
     trace = record(...)  # sparsity/recorder.py
-    trace.save(default_path(gguf.path))
+    trace.save(trace_path(gguf.path))
     open_trace(path)
 
 What a cache would have done over the text follows from its trace alone (sparsity/replay.py). The file is
@@ -374,6 +374,6 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
     return [int(one) for one in value]
 
 
-def default_path(model: Path) -> Path:
+def trace_path(model: Path) -> Path:
     """Where a model's trace lies: beside it."""
     return model.with_name(f"{sidecar.stem_of(model)}.trace{sidecar.SUFFIX}")

@@ -27,7 +27,10 @@ import numpy as np
 from hotset import _core
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
 from hotset.formats.quants import GGMLType, dequantize, fitting
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -187,10 +190,6 @@ def merge(
     (Rows that the type's blocks do not divide become F16.) Raises InvalidRequestError where the adapters
     belong to other weights, and leaves no file on any error.
     """
-    from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
-    from hotset.model.config import config_from_gguf
-    from hotset.model.decoder import describe
-
     if adapters.model != digest(gguf):
         raise InvalidRequestError(
             f"the adapters were trained on other weights than those of {gguf.path.name}; "

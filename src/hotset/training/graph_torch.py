@@ -21,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from hotset.backends.gpu.twins import activate, layer_norm, rms_norm, rotate
 from hotset.backends.reference import routed
 from hotset.errors import UnsupportedModelError
+from hotset.formats.planes import decode
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -260,8 +261,6 @@ class TorchGraph:
         """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
         if op.scales is None or op.weight in self._kept:
             return self._weight(op.weight)
-        from hotset.formats.planes import decode
-
         codes = self.weights.data(op.weight).view("int8").reshape(op.x.width, -1)
         scales = self.weights.data(op.scales).view("float16").reshape(-1, op.out.width)
         return self._keep(op.weight, torch.from_numpy(decode(codes, scales)))

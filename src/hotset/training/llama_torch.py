@@ -26,6 +26,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from hotset.backends.gpu.twins import rotate
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.quants import dequantize
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 from hotset.training.adapters import MATRICES, NORMS
 
 if TYPE_CHECKING:
@@ -384,10 +387,6 @@ def load_llama(gguf: GGUFFile, device: str | torch.device = "cpu") -> Llama:
     Raises UnsupportedModelError for what is not of the Llama family: it must have RMS norms, RoPE, a gated
     FFN that reads the residual stream after attention, separate q, k and v, and full attention.
     """
-    from hotset.formats.quants import dequantize
-    from hotset.model.config import config_from_gguf
-    from hotset.model.decoder import describe
-
     config = config_from_gguf(gguf)
     describe(config, gguf.tensors)  # checks that every tensor is there, in its shape
     reason = _unsupported(config, gguf)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hotset.api import Model, load_opened
+from hotset.cores import usable_cores
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target
@@ -650,8 +651,6 @@ class _Pool:
     """Runs tasks in worker processes, or here where one at a time is enough."""
 
     def __init__(self, settings: PredictorSettings, n_layer: int) -> None:
-        from hotset.cores import usable_cores
-
         n_cores = usable_cores()
         jobs = settings.jobs or (n_cores if settings.device == "cpu" else 1)
         self._jobs = max(1, min(jobs, n_layer))

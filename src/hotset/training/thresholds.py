@@ -42,7 +42,7 @@ from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.reporter import Reporter
 from hotset.settings import LoadSettings
-from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
 from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
 from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
 from hotset.training.graph_torch import TorchGraph
@@ -167,7 +167,7 @@ def calibrate_thresholds(
         n_threads=settings.n_threads, backend="cpu", sparsity=settings.mode, progress=progress
     )
     with open_model(model, loading) as opened:
-        target = Path(out) if out is not None else default_path(opened.gguf.path)
+        target = Path(out) if out is not None else thresholds_path(opened.gguf.path)
         folder = Path(work) if work is not None else target.with_name(f"{target.name}.work")
         check_target(target, opened.gguf.paths)
         check_folder(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hotset.backends.gpu.devices import find_device
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
@@ -32,8 +33,6 @@ def open_gpu(
     options: see GpuBackend. Raises DeviceError where the device or PyTorch is missing, OutOfMemoryError where
     the model does not fit, UnsupportedModelError for tensor types without a kernel.
     """
-    from hotset.backends.gpu.devices import find_device
-
     found = find_device(device)  # before anything that imports torch
     from hotset.backends.gpu.backend import GpuBackend
 
