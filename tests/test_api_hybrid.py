@@ -437,7 +437,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
     limits = []
     for free in (3 * GIB + 5, 3 * GIB + 12_345_678, 2 * GIB):
-        monkeypatch.setattr("hotset.backends.gpu.devices.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(planner, "free_bytes", lambda device, free=free: free)
         found = hotset.plan(model, device="cpu", **SMALL)
         assert found is not None
         assert found.budget is not None

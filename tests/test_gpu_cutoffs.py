@@ -21,7 +21,6 @@ from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
-from hotset.backends.gpu import devices  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
@@ -265,7 +264,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return ChannelRates(2e9, 1e9)
 
     monkeypatch.setattr(device_channels, "measure", measure)
-    monkeypatch.setattr(devices, "find_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(device_channels, "find_device", lambda name: torch.device("meta"))
     works = (Workload(T.Q4_K, 256, 1 << 20), Workload(T.F16, 256, 1 << 20))
     for _ in range(2):
         found = device_channels.device_rates("meta", works, path=tmp_path / "machine.json")

@@ -17,7 +17,7 @@ import torch
 from test_api_sparse import write_sparse
 from tiny_gguf import write_llama
 
-from hotset.backends.gpu import devices, open_gpu
+from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
@@ -284,7 +284,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     calls = []
     known = machine.Measured(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
     monkeypatch.setattr(machine, "_measure", lambda device, n_threads: calls.append(device) or known)
-    monkeypatch.setattr("hotset.backends.gpu.devices.find_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("meta"))
     path = tmp_path / "machine.json"
     assert machine.measure("xpu", n_threads=1, path=path) == known
     assert machine.measure("xpu", n_threads=1, path=path) == known
@@ -369,7 +369,7 @@ def test_a_device_is_measured_with_a_quarter_of_its_memory(
 ) -> None:
     monkeypatch.setattr(machine, "_WIDTH", 64)
     n_bytes = 2048 * 64 // 32 * 18
-    monkeypatch.setattr(devices, "free_bytes", lambda device: int(room * n_bytes))
+    monkeypatch.setattr(machine, "free_bytes", lambda device: int(room * n_bytes))
     loop = machine._DeviceLoop(torch.device("cpu"))
     assert len(loop._matrices) == n
     assert loop._bytes == n * n_bytes

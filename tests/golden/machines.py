@@ -200,6 +200,8 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.placement.ram.own_memory": lambda: facts["program"],
             "hotset.cores.usable_cores": lambda: facts["cores"],
             "hotset.backends.cpu.backend.usable_cores": lambda: facts["cores"],
+            "hotset.placement.machine.usable_cores": lambda: facts["cores"],
+            "hotset.placement.channels.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
             "hotset.placement.channels.processor_name": lambda: facts["processor"],
