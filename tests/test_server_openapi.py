@@ -85,6 +85,21 @@ def test_replies_have_the_shapes_that_are_promised(path: Path, document: dict[st
     asyncio.run(work())
 
 
+def test_json_of_a_model_has_its_constants_in_their_places():
+    written = shapes.ToolUseReplyBlock.written(id="1", name="f", input={})
+    assert list(written.items()) == [
+        ("type", "tool_use"), ("id", "1"), ("caller", {"type": "direct"}), ("name", "f"), ("input", {}),
+    ]  # fmt: skip
+    assert list(shapes.ChatReplyMessage.written(content="a")) == ["role", "content", "refusal", "annotations"]
+    assert shapes.OllamaReply.written(model="m", done=False) == {"model": "m", "done": False}
+
+
+@pytest.mark.parametrize("shape", [shapes.TokenEntry, shapes.ChatReply])
+def test_json_of_a_model_has_none_but_its_fields(shape: type[shapes.Shape]):
+    with pytest.raises(KeyError, match="other"):
+        shape.written(other=1)
+
+
 def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
     operations = [
         (path, operation) for path, methods in document["paths"].items() for operation in methods.values()

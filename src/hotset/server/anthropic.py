@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
+from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
@@ -33,18 +34,11 @@ from hotset.server.answers import (
 from hotset.server.body import BodyRoute
 from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
 from hotset.server.replies import event
-from hotset.server.shapes import (
-    EVENT_STREAM,
-    AnthropicErrorReply,
-    MessageReply,
-    TokenCount,
-    documented,
-    errors,
-)
+from hotset.server.shapes import EVENT_STREAM, documented, errors
 from hotset.server.streams import in_turn, off_loop, service_of, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
-router = APIRouter(route_class=BodyRoute, responses=errors(AnthropicErrorReply))
+router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
 
 Event = dict[str, Any]
 
@@ -326,21 +320,17 @@ class MessageWriter:
     ) -> None:
         self._max_tokens = max_tokens
         self._omits_thinking = omits_thinking
-        self._edits: dict[str, Any] = {"context_management": {"applied_edits": []}} if manages_context else {}
+        self._edits = {"context_management": shapes.AppliedEdits.written()} if manages_context else {}
         self._arguments = ""  # of the call that is being written
         self._finished: Finished | None = None
         self._blocks: list[dict[str, Any]] = []
-        self.message: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": self._blocks,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "stop_details": None,
-            "container": None,
-        }
+        self.message = shapes.MessageReply.written(
+            id=f"msg_{uuid.uuid4().hex}",
+            model=model,
+            content=self._blocks,
+            stop_reason=None,
+            stop_sequence=None,
+        )
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
@@ -367,23 +357,15 @@ class MessageWriter:
     def push(self, delta: Delta) -> list[Event]:
         match delta:
             case TextDelta(text=text) if text:
-                told = self._open({"type": "text", "text": "", "citations": None})
+                told = self._open(shapes.TextReplyBlock.written(text=""))
                 self._blocks[-1]["text"] += text
                 return [*told, self._told({"type": "text_delta", "text": text})]
             case ReasoningDelta(text=text) if text and not self._omits_thinking:
-                told = self._open({"type": "thinking", "thinking": "", "signature": ""})
+                told = self._open(shapes.ThinkingReplyBlock.written(thinking=""))
                 self._blocks[-1]["thinking"] += text
                 return [*told, self._told({"type": "thinking_delta", "thinking": text})]
             case ToolCallStart():
-                return self._open(
-                    {
-                        "type": "tool_use",
-                        "id": delta.id,
-                        "caller": {"type": "direct"},
-                        "name": delta.name,
-                        "input": {},
-                    }
-                )
+                return self._open(shapes.ToolUseReplyBlock.written(id=delta.id, name=delta.name, input={}))
             case ToolCallArguments(text=text) if text:
                 self._arguments += text
                 return [self._told({"type": "input_json_delta", "partial_json": text})]
@@ -438,23 +420,18 @@ class MessageWriter:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """`input_tokens` are those that were not in the cache."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation": None,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-        "inference_geo": None,
-        "server_tool_use": None,
-        "service_tier": "standard",
-    }
+    return shapes.MessageUsage.written(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=shapes.ThinkingDetails.written(thinking_tokens=usage.reasoning_tokens),
+    )
 
 
 # ---- the routes ----
 
 
-@router.post("/v1/messages", responses=documented(MessageReply, EVENT_STREAM))
+@router.post("/v1/messages", responses=documented(shapes.MessageReply, EVENT_STREAM))
 async def messages(body: MessagesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
@@ -471,7 +448,7 @@ async def messages(body: MessagesBody, http: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: PromptBody, http: Request) -> TokenCount:
+async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
     service = service_of(http)
     service.check_name(body.model)
     model = service.model
@@ -480,4 +457,4 @@ async def count_tokens(body: PromptBody, http: Request) -> TokenCount:
         turns, tools = conversation(body.system, body.messages), _tools(body)
         return len(model.encode_chat(turns, tools or None, variables=_template(body)))
 
-    return TokenCount(input_tokens=await in_turn(http, counted))
+    return shapes.TokenCount(input_tokens=await in_turn(http, counted))

@@ -19,6 +19,7 @@ from hotset.errors import (
     TokenizerError,
 )
 from hotset.parameters import shown
+from hotset.server import shapes
 from hotset.server.replies import JsonReply
 
 
@@ -123,12 +124,16 @@ def body_of(problem: Problem, path: str) -> dict[str, Any]:
     """The JSON of an error for whoever asked at `path`."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": None}
+        return shapes.AnthropicErrorReply.written(
+            error=shapes.AnthropicError.written(type=kind, message=problem.message)
+        )
     if path.startswith("/api/"):
-        return {"error": problem.message}
+        return shapes.OllamaErrorReply.written(error=problem.message)
     kind = _OPENAI_TYPES.get(problem.status) or _of_status(problem.status, "server_error")
-    error = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
-    return {"error": error}
+    error = shapes.OpenAIError.written(
+        message=problem.message, type=kind, param=problem.param, code=problem.code
+    )
+    return shapes.OpenAIErrorReply.written(error=error)
 
 
 def _of_status(status: int, fault: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hotset.engine.sampler import TokenLogprobs
+from hotset.server.shapes import TokenEntry, TokenWithTop
 from hotset.text.tokenizer import Tokenizer
 
 
@@ -16,13 +17,11 @@ def logprob_of(logprob: float) -> float:
 def spelled(tokenizer: Tokenizer, one: TokenLogprobs, n_top: int) -> dict[str, Any]:
     """A token with its logprob, and the n_top most likely in its place."""
     top = [_entry(tokenizer, token, logprob) for token, logprob in one.top[:n_top]]
-    return _entry(tokenizer, one.token, one.logprob) | {"top_logprobs": top}
+    return TokenWithTop.written(**_entry(tokenizer, one.token, one.logprob), top_logprobs=top)
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     piece = tokenizer.token_bytes(token)
-    return {
-        "token": piece.decode("utf-8", "replace"),
-        "logprob": logprob_of(logprob),
-        "bytes": list(piece),
-    }
+    return TokenEntry.written(
+        token=piece.decode("utf-8", "replace"), logprob=logprob_of(logprob), bytes=list(piece)
+    )

@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, Field
 from hotset.api import Model
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
+from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
@@ -43,20 +44,13 @@ from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
-from hotset.server.shapes import (
-    JSON_LINES,
-    OllamaChatReply,
-    OllamaErrorReply,
-    OllamaGenerateReply,
-    documented,
-    errors,
-)
+from hotset.server.shapes import JSON_LINES, documented, errors
 from hotset.server.streams import AnswerStream, ask, off_loop, service_of, whole
 from hotset.server.turns import Turn, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
-router = APIRouter(route_class=BodyRoute, responses=errors(OllamaErrorReply))
+router = APIRouter(route_class=BodyRoute, responses=errors(shapes.OllamaErrorReply))
 
 _ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
@@ -340,38 +334,44 @@ class LineWriter:
         assert self._finished is not None
         usage = answer.usage
         prompt, generated = _durations(answer)
-        return {
-            "done": True,
-            "done_reason": "length" if self._finished.reason == "length" else "stop",
-            "total_duration": time.perf_counter_ns() - self._began,
-            "load_duration": 0,
-            "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": prompt,
-            "eval_count": usage.completion_tokens,
-            "eval_duration": generated,
-        }
+        return shapes.OllamaReply.written(
+            done_reason="length" if self._finished.reason == "length" else "stop",
+            total_duration=time.perf_counter_ns() - self._began,
+            load_duration=0,
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=prompt,
+            eval_count=usage.completion_tokens,
+            eval_duration=generated,
+        )
 
     def _called(self) -> list[dict[str, Any]]:
         if self._call is None:
             return []
         call, self._call = self._call, None
-        arguments = arguments_object(call.arguments)
-        function = {"index": self._n_calls, "name": call.name, "arguments": arguments}
+        function = shapes.OllamaReplyFunction.written(
+            index=self._n_calls, name=call.name, arguments=arguments_object(call.arguments)
+        )
         self._n_calls += 1
-        return [self._line(calls=[{"id": call.id, "function": function}])]
+        return [self._line(calls=[shapes.OllamaReplyCall.written(id=call.id, function=function)])]
 
     def _line(self, text: str = "", thinking: str = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
-        head = {"model": self._model, "created_at": _time(time.time()), "done": False}
-        thought = {"thinking": thinking} if thinking else {}
-        if not self._chat:
-            return head | {"response": text} | thought
-        called = {"tool_calls": list(calls)} if calls else {}
-        return head | {"message": {"role": "assistant", "content": text} | thought | called}
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            more["tool_calls"] = list(calls)
+        shape, said = _shape(text, chat=self._chat, **more)
+        return shape.written(model=self._model, created_at=_time(time.time()), done=False, **said)
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any]:
         if self._n_top is None:
             return {}
         return {"logprobs": [spelled(self._tokenizer, one, self._n_top) for one in delta.logprobs]}
+
+
+def _shape(text: str, *, chat: bool, **more: Any) -> tuple[type[shapes.OllamaReply], dict[str, Any]]:
+    """What a reply is, and its fields with the text: a message, or the text by itself."""
+    if chat:
+        return shapes.OllamaChatReply, {"message": shapes.OllamaReplyMessage.written(content=text, **more)}
+    return shapes.OllamaGenerateReply, {"response": text, **more}
 
 
 def _durations(answer: Answer) -> tuple[int, int]:
@@ -392,7 +392,7 @@ def _time(seconds: float) -> str:
 # ---- the routes ----
 
 
-@router.post("/api/chat", responses=documented(OllamaChatReply, JSON_LINES))
+@router.post("/api/chat", responses=documented(shapes.OllamaChatReply, JSON_LINES))
 async def chat(body: OllamaChatBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.messages:
@@ -401,7 +401,7 @@ async def chat(body: OllamaChatBody, http: Request) -> Response:
     return await _answered(http, body, request, service, chat=True)
 
 
-@router.post("/api/generate", responses=documented(OllamaGenerateReply, JSON_LINES))
+@router.post("/api/generate", responses=documented(shapes.OllamaGenerateReply, JSON_LINES))
 async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.prompt:
@@ -428,9 +428,9 @@ async def _answered(
 
 def _loaded(body: AnswerBody, *, chat: bool) -> Response:
     """The answer to a request for nothing, by which clients have a model loaded."""
-    text = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    shape, said = _shape("", chat=chat)
     head = {"model": body.model, "created_at": _time(time.time())}
-    return JsonReply(head | text | {"done": True, "done_reason": "load"})
+    return JsonReply(shape.written(**head, **said, done=True, done_reason="load"))
 
 
 @router.get("/api/version")

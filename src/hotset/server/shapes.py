@@ -1,20 +1,66 @@
-"""What replies look like, for the OpenAPI document. Nothing is made of these models: the writers of the
-dialects build plain JSON, and the tests hold it against what stands here."""
+"""The replies of all API schemas: what the OpenAPI document says of them, and what the JSON is made of."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 EVENT_STREAM = "text/event-stream"
 JSON_LINES = "application/x-ndjson"
 
 
 class Shape(BaseModel):
-    """No other fields than these."""
+    """A reply, or a part of one, with no other fields than these."""
 
     model_config = ConfigDict(extra="forbid")
+    _constants: ClassVar[dict[str, dict[str, Any]]]  # those that precede a field; "": all
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        found: dict[str, Any] = {}
+        cls._constants = {"": found}
+        for name, field in cls.model_fields.items():
+            cls._constants[name] = dict(found)
+            if field.is_required() and (values := _only_value(field)):
+                found[name] = values[0]
+
+    @classmethod
+    def written(cls, **fields: Any) -> dict[str, Any]:
+        """JSON with these fields, in this order. Raises KeyError for a field that the model does not have.
+
+        A required field that has only one possible value is added, before the fields that it precedes here.
+        No other field is: a stream sends replies that are not complete. Nothing is validated: validation
+        holds the interpreter's lock, and a reply may have a million logprobs.
+        """
+        if not cls._constants[""] and fields.keys() <= cls._constants.keys():
+            return fields
+        written: dict[str, Any] = {}
+        for name, value in fields.items():
+            for constant, only in cls._constants[name].items():
+                if constant not in fields:
+                    written[constant] = only
+            written[name] = value
+        return written | {name: only for name, only in cls._constants[""].items() if name not in written}
+
+
+def _only_value(field: FieldInfo) -> list[Any]:
+    """The value of a field that cannot have another one, in a list that is empty for other fields."""
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        values = list(get_args(kind))
+        return values if len(values) == 1 else []
+    if kind is NoneType:
+        return [None]
+    if isinstance(kind, type) and issubclass(kind, Shape):
+        only = kind.written()
+        return [only] if only.keys() == kind.model_fields.keys() else []
+    return (
+        [[]] if any(isinstance(limit, MaxLen) and limit.max_length == 0 for limit in field.metadata) else []
+    )
 
 
 Responses = dict[int | str, dict[str, Any]]

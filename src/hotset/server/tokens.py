@@ -120,7 +120,7 @@ async def detokenize(body: DetokenizeBody, http: Request) -> Response:
                 code="body_too_large",
             )
         text = tokenizer.decode(body.tokens)
-        return JsonReply({"content": text, "prompt": text})
+        return JsonReply(DetokenizeReply.written(content=text, prompt=text))
 
     return await in_turn(http, reply)
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.parameters import shown
+from hotset.server import shapes
 from hotset.server.activity import ActivityWatch
 from hotset.server.answers import (
     Answer,
@@ -19,6 +20,7 @@ from hotset.server.answers import (
     Finished,
     ReasoningDelta,
     TextDelta,
+    ToolCall,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -37,7 +39,7 @@ from hotset.server.openai.schema import (
 )
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.service import Service
-from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
+from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.text.messages import Opening
 
@@ -222,7 +224,7 @@ class ChatBody(SamplingFields):
         )
 
 
-@router.post("/v1/chat/completions", responses=documented(ChatReply, EVENT_STREAM))
+@router.post("/v1/chat/completions", responses=documented(shapes.ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
@@ -242,13 +244,11 @@ class _Reply:
         self._tokenizer = service.model.tokenizer
 
     def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self._head(answer, "chat.completion") | {
-            "choices": [self._choice(choice) for choice in choices],
-            "usage": usage_dict(answer.usage),
-        }
+        written = [self._choice(choice) for choice in choices]
+        return shapes.ChatReply.written(**self._head(answer), choices=written, usage=usage_dict(answer.usage))
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
-        head = self._head(answer, "chat.completion.chunk")
+        head = self._head(answer, object="chat.completion.chunk")
         more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
 
         def written(
@@ -278,8 +278,7 @@ class _Reply:
                 case ReasoningDelta():
                     yield chunk(delta.index, {"reasoning_content": delta.text})
                 case ToolCallStart():
-                    function = {"name": delta.name, "arguments": ""}
-                    call = {"index": delta.call, "id": delta.id, "type": "function", "function": function}
+                    call = {"index": delta.call} | _call(ToolCall(delta.id, delta.name))
                     yield chunk(delta.index, {"tool_calls": [call]})
                 case ToolCallArguments():
                     call = {"index": delta.call, "function": {"arguments": delta.text}}
@@ -290,37 +289,30 @@ class _Reply:
             yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
         yield DONE
 
-    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": answer.created, "model": self._service.name}
+    def _head(self, answer: Answer, **kind: str) -> dict[str, Any]:
+        return {"id": self.id, **kind, "created": answer.created, "model": self._service.name}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": choice.text,
-            "refusal": None,
-            "annotations": [],
-        }
+        message = shapes.ChatReplyMessage.written(content=choice.text)
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["content"] = choice.text or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in choice.tool_calls
-            ]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.reason,
-        }
+            message["tool_calls"] = [_call(call) for call in choice.tool_calls]
+        return shapes.ChatChoice.written(
+            index=choice.index,
+            message=message,
+            logprobs=self._logprobs(choice.logprobs),
+            finish_reason=choice.reason,
+        )
 
     def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         n_top = self._body.top_logprobs or 0
-        return {"content": [spelled(self._tokenizer, one, n_top) for one in logprobs], "refusal": None}
+        return shapes.ChatLogprobs.written(content=[spelled(self._tokenizer, one, n_top) for one in logprobs])
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = shapes.CalledFunction.written(name=call.name, arguments=call.arguments)
+    return shapes.ChatToolCall.written(id=call.id, function=function)

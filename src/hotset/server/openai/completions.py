@@ -11,13 +11,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
+from hotset.server import shapes
 from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
 from hotset.server.openai.schema import SamplingFields, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
-from hotset.server.shapes import EVENT_STREAM, CompletionReply, documented
+from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -72,7 +73,7 @@ class CompletionBody(SamplingFields):
         )
 
 
-@router.post("/v1/completions", responses=documented(CompletionReply, EVENT_STREAM))
+@router.post("/v1/completions", responses=documented(shapes.CompletionReply, EVENT_STREAM))
 async def completions(body: CompletionBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
@@ -115,14 +116,13 @@ class _Reply:
                 whole.logprobs += piece.logprobs
                 whole.tokens += piece.tokens
             written.append(self._choice(answer, choice.index, whole, choice.reason))
-        return self._head(answer) | {"choices": written, "usage": usage_dict(answer.usage)}
+        return self._reply(answer, choices=written, usage=usage_dict(answer.usage))
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
-        head = self._head(answer)
         more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
 
         def written(index: int, piece: _Text, reason: str | None) -> dict[str, Any]:
-            return head | {"choices": [self._choice(answer, index, piece, reason)]} | more
+            return self._reply(answer, choices=[self._choice(answer, index, piece, reason)], **more)
 
         texts: list[TextEvents] = []
         if self._body.logprobs is None:
@@ -142,11 +142,11 @@ class _Reply:
             if isinstance(delta, Finished):
                 yield event(written(delta.index, _Text(""), delta.reason))
         if self._body.includes_usage:
-            yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
+            yield event(self._reply(answer, choices=[], usage=usage_dict(answer.usage)))
         yield DONE
 
-    def _head(self, answer: Answer) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": answer.created, "model": self._model}
+    def _reply(self, answer: Answer, **more: Any) -> dict[str, Any]:
+        return shapes.CompletionReply.written(id=self.id, created=answer.created, model=self._model, **more)
 
     def _prompt(self, answer: Answer, index: int) -> list[_Text]:
         """The echo, which an answer begins with where it is wanted: the text, and with it some of the tokens
@@ -165,7 +165,9 @@ class _Reply:
 
     def _choice(self, answer: Answer, index: int, piece: _Text, reason: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(answer, index, piece) if self._body.logprobs is not None else None
-        return {"text": piece.text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+        return shapes.CompletionChoice.written(
+            text=piece.text, index=index, logprobs=logprobs, finish_reason=reason
+        )
 
     def _logprobs(self, answer: Answer, index: int, piece: _Text) -> dict[str, Any]:
         """Lists of one entry per token; the first token of a prompt has no score."""
@@ -179,12 +181,12 @@ class _Reply:
             if self._is_in_text(answer, index, token):
                 self._offsets[index] += len(self._decoders[index].push(token))
             self._positions[index] += 1
-        return {
-            "tokens": [self._spelled(token) for token in piece.tokens],
-            "token_logprobs": [one and logprob_of(one.logprob) for one in piece.logprobs],
-            "top_logprobs": [one and self._top(one) for one in piece.logprobs],
-            "text_offset": offsets,
-        }
+        return shapes.CompletionLogprobs.written(
+            tokens=[self._spelled(token) for token in piece.tokens],
+            token_logprobs=[one and logprob_of(one.logprob) for one in piece.logprobs],
+            top_logprobs=[one and self._top(one) for one in piece.logprobs],
+            text_offset=offsets,
+        )
 
     def _is_in_text(self, answer: Answer, index: int, token: int) -> bool:
         """Whether the text spells the token at this position. Of special tokens it spells those of a prompt,

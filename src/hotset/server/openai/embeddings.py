@@ -12,7 +12,7 @@ from pydantic import Field
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
-from hotset.server.shapes import EmbeddingsReply
+from hotset.server.shapes import Embedding, EmbeddingsReply, EmbeddingsUsage
 from hotset.server.streams import embedded, service_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -55,11 +55,11 @@ async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
 
     def reply(vectors: np.ndarray, n_tokens: int) -> dict[str, Any]:
         data = (
-            {"object": "embedding", "index": i, "embedding": _written(vector, body.encoding_format)}
+            Embedding.written(index=i, embedding=_written(vector, body.encoding_format))
             for i, vector in enumerate(vectors)
         )
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return {"object": "list", "data": data, "model": service.name, "usage": usage}
+        usage = EmbeddingsUsage.written(prompt_tokens=n_tokens, total_tokens=n_tokens)
+        return EmbeddingsReply.written(data=data, model=service.name, usage=usage)
 
     return await embedded(http, texts, model.config.n_embd, reply)
 

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from hotset.errors import HotsetError
+from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
     Choice,
@@ -22,37 +23,38 @@ from hotset.server.answers import (
 )
 from hotset.server.logprobs import spelled
 from hotset.server.replies import event_beside
+from hotset.server.shapes import Shape
 from hotset.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
-_TEXT_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-_REASONING_PART = {"type": "reasoning_text", "text": ""}
+_ITEMS: dict[str, tuple[type[Shape], str]] = {  # with the prefixes of their ids
+    "message": (shapes.OutputMessage, "msg"),
+    "reasoning": (shapes.OutputReasoning, "rs"),
+    "function_call": (shapes.OutputCall, "fc"),
+}
 
 
 class ResponseWriter:
     """The response, and its events.
 
-    head: what it says beside its output. n_top: how many alternatives to each token, None for no logprobs.
+    head: fields that do not come of the answer. n_top: alternatives to each token, None for no logprobs.
     """
 
     def __init__(self, head: Mapping[str, Any], tokenizer: Tokenizer, n_top: int | None) -> None:
         self._tokenizer, self._n_top = tokenizer, n_top
         self._n_told = 0  # events
         self._items: list[dict[str, Any]] = []
-        self.response = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": 0,
-            "completed_at": None,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "output": self._items,
-            "usage": None,
+        self.response = shapes.ResponseReply.written(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=0,
+            completed_at=None,
+            status="in_progress",
+            incomplete_details=None,
+            output=self._items,
+            usage=None,
             **head,
-        }
+        )
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
@@ -89,14 +91,14 @@ class ResponseWriter:
     def push(self, delta: Delta) -> list[Event]:
         match delta:
             case TextDelta(text=text) if text:
-                told = self._open("message")
+                told = self._open("message", shapes.OutputText.written(text="", logprobs=[]))
                 logprobs = self._logprobs(delta)
                 part = self._items[-1]["content"][0]
                 part["text"] += text
                 part["logprobs"] += logprobs
                 return [*told, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
             case ReasoningDelta(text=text) if text:
-                told = self._open("reasoning")
+                told = self._open("reasoning", shapes.ReasoningPart.written(text=""))
                 self._items[-1]["content"][0]["text"] += text
                 return [*told, self._of_part("response.reasoning_text.delta", delta=text)]
             case ToolCallStart():
@@ -106,8 +108,7 @@ class ResponseWriter:
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]
             case Finished(reason="length"):
                 told = self._close("incomplete")
-                reason = {"reason": "max_output_tokens"}
-                self.response |= {"status": "incomplete", "incomplete_details": reason}
+                self.response |= {"status": "incomplete", "incomplete_details": shapes.Incomplete.written()}
                 return told
             case Finished():
                 self.response["status"] = "completed"
@@ -115,13 +116,13 @@ class ResponseWriter:
         return []
 
     def end(self, usage: Usage) -> list[Event]:
-        self.response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.total_tokens,
-        }
+        self.response["usage"] = shapes.ResponseUsage.written(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=shapes.InputDetails.written(cached_tokens=usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=shapes.AnswerDetails.written(reasoning_tokens=usage.reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
         self.response["completed_at"] = int(time.time())
         return [self._told(f"response.{self.response['status']}", response=self.response)]
 
@@ -130,28 +131,20 @@ class ResponseWriter:
         self.response |= {"status": "failed", "error": error}
         return self._told("response.failed", response=self.response)
 
-    def _open(self, kind: str, **fields: Any) -> list[Event]:
-        """Begins an item, unless the last one goes on: text and reasoning do."""
-        if self._items and self._items[-1]["type"] == kind != "function_call":
+    def _open(self, kind: str, part: dict[str, Any] | None = None, **fields: Any) -> list[Event]:
+        """Begins an item, unless the last one goes on: those with a part do. part: its content, yet empty."""
+        if part is not None and self._items and self._items[-1]["type"] == kind:
             return []
         told = self._close("completed")
-        item = {
-            "type": kind,
-            "id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}",
-            "status": "in_progress",
-            **fields,
-        }
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
+        shape, prefix = _ITEMS[kind]
+        content: dict[str, Any] = {} if part is None else {"content": []}
+        item = shape.written(id=f"{prefix}_{uuid.uuid4().hex}", status="in_progress", **fields, **content)
         self._items.append(item)
         told.append(
             self._told("response.output_item.added", output_index=len(self._items) - 1, item=deepcopy(item))
         )
-        if kind != "function_call":
-            part = _TEXT_PART if kind == "message" else _REASONING_PART
-            item["content"] = [deepcopy(part)]
+        if part is not None:
+            item["content"] = [part]
             told.append(self._of_part("response.content_part.added", part=deepcopy(part)))
         return told
 

@@ -32,7 +32,7 @@ from hotset.server.openai.schema import (
     at_most,
     verbosity,
 )
-from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
+from hotset.server.shapes import EVENT_STREAM, ResponseReasoning, ResponseReply, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
@@ -323,7 +323,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
 
 
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
-    """What a response repeats of its request, and what the server made of it."""
+    """Fields of a ResponseReply: what it repeats of its request, and what the server made of it."""
 
     def given(part: Body) -> dict[str, Any]:
         return part.model_dump(by_alias=True)
@@ -344,18 +344,12 @@ def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, A
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "max_tool_calls": body.max_tool_calls,
         "text": {"format": given(form), **spoken},
-        "reasoning": {
-            "effort": reasoning.effort,
-            "summary": reasoning.summary or reasoning.generate_summary,
-        },
+        "reasoning": ResponseReasoning.written(
+            effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
+        ),
         "top_logprobs": body.top_logprobs or 0,
         "metadata": body.metadata or {},
         "user": body.user,
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
-        "service_tier": "default",
-        "store": False,
-        "previous_response_id": None,
-        "background": False,
-        "truncation": "disabled",
     }

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from hotset.engine.sampler import SamplingParams
 from hotset.server.answers import Usage
 from hotset.server.errors import RequestError
+from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
 Temperature = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -184,10 +185,10 @@ def verbosity(wanted: Verbosity | None) -> dict[str, Any]:
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
+    return OpenAIUsage.written(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        prompt_tokens_details=PromptDetails.written(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=AnswerDetails.written(reasoning_tokens=usage.reasoning_tokens),
+    )
