@@ -77,7 +77,7 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
         raise ModelNotFoundError(f"'{repo}' is not a repository: write hf:owner/repository.") from None
     if constants.HF_HUB_OFFLINE:
         raise DownloadError("The Hugging Face hub is not asked while HF_HUB_OFFLINE is set.")
-    # Not through HfApi: it reads an answer of any length, for as long as something comes.
+    # Not through HfApi: it reads an answer of any length (docs/decisions/030-hub-client.md).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
         body = read_url(url, get_token(), *_LISTING)
