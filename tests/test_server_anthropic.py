@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,11 @@ import httpx
 import pytest
 from anthropic import types
 from pydantic import TypeAdapter
-from tiny_server import client_of, write_model
+from tiny_server import run, write_model
 
 import hotset
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
-    Choice,
     Delta,
     Finished,
     ReasoningDelta,
@@ -48,31 +45,14 @@ def turns(*messages: dict[str, Any], **fields: Any) -> list[Any]:
 # ---- bodies ----
 
 
-def test_parameters_reach_the_sampler():
-    asked = request(temperature=0.5, top_p=0.7, top_k=3, stop_sequences=["a", "b"], stream=True)
-    params = asked.params
-    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.7, 3)
-    assert params.stop == ("a", "b")
-    assert params.max_tokens == 24
-    assert asked.stream
-
-
-def test_a_format_is_what_the_answer_must_follow():
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
-    config = {"format": {"type": "json_schema", "schema": schema}}
-    assert request(output_config=config).params.form == ("json_schema", json.dumps(schema))
-    assert request(output_config={}).params.form is None
-
-
 def test_fields_that_change_nothing_are_accepted():
     accepted: dict[str, Any] = {
         "metadata": {"user_id": "me"}, "service_tier": "auto", "mcp_servers": [], "speed": "standard",
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "inference_geo": "eu",
         "cache_control": {"type": "ephemeral"}, "tools": [], "tool_choice": {"type": "auto"},
+        "output_config": {},
     }  # fmt: skip
     assert request(**accepted) == request()
-    nulls = dict.fromkeys([*(set(MessagesBody.model_fields) - set(BODY)), "container", "some_newer_field"])
-    assert request(**nulls) == request()
     text = {"type": "text", "text": "hello", "citations": None, "cache_control": None}
     assert turns({"role": "user", "content": [text]}) == [HELLO]
     used = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": {"type": "direct"}}
@@ -288,22 +268,6 @@ def test_why_it_stopped(finished: Finished, n_tokens: int, reason: str):
     assert [event.type for event in events] == ["message_start", "message_delta", "message_stop"]
 
 
-def test_whole_is_what_the_stream_adds_up_to():
-    deltas = [
-        ReasoningDelta(0, "hm"),
-        TextDelta(0, "so"),
-        ToolCallStart(0, 0, "toolu_1", "f"),
-        ToolCallArguments(0, 0, "{}"),
-        Finished(0, "tool_calls"),
-    ]
-    choice = Choice(0)
-    for delta in deltas:
-        choice.add(delta)
-    _, streamed = told(*deltas)
-    whole = MessageWriter("tiny", max_tokens=9).whole(choice, USAGE)
-    assert {**whole, "id": ""} == {**streamed, "id": ""}
-
-
 # ---- over HTTP ----
 
 
@@ -318,106 +282,39 @@ def model(path: Path):
         yield model
 
 
-def run(path: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with client_of(path) as (client, _):
-            await work(client)
-
-    asyncio.run(whole())
-
-
-def test_a_message_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model):
-    expected = model.chat([HELLO], temperature=0, max_tokens=24)
-    assert expected.completion is not None
-
-    async def work(client: httpx.AsyncClient) -> None:
-        reply = await client.post("/v1/messages", json=BODY)
-        assert reply.status_code == 200
-        message = reply.json()
-        assert message["content"][0]["text"] == expected.content
-        n_out = len(expected.completion.tokens)
-        assert message["usage"]["output_tokens"] == n_out
-        reply = await client.post("/v1/messages?beta=true", json=BODY | {"stream": True})
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        names = [
-            line.removeprefix("event: ") for line in reply.text.split("\n") if line.startswith("event: ")
-        ]
-        data = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: ")]
-        assert names == [event["type"] for event in data]
-        assert names[-1] == "message_stop"
-        deltas = [event["delta"] for event in data if event["type"] == "content_block_delta"]
-        assert "".join(delta["text"] for delta in deltas) == expected.content
-
-    run(path, work)
-
-
-def test_a_stop_sequence_is_named(path: Path, model: hotset.Model):
-    text = model.chat([HELLO], temperature=0, max_tokens=24).content
-    stop = text[5:7]
-
-    async def work(client: httpx.AsyncClient) -> None:
-        body = BODY | {"stop_sequences": ["never at all", stop]}
-        message = (await client.post("/v1/messages", json=body)).json()
-        assert message["stop_reason"] == "stop_sequence"
-        assert message["stop_sequence"] == stop
-        assert message["content"][0]["text"] == text[: text.index(stop)]
-
-    run(path, work)
-
-
-def test_an_answer_follows_its_format(path: Path):
-    async def work(client: httpx.AsyncClient) -> None:
-        config = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
-        message = (await client.post("/v1/messages", json=BODY | {"output_config": config})).json()
-        assert message["content"][0]["text"] in ("true", "false")
-        assert message["stop_reason"] == "end_turn"
-
-    run(path, work)
-
-
 def test_count_tokens(path: Path, model: hotset.Model):
-    async def work(client: httpx.AsyncClient) -> None:
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
         body = {"model": "tiny", "messages": [HELLO], "system": "be brief"}
         counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
         expected = model.encode_chat([{"role": "system", "content": "be brief"}, HELLO])
         assert counted == {"input_tokens": len(expected)}
-        message = (await client.post("/v1/messages", json=body | {"max_tokens": 1, "temperature": 0})).json()
-        usage = message["usage"]
+        asked = body | {"max_tokens": 1, "temperature": 0}
+        usage = (await client.post("/v1/messages?beta=true", json=asked)).json()["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
 
     run(path, work)
 
 
-def test_errors_have_anthropics_shape(path: Path):
-    async def work(client: httpx.AsyncClient) -> None:
+def test_errors_have_anthropics_types(path: Path):
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
         async def refused(sentence: str, status: int = 400, **fields: Any) -> str:
             body = {key: value for key, value in (BODY | fields).items() if value != "absent"}
             reply = await client.post("/v1/messages", json=body)
             assert reply.status_code == status, reply.text
-            error = reply.json()
-            assert set(error) == {"type", "error", "request_id"}
-            assert error["type"] == "error"
-            assert set(error["error"]) == {"type", "message"}
-            assert sentence in error["error"]["message"]
-            return str(error["error"]["type"])
+            error = reply.json()["error"]
+            assert sentence in error["message"]
+            return str(error["type"])
 
         assert await refused("max_tokens is missing", max_tokens="absent") == "invalid_request_error"
         assert await refused("'other' is not served", 404, model="other") == "not_found_error"
         await refused("container is not supported", container="c")
         await refused("thinking: budget_tokens belongs", thinking={"type": "adaptive", "budget_tokens": 2000})
         await refused("mcp_servers", mcp_servers=[{"type": "url", "name": "a", "url": "https://example.org"}])
-        await refused("messages.0.role: Input should be", messages=[{"role": "wizard", "content": "a"}])
         await refused("tool_choice", tool_choice={"type": "tool"})
-        image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-        await refused("reads only text", messages=[{"role": "user", "content": [image]}])
         await refused("input_schema is missing", tools=[{"name": "f"}])
         await refused(
             "tools.0.type: Input should be 'custom'",
             tools=[{"type": "web_search_20250305", "name": "s", "max_uses": 1}],
         )
-        await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
-        reply = await client.get("/v1/messages")
-        assert reply.status_code == 405
-        assert reply.json()["type"] == "error"
 
     run(path, work)

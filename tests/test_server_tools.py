@@ -244,24 +244,6 @@ def test_strict_tools_where_the_model_may_choose(tmp_path: Path):
     run(tmp_path, LLAMA, left_to_the_model)
 
 
-def test_the_way_back_of_calls(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        call = {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": '{"city": "Rome", "days": 1}'},
-        }
-        messages = [
-            *MESSAGES,
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-        ]
-        reply = await client.post(CHAT, json={"messages": messages, "tools": [WEATHER]} | PARAMS)
-        assert reply.status_code == 200, reply.text
-
-    run(tmp_path, HERMES, work)
-
-
 def test_tools_that_are_none(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         async def refused(**body: Any) -> str:

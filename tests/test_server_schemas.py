@@ -1,0 +1,505 @@
+"""What holds in every API schema: each test runs for each of them, through its adapter (api_schemas.py).
+
+What one schema alone has is in test_server_openai.py, test_server_responses.py, test_server_anthropic.py and
+test_server_ollama.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_schemas import SCHEMAS, ApiSchema, Found
+from test_server_tools import CALL, CLOCK, HERMES, THINKS, WEATHER, written
+from test_tool_calls import PUBLISHED, TEMPLATES, TOOLS
+from tiny_server import MESSAGES, Serving, run, write_model
+from waiting import WATCHDOG, until
+
+import hotset
+from hotset.server.answers import AnswerRequest
+from hotset.server.service import Service
+
+BEGUN = [{"role": "user", "content": "ok"}, {"role": "assistant", "content": "Well, "}]
+N = 24
+SHORT = {"temperature": 0, "max_tokens": N}
+ARGUMENTS = {"city": "Rome", "days": 2}
+
+
+def each(*names: str, **having: bool) -> pytest.MarkDecorator:
+    """For each schema, or those of these names, or those that have all of this."""
+    found = [
+        schema
+        for schema in SCHEMAS
+        if (not names or schema.name in names)
+        and all(getattr(schema, key) == value for key, value in having.items())
+    ]
+    return pytest.mark.parametrize("schema", found, ids=repr)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        yield model
+
+
+def with_template(tmp_path: Path, template: str, work: Callable[..., Any]) -> None:
+    """Does `work` with a server of a model with this template and a context of 2048."""
+    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
+    run(write_model(tmp_path / "tiny.gguf", **keys), work, load={"n_ctx": 2048})
+
+
+async def both(client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any]) -> Found:
+    """The answer, which is the same whole and streamed; what was in the cache may be more for the second."""
+    whole, _ = await schema.whole(client, body)
+    streamed = await schema.streamed(client, body)
+    streamed.cached = whole.cached
+    assert streamed == whole
+    return whole
+
+
+async def refused(
+    client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any], status: int = 400
+) -> str:
+    """The message of a refusal. A client that leaves the name of the model out is not helped."""
+    reply = await client.post(schema.url, content=json.dumps(body))
+    assert reply.status_code == status, reply.text
+    return schema.error(reply)
+
+
+# ---- text ----
+
+
+@each()
+def test_an_answer_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model, schema: ApiSchema):
+    expected = schema.expected(model, **SHORT)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = await both(client, schema, schema.body(**SHORT))
+        assert (found.text, found.reasoning, found.calls) == (expected.text, "", [])
+        assert found.reason == expected.finish_reason == "length"
+        assert (found.prompt_tokens, found.tokens) == (expected.prompt_tokens, N)
+        assert found.logprobs == []
+        assert not found.reasoning_tokens
+
+    run(path, work)
+
+
+# Each by itself changes the text of the tiny model, so that one that is dropped shows.
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"frequency_penalty": 1.5}, {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.8}, {"repetition_penalty": 1.8, "penalty_last_n": 2},
+    {"logit_bias": {"65": 100}}, {"seed": 12}, {"temperature": 2.5}, {"max_tokens": 9},
+)  # fmt: skip
+
+
+@each()
+def test_sampling_fields_reach_the_sampler(path: Path, model: hotset.Model, schema: ApiSchema):
+    known = schema.sampling.keys()
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        asked: list[AnswerRequest] = []
+        ask = service.ask
+
+        async def asking(request: AnswerRequest) -> Any:
+            asked.append(request)
+            seeded = request if "seed" in known else replace(request, params=replace(request.params, seed=1))
+            return await ask(seeded)
+
+        service.ask = asking  # type: ignore[method-assign]
+        plain = {"temperature": 1.3, "seed": 11, "max_tokens": 40, "ignore_eos": True}
+        plain = {key: value for key, value in plain.items() if key in known}
+        cases = [{}, *(case for case in SAMPLING if case.keys() <= known)]
+        texts = set()
+        for case in cases:
+            found, _ = await schema.whole(client, schema.body(**plain | case))
+            meant = plain | case
+            if bias := meant.get("logit_bias"):
+                meant["logit_bias"] = {int(token): one for token, one in bias.items()}
+            assert asked[-1].params == hotset.SamplingParams(**meant), case
+            if "seed" in known:
+                assert found.text == schema.expected(model, **meant).text, case
+                texts.add(found.text)
+        assert len(texts) in (0, len(cases))
+        assert len(cases) > 3
+
+    run(path, work)
+
+
+@each()
+def test_a_null_is_an_absent_field(path: Path, schema: ApiSchema):
+    """Clients write out every field that they know, and newer ones know more."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body(**SHORT)
+        nulls = dict.fromkeys([*(schema.body_type.model_fields.keys() - body.keys()), "some_newer_field"])
+        assert await both(client, schema, body | nulls) == await both(client, schema, body)
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+@each("chat", "completions", "messages", "ollama-chat", "ollama-generate")
+def test_a_stop_string_ends_an_answer(
+    path: Path, model: hotset.Model, schema: ApiSchema, several: bool, stream: bool
+):
+    text = schema.expected(model, **SHORT).text
+    stop = text[5:7]
+    given: Any = ["never at all", stop] if several or schema.name == "messages" else stop
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body(stop=given, **SHORT)
+        found = await (schema.streamed(client, body) if stream else both(client, schema, body))
+        assert (found.text, found.reason) == (text[: text.index(stop)], "stop")
+        if schema.name == "messages":
+            _, raw = await schema.whole(client, body)
+            assert raw["stop_sequence"] == stop
+        engine = service.model.engine
+        while engine.has_work:
+            await asyncio.sleep(0.001)
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+
+    run(path, work)
+
+
+@each(has_logprobs=True)
+def test_logprobs_are_those_of_the_model(path: Path, model: hotset.Model, schema: ApiSchema):
+    expected = schema.expected(model, logprobs=2, **SHORT)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = await both(client, schema, schema.body(logprobs=2, **SHORT))
+        assert found.text == expected.text
+        assert found.logprobs == [one.logprob for one in expected.logprobs]
+
+    run(path, work)
+
+
+@each(counts_cached=True)
+def test_cached_tokens_are_in_the_usage(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body([{"role": "user", "content": "once upon a time " * 10}], **SHORT)
+        first, again = [(await schema.whole(client, body))[0] for _ in range(2)]
+        assert (first.cached, again.cached) == (0, 128)
+        assert first.prompt_tokens == again.prompt_tokens > 128
+
+    run(path, work)
+
+
+@each()
+def test_an_answer_follows_a_schema(path: Path, schema: ApiSchema):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = await both(client, schema, schema.body(form={"type": "boolean"}, **SHORT))
+        assert found.text in ("true", "false")
+        assert found.reason == "stop"
+
+    run(path, work)
+
+
+@each(is_chat=True)
+def test_messages_of_the_system_come_first(path: Path, model: hotset.Model, schema: ApiSchema):
+    messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    expected = model.chat(messages, **SHORT).content
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = await both(client, schema, schema.body(messages, **SHORT))
+        assert found.text == expected
+
+    run(path, work)
+
+
+# ---- reasoning and tools ----
+
+
+@each(has_tools=True)
+def test_reasoning_text_and_calls_come_apart(tmp_path: Path, schema: ApiSchema):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, f"look it up\n</think>\n\nLet me see.\n{CALL}")
+        body = schema.body(tools=[WEATHER, CLOCK], temperature=0, max_tokens=200)
+        found = await both(client, schema, body)
+        assert (found.reasoning.strip(), found.text.strip()) == ("look it up", "Let me see.")
+        assert found.calls == [("get_weather", ARGUMENTS)]
+        assert found.reason == "calls"
+        assert found.reasoning_tokens is None or 8 <= found.reasoning_tokens < found.tokens
+        # What the model called, and what came of it, are the next request's.
+        _, raw = await schema.whole(client, body)
+        messages = [*MESSAGES, *schema.called(raw, "rain")]
+        body = schema.body(messages, tools=[WEATHER, CLOCK], temperature=0, max_tokens=200)
+        again = await both(client, schema, body)
+        assert again.prompt_tokens > found.prompt_tokens
+        if schema.name == "messages":
+            only = {key: body[key] for key in ("model", "messages", "tools")}
+            counted = await client.post("/v1/messages/count_tokens", json=only)
+            assert counted.json() == {"input_tokens": again.prompt_tokens}
+
+    with_template(tmp_path, THINKS, work)
+
+
+@each(has_tools=True)
+def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, f"{CALL}\n{CALL.replace('Rome', 'Oslo')}")
+        asked = {"tools": [WEATHER], "temperature": 0, "max_tokens": 300}
+        found = await both(client, schema, schema.body(**asked))
+        assert [arguments["city"] for _, arguments in found.calls] == ["Rome", "Oslo"]
+        if schema.chooses_tools:
+            found = await both(client, schema, schema.body(**asked, single=True))
+            assert found.calls == [("get_weather", ARGUMENTS)]
+        assert found.reason == "calls"
+
+    with_template(tmp_path, HERMES, work)
+
+
+@pytest.mark.parametrize("choice", ["any", "get_weather"])
+@each(chooses_tools=True)
+def test_a_call_that_is_asked_for(tmp_path: Path, schema: ApiSchema, choice: str):
+    """The tiny model writes for itself, and what it writes is a call."""
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        asked = {"tools": [WEATHER], "choice": choice, "single": True}
+        found = await both(client, schema, schema.body(**asked, temperature=0, max_tokens=900))
+        assert found.reason == "calls"
+        ((name, arguments),) = found.calls
+        assert name == "get_weather"
+        assert arguments["city"] in ("Rome", "Oslo")
+        assert 1 <= arguments["days"] <= 7
+
+    with_template(tmp_path, HERMES, work)
+
+
+@pytest.mark.parametrize("name", list(dict(TEMPLATES)))
+def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
+    """The tiny model's tokens are bytes, so that every letter and every mark is cut."""
+    pytest.importorskip("llguidance")
+    marks = next(template for form, template in TEMPLATES if form == name)
+    emitted, text, calls = next((e, t, c) for form, e, t, c in PUBLISHED if form == name)
+    tools = [
+        {"type": "function", "function": {"name": key, "parameters": {"type": "object", **schema}}}
+        for key, schema in TOOLS.items()
+    ]
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, emitted)
+        for schema in SCHEMAS:
+            if schema.has_tools:
+                found = await both(client, schema, schema.body(tools=tools, temperature=0, max_tokens=900))
+                assert (found.text, found.calls) == (text, calls), schema
+
+    with_template(tmp_path, HERMES.replace("<tool_call>", "") + f"{{# {marks} #}}", work)
+
+
+# ---- answers that were begun ----
+
+
+@each(is_chat=True)
+def test_an_answer_is_continued(path: Path, model: hotset.Model, schema: ApiSchema):
+    prompt = model.encode("<|im_start|>user:ok\n<|im_start|>assistant:Well, ", parse_special=True)
+    expected = model.generate(prompt, **SHORT).text
+    assert model.encode_chat(BEGUN) == prompt
+    assert model.chat(BEGUN, **SHORT).content == expected
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = await both(client, schema, schema.body(BEGUN, **SHORT))
+        assert (found.text, found.prompt_tokens) == (expected, len(prompt))
+
+    run(path, work)
+
+
+@each(is_chat=True)
+def test_what_cannot_be_continued_is_refused(tmp_path: Path, schema: ApiSchema):
+    """Calls without results, a message that the template changes, an answer of a form."""
+    pytest.importorskip("llguidance")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, f"</think>{CALL}")
+        _, raw = await schema.whole(client, schema.body(tools=[WEATHER], temperature=0, max_tokens=200))
+        called = schema.called(raw, "")[:-1]
+        message = await refused(client, schema, schema.body([*BEGUN[:1], *called], **SHORT))
+        assert "add what they returned" in message
+        forms: list[dict[str, Any]] = [{"form": {"type": "boolean"}}]
+        if schema.chooses_tools:
+            forms.append({"tools": [WEATHER], "choice": "any"})
+        for form in forms:
+            message = await refused(client, schema, schema.body(BEGUN, **form, **SHORT))
+            assert "cannot be held to a form or a call" in message
+        message = await refused(client, schema, schema.body(BEGUN, **SHORT))
+        assert "the chat template of this model changes it" in message
+
+    with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}"), work)
+
+
+# ---- what is refused ----
+
+
+@each()
+def test_what_is_wrong_is_refused_by_name(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body(**SHORT)
+        assert "frobnicate is not supported" in await refused(client, schema, body | {"frobnicate": 3})
+        assert "'other' is not served" in await refused(client, schema, body | {"model": "other"}, 404)
+        for without in ({}, {"model": None}, {"model": ""}):
+            nameless = {key: value for key, value in body.items() if key != "model"} | without
+            assert "model" in await refused(client, schema, nameless)
+        for name, value in (("temperature", -1), ("temperature", "warm"), ("top_p", 1.5)):
+            assert name in await refused(client, schema, schema.body(**SHORT | {name: value}))
+        assert "1, not 0" in await refused(client, schema, schema.body(temperature=0, max_tokens=0))
+        for wrong in (3, {}):
+            assert schema.subject in await refused(client, schema, body | {schema.subject: wrong})
+        reply = await client.post(schema.url, content=b"{")
+        assert (reply.status_code, schema.error(reply)[:8]) == (400, "the body")
+        reply = await client.get(schema.url)
+        assert reply.status_code == 405
+        assert schema.url in schema.error(reply)
+
+    run(path, work)
+
+
+@each()
+def test_a_prompt_that_is_too_long_is_refused(path: Path, schema: ApiSchema):
+    """By its bytes before it is tokenized, and by its tokens."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        n_fitting = (
+            256 if schema.name == "completions" else 245
+        )  # whose tokens do not fit with the template's
+        for n, sentence in ((5000, "tokens or more"), (n_fitting, "tokens and leaves no room")):
+            messages = [{"role": "user", "content": "x" * n}]
+            message = await refused(client, schema, schema.body(messages, **SHORT))
+            assert sentence in message
+            assert "in the context of 256" in message
+
+    run(path, work)
+
+
+@each(is_chat=True)
+def test_roles_are_those_of_the_schema(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for role in ("wizard", "", 3):
+            messages = [*MESSAGES, {"role": role, "content": "x"}]
+            message = await refused(client, schema, schema.body(messages, **SHORT))
+            assert message.startswith(f"{schema.subject}.1")
+            assert "role" in message
+
+    run(path, work)
+
+
+@each(is_chat=True)
+def test_pictures_are_refused(path: Path, schema: ApiSchema):
+    url = {"url": "https://example.org/a.png"}
+    picture: dict[str, Any] = {"content": [{"type": "image_url", "image_url": url}]}
+    if schema.name == "messages":
+        picture = {"content": [{"type": "image", "source": {"type": "url"} | url}]}
+    elif schema.name == "responses":
+        picture = {"content": [{"type": "input_image", "image_url": url["url"]}]}
+    elif schema.name == "ollama-chat":
+        picture = {"content": "", "images": ["aGk="]}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        message = await refused(client, schema, schema.body([{"role": "user"} | picture], **SHORT))
+        assert "this model reads only text" in message
+
+    run(path, work)
+
+
+@each()
+def test_the_limits_of_the_server_are_those_of_an_answer(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        message = await refused(client, schema, schema.body(temperature=0, max_tokens=6))
+        assert "at most 5" in message
+        found, _ = await schema.whole(client, schema.body(temperature=0, max_tokens=5))
+        assert (found.tokens, found.reason) == (5, "length")
+
+    run(path, work, max_tokens=5)
+
+    async def too_long(client: httpx.AsyncClient, service: Service) -> None:
+        assert "longer than this server gives" in await refused(client, schema, schema.body(**SHORT), 503)
+
+    run(path, too_long, max_seconds=0.0)
+
+
+@each()
+def test_a_server_that_is_full_or_ends_says_so(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        gate, step = threading.Event(), service.model.backend.step
+
+        def slow(batch: Any) -> Any:
+            gate.wait(WATCHDOG)
+            return step(batch)
+
+        service.model.backend.step = slow  # type: ignore[method-assign]
+        request = AnswerRequest(messages=MESSAGES, params=hotset.SamplingParams(seed=1), stream=True)
+        answers = [await service.ask(request) for _ in range(4)]
+        reply = await client.post(schema.url, json=schema.body(**SHORT))
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert schema.error(reply)
+        assert reply.json()["error"] == schema.error(reply) or '"rate_limit_error"' in reply.text
+        for answer in answers:
+            answer.close()
+        gate.set()
+        while service.model.engine.has_work:
+            await asyncio.sleep(0.001)
+        await schema.whole(client, schema.body(**SHORT))
+        service.stopping = True
+        assert "shutting down" in await refused(client, schema, schema.body(**SHORT), 503)
+        service.stopping = False
+
+    run(path, work, max_queue=0)
+
+
+# ---- answers that do not come to their end ----
+
+
+@each()
+def test_a_stream_that_fails_ends_with_an_error(path: Path, schema: ApiSchema):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = schema.body(stream=True, temperature=0, max_tokens=200)
+        asking = asyncio.create_task(client.post(schema.url, json=body))
+        while not service._answers:
+            await asyncio.sleep(0)
+        service.end_answers()
+        assert "shut down" in schema.failure((await asking).text)
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@each()
+def test_a_client_that_leaves_ends_its_answer(path: Path, schema: ApiSchema, stream: bool):
+    with Serving(path) as server:
+        begun, gate = threading.Event(), threading.Event()
+        step = server.model.backend.step
+
+        def slow(batch: Any) -> Any:
+            begun.set()
+            gate.wait(WATCHDOG)
+            return step(batch)
+
+        server.model.backend.step = slow  # type: ignore[method-assign]
+        content = json.dumps(schema.body(stream=stream, **SHORT)).encode()
+        head = f"POST {schema.url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=WATCHDOG) as connection:
+            connection.sendall(head.encode() + content)
+            assert begun.wait(WATCHDOG)
+        until(lambda: not server.service.n_open)
+        gate.set()
+        server.wait_until_idle()
