@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -109,6 +109,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(SOURCES)
+
+# docs/reference, from the code.
+reference: $(VENV)/.dev
+	$(BIN)/python docs/reference/generate.py
 
 # Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
 # the team of threads.
