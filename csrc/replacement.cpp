@@ -11,7 +11,7 @@ namespace hotset {
 namespace {
 
 constexpr int kLargestExponent = 512;  // of a credit's weight before all are scaled down, with room for sums
-constexpr double kTrust = 0.25;        // in what is expected: another text may use others (docs/LOG.md)
+constexpr double kTrust = 0.25;        // in what is expected: another text may use others (decisions/013)
 constexpr size_t kAhead = 16;  // entries that are fetched before they are looked at: they lie here and there
 
 }  // namespace

@@ -235,7 +235,7 @@ class _RandomRequests:
 
     What is measured is what the engine takes from one event to another. Nobody waits for each token: on two
     cores whoever is woken for one takes 2 to 4% of the speed from the step that computes the next
-    (docs/LOG.md), and other engines' benchmarks have no such reader.
+    (docs/decisions/021), and other engines' benchmarks have no such reader.
     """
 
     def __init__(self, backend: Backend, test: Test, batch: int, cut: CutTokens) -> None:
