@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("adapters", "bench", "docs", "packaging", "tests")  # and the root itself
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -60,6 +61,19 @@ def spans(path: Path) -> Iterator[tuple[str, str]]:
     for match in _SPAN.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         yield f"{path.relative_to(ROOT).as_posix()}:{line}", match[1]
+
+
+def links(path: Path) -> Iterator[str]:
+    """Where the links of a document lead, as it writes them."""
+    for match in _LINK.finditer(_FENCE.sub("", path.read_text("utf-8"))):
+        yield match[1]
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", path.read_text("utf-8")), re.MULTILINE)
+    plain = (_LINK.sub("]", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def commands(block: Block) -> Iterator[Command]:

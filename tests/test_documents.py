@@ -257,6 +257,23 @@ def test_inline_code_names_what_there_is(name: str) -> None:
             CHECKS[program](shlex.split(span)[1:])
 
 
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    path = DOCUMENTS[name]
+    for link in documents.links(path):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in documents.anchors(target), link
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/ARCHITECTURE.md", 200)])
+def test_an_entrance_stays_short(name: str, most: int) -> None:
+    assert len(DOCUMENTS[name].read_text("utf-8").splitlines()) <= most
+
+
 def test_the_tables_have_nothing_that_is_not_there() -> None:
     blocks = [block for path in DOCUMENTS.values() for block in documents.blocks(path)]
     shell = [block for block in blocks if block.language == "sh"]

@@ -1,4 +1,4 @@
-"""What imports what: only downward in the table of docs/DESIGN.md, and never in a circle.
+"""What imports what: only downward in LAYERS, and never in a cycle. docs/ARCHITECTURE.md shows the table.
 
 Imports inside functions and those for type checkers count as the others do: they hide a circle, they do not
 undo it.
@@ -17,7 +17,25 @@ import pytest
 import hotset
 
 ROOT = Path(hotset.__file__).parent
-DESIGN = Path(__file__).parent.parent / "docs" / "DESIGN.md"
+ARCHITECTURE = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
+# Modules and folders of src/hotset, the lowest layer first.
+LAYERS = (
+    ("errors", "units", "escaping"),
+    ("files", "cores", "memory", "reporter", "parameters"),
+    ("formats", "text", "storage"),
+    ("model",),
+    ("offload",),
+    ("backends",),
+    ("sparsity",),
+    ("settings",),
+    ("placement",),
+    ("engine", "convert", "report"),
+    ("generation", "loading"),
+    ("api",),
+    ("evaluation", "training", "server"),
+    ("scale",),
+    ("cli",),
+)
 # A part of the package itself, not of a module of it: there whatever imports what.
 OF_THE_PACKAGE = {"_core", "__version__"}
 
@@ -56,12 +74,6 @@ def graph() -> dict[str, set[str]]:
     return {name: set(imports_of(path.read_text("utf-8"), set(found))) for name, path in found.items()}
 
 
-def layers() -> dict[str, int]:
-    """Top-level name → its layer in DESIGN.md's table, 1 the lowest."""
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", DESIGN.read_text("utf-8"), re.MULTILINE)
-    return {name.strip("/"): int(n) for n, cell in rows for name in re.findall(r"`([\w/]+)`", cell)}
-
-
 def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     """Strongly connected modules (Tarjan): several, or one that imports itself."""
     index: dict[str, int] = {}
@@ -89,11 +101,17 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     return found
 
 
-@pytest.mark.skipif(not DESIGN.is_file(), reason="docs/ is not beside the tests")
+@pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="docs/ is not beside the tests")
+def test_the_architecture_shows_the_layers() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", ARCHITECTURE.read_text("utf-8"), re.MULTILINE)
+    shown = {int(n): tuple(re.findall(r"`(\w+)`", cell)) for n, cell in rows}
+    assert shown == dict(enumerate(LAYERS, 1))
+
+
 def test_imports_run_downward() -> None:
-    order = layers()
+    order = {name: n for n, names in enumerate(LAYERS, 1) for name in names}
     top = {name.partition(".")[0] for name in modules()} - {""}
-    assert set(order) == top, "the table of docs/DESIGN.md has every module and folder of src/hotset once"
+    assert set(order) == top, "LAYERS has every module and folder of src/hotset once"
     order[""] = order["api"]  # `import hotset` is for hotset.load
     upward = [
         f"{name} imports {other or 'hotset'}"

@@ -720,5 +720,5 @@ Primitive = (
 )
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
-# the cache holds for a sequence (docs/DESIGN.md, "Recurrent states").
+# the cache holds for a sequence (docs/internals/engine.md).
 Recurrent = ShortConv | DeltaNet

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
     from hotset.reporter import Reporter
 
-# A gathered byte costs about as much as 1.6 streamed ones (docs/DESIGN.md): from this frequency on, reading a
-# neuron for every token, at the head, is cheaper than predicting and gathering it.
+# A gathered byte costs about as much as 1.6 streamed ones (docs/internals/pitfalls.md): from this frequency
+# on, reading a neuron for every token, at the head, is cheaper than predicting and gathering it.
 HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
 _NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down)\.(weight|bias)")

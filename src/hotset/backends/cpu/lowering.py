@@ -2,7 +2,7 @@
 operations.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
-two operations that can skip them, `neurons` and `axpy` (docs/DESIGN.md, "The sparse FFN"); any other becomes
+two operations that can skip them, `neurons` and `axpy` (docs/internals/sparse-ffn.md); any other becomes
 its matrix products. One whose neurons are cut is of the first kind where that pays, else of the second: the
 cutoffs go into the pass of its products.
 """
