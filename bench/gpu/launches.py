@@ -1,4 +1,4 @@
-"""What a token launches and reads on a device, layer by layer, in every mode: docs/internals/gpu.md has the table.
+"""What a token launches and reads on a device, by layer and mode: the table of docs/internals/gpu.md.
 
 usage: python bench/gpu/launches.py
 
