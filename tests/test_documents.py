@@ -70,6 +70,7 @@ PYTHON_NOT_RUN = {  # and why; imports are run all the same
     "class SoftCap(Operation)": "a class of another module",
     'device="cuda"': "a GPU",
 }
+OF_OTHERS = {"convert-hf-to-powerinfer-gguf.py"}  # source files of other projects
 LANGUAGES = ("sh", "python", "yaml", "cpp", "")
 
 
@@ -267,6 +268,25 @@ def test_links_lead_somewhere(name: str) -> None:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), link
         assert not anchor or target.suffix != ".md" or anchor in documents.anchors(target), link
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_source_files_that_are_named_exist(name: str) -> None:
+    """By the end of their path; but for documents that say what was, files to be written and files of others."""
+    if name.startswith(("docs/history/", "docs/decisions/", "CHANGELOG")):
+        return
+    for place, span in documents.spans(DOCUMENTS[name]):
+        if "NAME" in span or span in OF_OTHERS:
+            continue
+        if re.fullmatch(r"(?:[\w-]+/)*[\w-]+\.(?:py|cpp|h)", span):
+            assert any(f"/{path}".endswith(f"/{span}") for path in sources()), f"{place}: {span}"
+
+
+@cache
+def sources() -> tuple[str, ...]:
+    folders = ("src", "csrc", "tests", "bench", "docs")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
+    return tuple(path.relative_to(ROOT).as_posix() for path in files)
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/ARCHITECTURE.md", 200)])
