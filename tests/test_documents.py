@@ -272,7 +272,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_source_files_that_are_named_exist(name: str) -> None:
-    """By the end of their path; but for documents that say what was, files to be written and files of others."""
+    """By the end of their path; but for documents of the past, files to be written and those of others."""
     if name.startswith(("docs/history/", "docs/decisions/", "CHANGELOG")):
         return
     for place, span in documents.spans(DOCUMENTS[name]):
