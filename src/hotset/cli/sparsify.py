@@ -246,9 +246,9 @@ def _open(
         )
     torch = _torch()
 
-    from hotset.training.llama_torch import load_llama
     from hotset.training.processes import torchrun_processes
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training
+    from hotset.training.student import load_base
 
     training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
     n_threads = threads or usable_cores()
@@ -262,7 +262,7 @@ def _open(
     folder.mkdir(parents=True, exist_ok=True)
 
     gguf = stack.enter_context(open_gguf(path))
-    base = load_llama(gguf, where)
+    base = load_base(gguf, where)
     engine = stack.enter_context(  # the GPU is for training
         hotset.load(path, n_ctx=training.n_ctx, n_threads=n_threads, backend="cpu")
     )
@@ -274,7 +274,7 @@ def _open(
             raise InvalidRequestError(
                 f"the adapters {training.start} were trained on other weights than {path.name}"
             )
-        opened.check(base.config)
+        opened.check(engine.config)
         values = {name: torch.from_numpy(value) for name, value in opened.values.items()}
     run = Training(
         base,
@@ -282,7 +282,7 @@ def _open(
         Mixture(sources, training.n_ctx, training.seed),
         torch.tensor(held).long(),
         folder,
-        training.settings(min(base.config.n_ff)),
+        training.settings(min(engine.config.n_ff)),
         model=digest(gguf),
         start=values,
         process=process,

@@ -1,6 +1,6 @@
 """Adapters on disk, and what they make of the file that they belong to.
 
-An adapter file (safetensors) holds what `llama_torch.Student` trains, by tensor names. Matrices are int8
+An adapter file (safetensors) holds what `student.Student` trains, by tensor names. Matrices are int8
 with one float32 scale per rank ("name.a" with "name.a.scale"; of full training, per row) and one per channel
 across ("name.a.channel": a few channels of a residual stream are a hundred times as large as the others,
 which would be lost beside them); the rest float16. A rank in int8 says more per byte than half the ranks in

@@ -13,7 +13,7 @@ one that does not hardly ever. What is lost on average goes into the bias of the
 
 Much of what the idle neurons would have said is linear in the layer's input: silu(g) is about g / 2 near
 zero, and about constant below. So the neurons that matter least are retired, and their places taken by a
-linear path of as many ranks (llama_torch.Student says how a ReLU network holds one): neurons that always
+linear path of as many ranks (student.Student says how a ReLU network holds one): neurons that always
 fire. In the middle layers of SmolLM2-135M 192 of them halve what is missed, where 120 more sparse ones
 change it by a tenth (docs/TRAINING.md).
 
@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.training.llama_torch import RETIRED, Activity
+from hotset.backends.torch.graph import Step, TorchGraph
+from hotset.training.student import RETIRED, Activity, Student
 
 if TYPE_CHECKING:
-    from hotset.training.llama_torch import Llama, Student
+    from hotset.model.operations import Ffn
 
 RIDGE = 0.05  # of the mean of the Gram matrix's diagonal
 KERNEL = 0.25  # half the width of the gradient's kernel, in standard deviations of the layer's gates
@@ -59,7 +60,7 @@ class LayerTarget:
 
 @torch.no_grad()
 def calibrate(
-    model: Llama,
+    model: TorchGraph,
     student: Student,
     tokens: Tensor,
     targets: Sequence[LayerTarget],
@@ -69,15 +70,16 @@ def calibrate(
 
     tokens: int64 [n_batch, n_tokens], some thousand in all. targets: one per layer; see `choose_targets`.
     """
-    wanted = given = F.embedding(tokens.to(model.device), model.weights["token_embd.weight"])
+    wanted = given = model.run(model.parts[0], tokens, None)[model.parts[0].result]
     both = student.activation == "drelu"
-    for i, target in enumerate(targets):
-        blk = f"blk.{i}"
-        inp, _, gate, up = _enter(model, wanted, i, None)
-        original = model.activated(gate, up)
-        out = inp + model.linear(original, f"{blk}.ffn_down", None)
-        inp, h, gate, up = _enter(model, given, i, student)
-        neurons = _Neurons(original, gate, up, model.weight(f"{blk}.ffn_down"), target.share, both=both)
+    for i, (ffn, target) in enumerate(zip(model.graph.ffns, targets, strict=True)):
+        part, blk = model.parts[i + 1], f"blk.{i}"
+        teacher = model.run(part, tokens, wanted)
+        original, out = teacher[ffn.neurons], teacher[part.result]
+        entered = model.run(part, tokens, given, student.compute(), until=ffn.up.out)
+        inp, h, gate, up = _of_ffn(ffn, entered)
+        down = model.weight(f"{blk}.ffn_down.weight")
+        neurons = _Neurons(original, gate, up, down, target.share, both=both)
         cut, scale, gain = neurons.pick(target.share)
         retired = gain.argsort()[: target.n_linear]
         cut[retired], scale[retired] = -RETIRED, 0.0
@@ -86,7 +88,7 @@ def calibrate(
         if both:
             _set(student, f"{blk}.ffn_up.bias", -neurons.up_cut, add=True)
         values = neurons.values(cut, scale)
-        missing = out - inp - model.linear(values, f"{blk}.ffn_down", student)
+        missing = out - inp - student.linear(ffn.down, values)
         fit = _Fit(values, h, missing, out)
         linear = None
         if target.n_linear:
@@ -102,14 +104,13 @@ def calibrate(
         else:
             _set(student, f"{blk}.ffn_down.delta", delta)
         _set(student, f"{blk}.ffn_down.bias", fit.bias(delta, linear), add=True)
-        given = inp + model.ffn_out(values, h, i, student)
-        wanted, given = out.view(*tokens.shape, -1), given.view(*tokens.shape, -1)
+        wanted, given = out, inp + student.ffn_out(ffn, values, h)
         on_layer(i)
 
 
 @torch.no_grad()
 def choose_targets(
-    model: Llama,
+    model: TorchGraph,
     tokens: Tensor,
     share: float,
     n_linear: int = 0,
@@ -123,21 +124,20 @@ def choose_targets(
     are retired. both: dReLU.
     """
     n_windows, n_tokens = tokens.shape
-    tokens = tokens.to(model.device)
     is_held = (torch.arange(n_windows) % _HELD_OUT == _HELD_OUT - 1).to(model.device)
     if not is_held.any():
-        return [LayerTarget(share)] * model.config.n_layer
+        return [LayerTarget(share)] * model.graph.n_layer
     fitted, held = (~is_held).repeat_interleave(n_tokens), is_held.repeat_interleave(n_tokens)
     weighed = tokens[is_held][:_WEIGHED]
     expected = F.log_softmax(model.logits(weighed), -1)
-    stream = F.embedding(tokens, model.weights["token_embd.weight"])
+    stream = model.run(model.parts[0], tokens, None)[model.parts[0].result]
     options: list[list[tuple[float, float, LayerTarget]]] = []  # per layer: suffering, active share, target
     widths = sorted({round(n_linear * part) for part in _LINEAR})
-    for i in range(model.config.n_layer):
-        inp, h, gate, up = _enter(model, stream, i, None)
-        weight = model.weight(f"blk.{i}.ffn_down")
-        original = model.activated(gate, up)
-        out = model.linear(original, f"blk.{i}.ffn_down", None)
+    for i, ffn in enumerate(model.graph.ffns):
+        step = model.run(model.parts[i + 1], tokens, stream)
+        inp, h, gate, up = _of_ffn(ffn, step)
+        weight = model.weight(f"blk.{i}.ffn_down.weight")
+        original, out = step[ffn.neurons], step[ffn.out]
         length = (inp + out)[held].square().sum(1)
         neurons = _Neurons(original, gate, up, weight, share, both=both)
         missed: list[tuple[float, float, LayerTarget]] = []
@@ -163,10 +163,10 @@ def choose_targets(
                 missed.append((square, active, LayerTarget(part * share, k)))
         error, length = error[: weighed.numel()], length[: weighed.numel()]  # of the last: any will do
         wrong = (inp + out)[held][: weighed.numel()] - error
-        suffered = _divergence(model, wrong.view(*weighed.shape, -1), i, expected)
+        suffered = _divergence(model, weighed, wrong, i, expected)
         per_square = suffered / max(float((error.square().sum(1) / length).mean()), 1e-30)
         options.append([(per_square * square, active, target) for square, active, target in missed])
-        stream = (inp + out).view(*tokens.shape, -1)
+        stream = inp + out
         on_layer(i)
     return _cheapest(options, share)
 
@@ -189,33 +189,28 @@ def _cheapest(
     return [target for _, _, target in best(math.exp(high))]
 
 
-def _divergence(model: Llama, stream: Tensor, layer: int, expected: Tensor) -> float:
+def _divergence(model: TorchGraph, tokens: Tensor, stream: Tensor, layer: int, expected: Tensor) -> float:
     """Mean KL from the original where the stream after a layer is this one."""
-    for i in range(layer + 1, model.config.n_layer):
-        stream = model.layer(stream, i, None)
-    got = F.log_softmax(F.linear(model.norm(stream, "output_norm", None), model.output), -1)
+    for part in model.parts[layer + 2 :]:
+        stream = model.run(part, tokens, stream)[part.result]
+    got = F.log_softmax(stream, -1)  # the last part ends in logits
     return float((expected.exp() * (expected - got)).sum(-1).mean())
 
 
-def _enter(
-    model: Llama, stream: Tensor, layer: int, student: Student | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _of_ffn(ffn: Ffn, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The residual stream after attention, the FFN's input, gate and up; each [n, width]."""
-    blk = f"blk.{layer}"
-    x = stream + model.attention(model.norm(stream, f"{blk}.attn_norm", student), blk, student)
-    h = model.norm(x, f"{blk}.ffn_norm", student).flatten(0, 1)
-    gate, up = (model.linear(h, f"{blk}.{name}", student) for name in ("ffn_gate", "ffn_up"))
-    return x.flatten(0, 1), h, gate, up
+    assert ffn.gate is not None
+    return step[ffn.x], step[ffn.gate.x], step[ffn.gate.out], step[ffn.up.out]
 
 
 @torch.no_grad()
-def kernel_widths(model: Llama, student: Student, tokens: Tensor) -> list[float]:
+def kernel_widths(model: TorchGraph, student: Student, tokens: Tensor) -> list[float]:
     """Half the width of the gradient's kernel for each layer: KERNEL standard deviations of its gates.
 
     tokens: int64 [n_batch, n_tokens].
     """
     activity = Activity()
-    model(tokens.to(model.device), student, activity)
+    model.streams(tokens, student.compute(activity))
     return [KERNEL * float(deviation) for deviation in activity.deviation]
 
 

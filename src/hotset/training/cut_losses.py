@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.torch.graph import TorchGraph
 from hotset.model.operations import Cutoff
-from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
     from hotset.model.graph import Graph
@@ -183,7 +183,8 @@ class LossPass:
 
             return edit
 
-        self.model.streams(first[None], {value.id: look(value.id) for value in self._watched})
+        edits = {value.id: look(value.id) for value in self._watched}
+        self.model.streams(first[None], self.model.edited(edits))
         return [
             LayerLosses.empty(thresholds, {name: site.x.width for name, site in sites.items()})
             for thresholds, sites in zip(found, self.sites, strict=True)

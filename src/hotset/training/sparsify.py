@@ -9,7 +9,7 @@ where stray is the relative squared distance of the two residual streams, mean o
 layer what it lacks, where the divergence at the end only tells all of them together, and fades out towards
 the end of the run. The price is raised while more neurons fire than asked, and lowered while fewer do (a
 Lagrange multiplier), so that the share is what was asked for and goes to the neurons and layers that need it.
-The file's weights stay as they are; what is trained (`llama_torch.Student`) is small enough to be kept as
+The file's weights stay as they are; what is trained (`student.Student`) is small enough to be kept as
 adapters of some megabytes.
 
 On a CPU the teacher is hotset's own engine on the same file: its integer kernels are several times faster
@@ -35,12 +35,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from hotset.backends.torch.graph import Compute, TorchGraph
 from hotset.errors import InvalidRequestError
 from hotset.files import appending, replacing, write_whole
+from hotset.model.operations import Linear
 from hotset.reporter import Reporter
 from hotset.training.adapters import Adapters
 from hotset.training.calibrate import calibrate, choose_targets, kernel_widths
-from hotset.training.llama_torch import Activity, Llama, Student
+from hotset.training.student import Activity, Student
 from hotset.training.text import Mixture
 
 if TYPE_CHECKING:
@@ -137,23 +139,21 @@ class EngineTeacher:
         self._names = [f"blk.{i}.out" for i in range(model.config.n_layer)]
 
     def stream(self, tokens: Tensor) -> list[Tensor]:
-        """After each layer, float32 [n_batch, n_tokens, n_embd], of int64 [n_batch, n_tokens]."""
+        """After each layer, float32 [n_batch * n_tokens, n_embd], of int64 [n_batch, n_tokens]."""
         taps = [self.model.taps(window.tolist(), self._names) for window in tokens]
-        return [torch.from_numpy(np.stack([tap[name] for tap in taps])) for name in self._names]
+        return [torch.from_numpy(np.concatenate([tap[name] for tap in taps])) for name in self._names]
 
 
 class TorchTeacher:
     """The original's residual stream, by the network that the student shares."""
 
-    def __init__(self, base: Llama) -> None:
+    def __init__(self, base: TorchGraph) -> None:
         self.base = base
 
     @torch.no_grad()
     def stream(self, tokens: Tensor) -> list[Tensor]:
         """As EngineTeacher's, on the device of the network."""
-        layers: list[Tensor] = []
-        self.base(tokens.to(self.base.device), stream=layers)
-        return layers
+        return self.base.streams(tokens)[1:]
 
 
 class _Divergence(torch.autograd.Function):
@@ -207,7 +207,7 @@ class Training:
 
     def __init__(
         self,
-        base: Llama,
+        base: TorchGraph,
         teacher: EngineTeacher | TorchTeacher,
         mixture: Mixture,
         held_out: Tensor,
@@ -222,6 +222,9 @@ class Training:
         self.base, self.teacher, self.mixture, self.held_out = base, teacher, mixture, held_out
         self.folder, self.settings, self.process, self.n_processes = folder, settings, process, n_processes
         self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
+        output = base.graph.ops[-1]
+        assert isinstance(output, Linear)  # load_base refuses others
+        self._output = output
         self._adamw: torch.optim.Optimizer | None = None
         self.step = 0
         self.seconds = 0.0
@@ -263,7 +266,7 @@ class Training:
             self._take_start()
 
     def _calibrate(self, progress: Reporter) -> None:
-        settings, n_layer = self.settings, self.base.config.n_layer
+        settings, n_layer = self.settings, self.base.graph.n_layer
         n = max(1, _CALIBRATION // settings.n_ctx)
         tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
 
@@ -363,24 +366,23 @@ class Training:
         activity = Activity(width=self.widths)
         share_wanted = 1 - settings.idle
         error = (self._share - share_wanted) / share_wanted if self.step else 0.0
-        n_values = tokens.numel() * sum(self.base.config.n_ff)
+        n_values = tokens.numel() * sum(ffn.n_ff for ffn in self.base.graph.ffns)
         activity.price = self.price * math.exp(_PRICE_PULL * error) / n_values
         lr_factor = self._lr_factor()
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * lr_factor
-        stream: list[Tensor] = []
-        hidden = self.base(tokens.to(self.base.device), self.student, activity, stream)
-        with torch.no_grad():
-            aim = self.base.norm(wanted[-1], "output_norm", None)
+        stream = self.base.streams(tokens, self.student.compute(activity))
+        hidden = self._hidden(tokens, stream[-1], self.student.compute())
+        aim = self._hidden(tokens, wanted[-1])
         scored = self._scored(tokens[:, :-1].numel())
         loss: Tensor = _Divergence.apply(
             hidden[:, :-1].flatten(0, 1)[scored],
             aim[:, :-1].flatten(0, 1)[scored],
-            self.base.output,
+            self.base.weight(self._output.weight),
             tokens[:, 1:].flatten().to(self.base.device)[scored],
             settings.labels,
         )
-        stray = _stray(stream, wanted)
+        stray = _stray(stream[1:], wanted)
         self.optimizer.zero_grad(set_to_none=True)
         (loss + settings.guide * max(0.0, 1 - self.progress) * stray).backward()
         share = torch.stack(activity.share).mean()
@@ -397,6 +399,11 @@ class Training:
             torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
         self.seconds += float(elapsed)
         return float(report[0])
+
+    def _hidden(self, tokens: Tensor, stream: Tensor, compute: Compute | None = None) -> Tensor:
+        """What the output matrix reads, float32 [n_batch, n_tokens, n_embd], of the last residual stream."""
+        step = self.base.run(self.base.parts[-1], tokens, stream, compute, until=self._output.x)
+        return step.by_text(self._output.x)
 
     def _scored(self, n: int) -> Tensor:
         """The positions, of n, at which the divergence is taken: drawn anew for each step."""
@@ -457,13 +464,12 @@ class Training:
         n = 0
         shares = []
         for window in self.held_out:
-            aim = self.base.norm(
-                self.teacher.stream(window[None])[-1].to(self.base.device), "output_norm", None
-            )
-            wanted = F.log_softmax(F.linear(aim[0, first:-1], self.base.output), -1)
-            activity = Activity()
-            hidden = self.base(window[None].to(self.base.device), self.student, activity)[0, first:-1]
-            got = F.log_softmax(F.linear(hidden, self.base.output), -1)
+            tokens, output, activity = window[None], self.base.weight(self._output.weight), Activity()
+            aim = self._hidden(tokens, self.teacher.stream(tokens)[-1].to(self.base.device))
+            wanted = F.log_softmax(F.linear(aim[0, first:-1], output), -1)
+            compute = self.student.compute(activity)
+            hidden = self._hidden(tokens, self.base.streams(tokens, compute)[-1], compute)
+            got = F.log_softmax(F.linear(hidden[0, first:-1], output), -1)
             targets = window[first + 1 :, None].to(self.base.device)
             nll -= float(got.gather(1, targets).sum())
             teacher_nll -= float(wanted.gather(1, targets).sum())

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from hotset.api import Model, load_opened
+from hotset.backends.torch.graph import TorchGraph
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target, write_whole
@@ -45,7 +46,6 @@ from hotset.settings import LoadSettings
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
 from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
 from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
-from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig

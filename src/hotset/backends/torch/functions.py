@@ -1,0 +1,184 @@
+"""What operations compute, in plain torch, on any device and with gradients.
+
+The interpreter of a graph (graph.py) and the fallback kernels of the GPU backend use them. Values are float32
+[n_tokens, width] unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from hotset.model.operations import ActivationKind, DeltaNet, RopeKind, Route
+
+
+def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
+    """f(x), elementwise: see operations.Activate."""
+    match kind:
+        case "sigmoid":
+            return torch.sigmoid(x)
+        case "clamped_silu":
+            m = x.clamp(max=threshold)
+            return m * torch.sigmoid(1.702 * m)
+        case "clamped_plus_one":
+            return x.clamp(-threshold, threshold) + 1
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "fatrelu":
+            return torch.where(x >= threshold, x, 0.0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Over the last axis. torch's own takes twice as many passes over memory on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        unit = x * inverse
+        along = grad * unit
+        grad_weight = along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        mean = (along @ weight).unsqueeze(-1) / x.shape[-1]
+        grad_x = (grad * weight).sub_(unit.mul_(mean)).mul_(inverse)
+        return grad_x, grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
+    parts = x if n_head == 1 else x.unflatten(-1, (n_head, -1))
+    out: Tensor = _RMSNorm.apply(parts, weight, eps)
+    return out.reshape(x.shape)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def rotate(x: Tensor, cos_sin: Tensor, *, n_head: int, kind: RopeKind, first: int = 0) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of n_rot channels of each head, from `first` on.
+
+    x: [n_tokens, n_head * head_dim]; cos_sin: [2, n_tokens, n_rot / 2]. kind: norm pairs (2i, 2i + 1), neox
+    pairs (i, i + n_rot / 2).
+    """
+    cos, sin = cos_sin[:, :, None, :]
+    half = cos.shape[-1]
+    heads = x.reshape(len(x), n_head, -1)
+    before, pairs, rest = heads.split([first, 2 * half, heads.shape[-1] - first - 2 * half], dim=-1)
+    if kind == "norm":
+        a, b = pairs[..., 0::2], pairs[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    else:
+        a, b = pairs[..., :half], pairs[..., half:]
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return torch.cat([before, turned, rest], dim=-1).reshape(x.shape)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention whose heads may share keys and values: [..., n_tokens, n_head_kv, group, dim_v].
+
+    q: [..., n_tokens, n_head_kv, group, dim], already scaled; k: [..., n_head_kv, n_seen, dim], v: [...,
+    n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen], what a token does not see. softcap, sinks
+    ([n_head_kv * group]): see operations.Attention.
+    """
+    scores = torch.einsum("...thgd,...hnd->...htgn", q, k)
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden[:, None, :], -math.inf)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:  # one more score, without a value
+        own = sinks.reshape(q.shape[-3], 1, -1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("...htgn,...hnd->...thgd", weights, v)
+
+
+def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
+
+    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. The choice
+    has no gradient, the weights have one. (A token with a score that is not a number has any ids, since its
+    weights are not numbers either.)
+    """
+    if op.scoring == "softmax":
+        p = torch.softmax(x, dim=1)
+    else:
+        p = torch.sigmoid(x) if op.scoring == "sigmoid" else x
+    wanted = (x if bias is None and op.n_groups == 1 else p if bias is None else p + bias).detach()
+    wanted = wanted.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    if op.n_groups > 1:
+        groups = wanted.reshape(len(x), op.n_groups, -1)
+        best = groups.topk(min(op.group_best, groups.shape[2]), dim=2).values.sum(dim=2)
+        kept = best.sort(dim=1, descending=True, stable=True).indices[:, : op.n_groups_used]
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        wanted = groups.masked_fill(~is_kept[:, :, None], -math.inf).reshape(x.shape)
+    # Of equal scores the lower id comes first, which `topk` does not promise.
+    ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
+    weights = p.gather(1, ids)
+    if op.scoring == "softmax_chosen":
+        weights = torch.softmax(weights, dim=1)
+    if op.normalised:
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=2.0**-14)
+    weights = torch.where(x.isnan().any(dim=1, keepdim=True), math.nan, weights * op.scale)
+    return ids.to(torch.int32), weights
+
+
+def join_heads(x: Tensor, n_head: int, first: int, count: int, shared: Tensor | None) -> Tensor:
+    """Channels [first, first + count) of each head of x, and behind them what all heads share."""
+    own = x.reshape(len(x), n_head, -1)[:, :, first : first + count]
+    if shared is not None:
+        own = torch.cat([own, shared[:, None].expand(-1, n_head, -1)], dim=2)
+    return own.flatten(1)
+
+
+def short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """A causal convolution of each channel; x: texts [n_texts, n_tokens, width]; weight: [width, kernel]."""
+    n_tokens, kernel = x.shape[1], weight.shape[1]
+    padded = F.pad(x, (0, 0, kernel - 1, 0))
+    return sum((padded[:, j : j + n_tokens] * weight[:, j] for j in range(kernel)), torch.zeros_like(x))
+
+
+def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor) -> Tensor:
+    """The gated delta rule, token by token; of texts [n_texts, n_tokens, width]. See operations.DeltaNet."""
+    of_keys, times = op.n_head_k * op.dim_k, op.n_head // op.n_head_k
+    q, k, v = x.split([of_keys, of_keys, op.out.width], dim=-1)
+
+    def of_heads(x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (op.n_head_k, op.dim_k))
+        x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return x.repeat(1, 1, times, 1) if op.tiled else x.repeat_interleave(times, dim=2)
+
+    q, k, v = of_heads(q) / math.sqrt(op.dim_k), of_heads(k), v.unflatten(-1, (op.n_head, op.dim_v))
+    decay, strength = (rate * F.softplus(alpha + step)).exp(), torch.sigmoid(beta)
+    state, out = x.new_zeros(len(x), op.n_head, op.dim_k, op.dim_v), []
+    for t in range(x.shape[1]):
+        state = state * decay[:, t, :, None, None]
+        off = (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * strength[:, t, :, None]
+        state = state + k[:, t, :, :, None] * off[:, :, None]
+        out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+    return torch.stack(out, dim=1).flatten(2)

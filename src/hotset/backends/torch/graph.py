@@ -1,0 +1,346 @@
+"""Executes a graph in torch over whole texts, with gradients: for training and calibration.
+
+It computes what `model/decoder.py` describes, as the reference does, for every architecture. The choice of a
+token's experts has no gradient; their weights have one. The model's weights are frozen; they are decoded to
+float32 where they are read, and kept while they fit in a budget.
+
+A caller may compute an operation in another way: `run` takes a function (`Compute`) that yields the result of
+each operation, by default `TorchGraph.compute`. The adapters of a student (training/student.py) and edited
+values are such functions.
+
+`gradients` keeps the residual streams between the layers of a forward pass alone: the way back computes one
+layer after the other again, so that a large model needs the memory of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from hotset.backends.torch.functions import (
+    activate,
+    attend,
+    delta_rule,
+    join_heads,
+    layer_norm,
+    rms_norm,
+    rotate,
+    route,
+    short_conv,
+)
+from hotset.formats.planes import decode
+from hotset.formats.quants import GGMLType, dequantize
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    Activate,
+    Add,
+    Attention,
+    Cutoff,
+    DeltaNet,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Heads,
+    LayerNorm,
+    Linear,
+    Mask,
+    Multiply,
+    Primitive,
+    RMSNorm,
+    Rope,
+    Rotate,
+    Route,
+    Scale,
+    SelectOutputs,
+    ShortConv,
+    SoftCap,
+    TransposedHeads,
+    TransposedLinear,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from hotset.formats.source import WeightSource
+
+
+@dataclass
+class Step:
+    """Token ids [n_texts, n_tokens] and the values computed so far, float32 [n_texts * n_tokens, width]."""
+
+    tokens: Tensor
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, value: Value) -> Tensor:
+        return self.values[value.id]
+
+    def by_text(self, value: Value) -> Tensor:
+        """[n_texts, n_tokens, width]."""
+        return self[value].unflatten(0, self.tokens.shape)
+
+
+Compute = Callable[[Primitive, Step], Tensor]
+Edit = Callable[[Tensor], Tensor]
+
+
+class TorchGraph:
+    """A model over texts [n_texts, n_tokens], each from position 0; values are [n_texts * n_tokens, width].
+
+    room: bytes of decoded weights that are kept. device: of the weights and values. Cutoffs cut nothing: that
+    is for edits to do.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        graph: Graph,
+        *,
+        room: float = 4 << 30,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.weights, self.graph, self.device = weights, graph, torch.device(device)
+        starts = graph.layer_starts
+        ends = [*starts, len(graph.ops)]
+        self.parts = [
+            Part(graph, first, last) for first, last in zip([0, *starts], ends, strict=True) if last > first
+        ]
+        self.n_parts = len(self.parts) - 1  # that each pass computes
+        self.on_part: Callable[[], None] = lambda: None  # is called after each of a pass
+        self._kept: dict[str, Tensor] = {}
+        self._room = room
+        self._turns: dict[tuple[Rope, int, int], Tensor] = {}
+
+    def streams(self, tokens: Tensor, compute: Compute | None = None) -> list[Tensor]:
+        """The residual streams: what leaves the embedding and each layer."""
+        out: list[Tensor] = []
+        for part in self.parts[:-1]:
+            out.append(self.run(part, tokens, out[-1] if out else None, compute)[part.result])
+            self.on_part()
+        return out
+
+    def logits(self, tokens: Tensor, compute: Compute | None = None) -> Tensor:
+        """float32 [n_texts * n_tokens, n_vocab]."""
+        stream = self.streams(tokens, compute)[-1]
+        return self.run(self.parts[-1], tokens, stream, compute)[self.graph.result]
+
+    def gradients(
+        self,
+        tokens: Tensor,
+        streams: Sequence[Tensor],
+        loss: Callable[[Tensor], Tensor],
+        watched: Sequence[Value],
+        found: Callable[[Value, Tensor, Tensor], None],
+    ) -> None:
+        """Calls found(value, x, gradient of the loss for x) for every watched value, the last layer's first.
+
+        streams: of the same tokens. loss: a number, of the logits.
+        """
+        upstream: Tensor | None = None
+        for index in reversed(range(1, len(self.parts))):
+            part = self.parts[index]
+            x = streams[index - 1].detach().requires_grad_()
+            step = self.run(part, tokens, x)
+            out = step[part.result]
+            inside = [value for value in watched if value.id in part.made]
+            wanted = [x, *(step[value] for value in inside)]
+            if upstream is None:
+                upstream, *rest = torch.autograd.grad(loss(out), wanted)
+            else:
+                upstream, *rest = torch.autograd.grad(out, wanted, upstream)
+            for value, gradient in zip(inside, rest, strict=True):
+                found(value, step[value].detach(), gradient)
+            self.on_part()
+
+    def edited(self, edits: Mapping[int, Edit]) -> Compute:
+        """With some values replaced for every operation that reads them. edits: by the id of a value."""
+
+        def compute(op: Primitive, step: Step) -> Tensor:
+            out = self.compute(op, step)
+            edit = edits.get(op.out.id)
+            return out if edit is None else edit(out)
+
+        return compute
+
+    def run(
+        self,
+        part: Part,
+        tokens: Tensor,
+        x: Tensor | None,
+        compute: Compute | None = None,
+        until: Value | None = None,
+    ) -> Step:
+        """The values of a part, in which x enters. until: the last value that is computed; None: all are."""
+        step = Step(tokens)
+        if part.entering is not None:
+            assert x is not None
+            step.values[part.entering.id] = x
+        for op in part.ops:
+            step.values[op.out.id] = (compute or self.compute)(op, step)
+            if op.out is until:
+                break
+        return step
+
+    def compute(self, op: Primitive, step: Step) -> Tensor:
+        """The result of an operation, of values that are there."""
+        match op:
+            case Embed():
+                tokens = step.tokens
+                if op.of == "position":
+                    tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
+                return F.embedding(tokens.to(self.device), self.weight(op.weight)).flatten(0, 1)
+            case RMSNorm():
+                return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
+            case LayerNorm():
+                return layer_norm(step[op.x], self.weight(op.weight), self.bias(op.bias), op.eps)
+            case Linear():
+                return F.linear(step[op.x], *self.rows_of(op))
+            case TransposedLinear():
+                return F.linear(step[op.x], self._by_neuron(op).T, self.bias(op.bias))
+            case Heads():
+                shared = None if op.shared is None else step[op.shared]
+                return join_heads(step[op.x], op.n_head, op.first, op.count, shared)
+            case TransposedHeads():
+                return (step[op.x] @ self.weight(op.weight)).transpose(0, 1).flatten(1)
+            case Rotate():
+                turns = self._turns_of(op.rope, step.tokens)
+                return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
+            case Attention():
+                return self._attended(op, step).flatten(0, 1)
+            case ShortConv():
+                return short_conv(step.by_text(op.x), self.weight(op.weight)).flatten(0, 1)
+            case DeltaNet():
+                x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
+                rate, bias = self.weight(op.rate), self.weight(op.step)
+                return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
+            case Activate():
+                return activate(step[op.x], op.kind, op.threshold)
+            case Multiply():
+                return step[op.a] * step[op.b]
+            case Add():
+                return step[op.a] + step[op.b]
+            case Scale():
+                return step[op.x] * op.factor
+            case SoftCap():
+                return op.cap * torch.tanh(step[op.x] / op.cap)
+            case Mask():
+                kept = F.pad(~(step[op.scores] < op.threshold), (op.first, 0), value=True)
+                return torch.where(kept, step[op.x], 0.0)
+            case Route():
+                return torch.cat(route(step[op.x], op, self.bias(op.bias)), dim=1)
+            case ExpertLinear() | ExpertSum():
+                return self._of_experts(op, step[op.x], step[op.route])
+            case SelectOutputs() | Cutoff():  # all tokens; nothing is cut
+                return step[op.x]
+            case _:
+                assert_never(op)
+
+    def _turns_of(self, rope: Rope, tokens: Tensor) -> Tensor:
+        """Cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
+        n_texts, n_tokens = tokens.shape
+        key = rope, n_texts, n_tokens
+        if key not in self._turns:
+            angle = torch.outer(
+                torch.arange(n_tokens, dtype=torch.float64), torch.tensor(rope.freq, dtype=torch.float64)
+            )
+            both = (torch.stack((angle.cos(), angle.sin())) * rope.magnitude).float()
+            self._turns[key] = both.repeat(1, n_texts, 1).to(self.device)
+        return self._turns[key]
+
+    def _attended(self, op: Attention, step: Step) -> Tensor:
+        n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
+        q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
+        k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
+        v = step.by_text(op.v).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
+        if op.window or op.softcap or op.sinks is not None:
+            ago = torch.arange(n_tokens, device=self.device)
+            ago = ago[:, None] - ago
+            hidden = (ago < 0) | (ago >= op.window) if op.window else ago < 0
+            sinks = self.bias(op.sinks)
+            return attend(q * op.scale, k, v, hidden, softcap=op.softcap, sinks=sinks).flatten(2)
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q = q.flatten(2, 3).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=op.scale)
+        return out.transpose(1, 2).flatten(2)
+
+    def _of_experts(self, op: ExpertLinear | ExpertSum, x: Tensor, route: Tensor) -> Tensor:
+        """The products of each token's experts, side by side or summed by their weights."""
+        ids, n = route[:, : op.n_used].detach().long(), op.n_used
+        parts = isinstance(op, ExpertSum) or op.of_parts
+        x = x.view(len(x), n, -1) if parts else x[:, None].expand(-1, n, -1)
+        first, n_rows = (0, op.out.width) if isinstance(op, ExpertSum) else (op.first_row, op.n_rows)
+        out = x.new_zeros(len(x), n, n_rows)
+        for expert in ids.unique().tolist():
+            of_it = ids == expert
+            matrix = self._expert(op, expert)
+            if isinstance(op, ExpertSum) and op.by_neuron:
+                matrix = matrix.T
+            bias = None if op.bias is None else self.weight(op.bias)[expert, first : first + n_rows]
+            out[of_it] = F.linear(x[of_it], matrix[first : first + n_rows], bias)
+        return (out * route[:, n:, None]).sum(1) if isinstance(op, ExpertSum) else out.flatten(1)
+
+    # ---- weights
+
+    def weight(self, name: str) -> Tensor:
+        """A tensor as float32, its last dimension the first of its GGUF shape."""
+        if name not in self._kept:
+            info = self.weights.tensors[name]
+            return self._keep(name, _decoded(self.weights.data(name), info.type, info.shape))
+        return self._kept[name]
+
+    def bias(self, name: str | None) -> Tensor | None:
+        """A tensor that an operation may lack."""
+        return None if name is None else self.weight(name)
+
+    def rows_of(self, op: Linear) -> tuple[Tensor, Tensor | None]:
+        """The rows [out.width, x.width] of a product, and their biases."""
+        rows, bias = slice(op.first_row, op.first_row + op.out.width), self.bias(op.bias)
+        matrix = self.weight(op.weight).reshape(-1, op.x.width)  # files have one row as a vector
+        return matrix[rows], None if bias is None else bias[rows]
+
+    def _expert(self, op: ExpertLinear | ExpertSum, expert: int) -> Tensor:
+        """The matrix of one expert. Where there is no room to keep those of all, it is decoded by itself."""
+        if len(op.weights) > 1:
+            return self.weight(op.weights[expert])
+        name = op.weights[0]
+        info = self.weights.tensors[name]
+        if name in self._kept or 4 * math.prod(info.shape) <= self._room:
+            return self.weight(name)[expert]
+        data = self.weights.data(name).reshape(op.n_expert, -1)[expert]
+        return _decoded(data, info.type, info.shape[:2]).to(self.device)
+
+    def _by_neuron(self, op: TransposedLinear) -> Tensor:
+        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
+        if op.scales is None or op.weight in self._kept:
+            return self.weight(op.weight)
+        codes = self.weights.data(op.weight).view("int8").reshape(op.x.width, -1)
+        scales = self.weights.data(op.scales).view("float16").reshape(-1, op.out.width)
+        return self._keep(op.weight, torch.from_numpy(decode(codes, scales)))
+
+    def _keep(self, name: str, weight: Tensor) -> Tensor:
+        weight = weight.to(self.device)
+        if weight.nbytes <= self._room:
+            self._room -= weight.nbytes
+            self._kept[name] = weight
+        return weight
+
+
+def _decoded(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of GGUF shape as float32, its last dimension the first of the shape."""
+    return torch.from_numpy(dequantize(data, type, shape).reshape(shape[::-1]))
+
+
+class Part:
+    """Operations between two places where only the residual stream crosses."""
+
+    def __init__(self, graph: Graph, first: int, last: int) -> None:
+        part, self.entering = graph.cut(first, last)
+        self.ops = list(part.primitives)
+        self.result = part.result
+        self.made = {op.out.id for op in self.ops}
