@@ -1,4 +1,4 @@
-"""Every Triton kernel against its twin, in Triton's interpreter; test_gpu_triton.py runs this file.
+"""Every Triton kernel against its fallback, in Triton's interpreter; test_gpu_triton.py runs this file.
 
 It is not collected by itself: Triton decides when it is imported whether it interprets, so this needs a
 process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
@@ -34,10 +34,11 @@ from test_gpu_kernels import (
     rng_of,
 )
 
-from hotset.backends.gpu import exact, experts_kernel, triton_kernels, twins
+from hotset.backends.gpu import exact, experts_kernel, fallback, triton_kernels
 from hotset.backends.gpu.handshake import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
+from hotset.backends.torch import functions
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import Activate, Rope, Value
@@ -122,10 +123,12 @@ def _guarded(tensor: torch.Tensor) -> torch.Tensor:
     return t(there).view(tensor.dtype).reshape(tensor.shape)
 
 
-def agree(found: torch.Tensor, twin: torch.Tensor, magnitude: torch.Tensor | float, n: int) -> None:
+def agree(found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor | float, n: int) -> None:
     """Two float32 sums of n products, in any order: each is off by n eps times their magnitudes at most."""
-    assert found.shape == twin.shape
-    assert (found - twin).abs().le(2 * (n + 16) * EPS * magnitude + 1e-30).all(), (found - twin).abs().max()
+    assert found.shape == expected.shape
+    assert (found - expected).abs().le(2 * (n + 16) * EPS * magnitude + 1e-30).all(), (
+        (found - expected).abs().max()
+    )
 
 
 def as_multiplied(x: torch.Tensor, m: DeviceMatrix) -> tuple[torch.Tensor, DeviceMatrix]:
@@ -175,7 +178,7 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs() + residual.abs()
     out = torch.full((n_tokens, n_rows), float("nan"))
     assert kernels.linear(x, m, bias, residual, out) is out
-    agree(out, twins.linear(*as_multiplied(x, m), bias, residual), magnitude, n_cols)
+    agree(out, fallback.linear(*as_multiplied(x, m), bias, residual), magnitude, n_cols)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +198,12 @@ def test_linear_with_an_activation(
     m, w = matrix(type_, n_rows, n_cols)
     x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
     found = kernels.linear(x, m, bias, activation=kind, threshold=-50.0)
-    plain = twins.linear(*as_multiplied(x, m), bias)
+    plain = fallback.linear(*as_multiplied(x, m), bias)
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
     steep = 1 + (2 * plain.abs() if kind == "relu2" else 0)  # of the activation
-    agree(found, twins.activate(plain, kind, -50.0), magnitude * steep, n_cols)
-    alone = twins.activate(twins.linear(x, m, bias), kind, -50.0)
-    assert torch.equal(twins.linear(x, m, bias, activation=kind, threshold=-50.0), alone)
+    agree(found, functions.activate(plain, kind, -50.0), magnitude * steep, n_cols)
+    alone = functions.activate(fallback.linear(x, m, bias), kind, -50.0)
+    assert torch.equal(fallback.linear(x, m, bias, activation=kind, threshold=-50.0), alone)
 
 
 @pytest.mark.parametrize(
@@ -220,18 +223,18 @@ def test_linear_bits(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int,
     bias[1] = float("nan")
     m = before_nothing(m)
     given = as_multiplied(x, m)
-    scores = twins.linear(*given, bias)
+    scores = fallback.linear(*given, bias)
     threshold = float(scores.nan_to_num().median())
     found = kernels.linear_bits(x, m, bias, threshold, first)
-    expected = twins.linear_bits(*given, bias, threshold, first)
+    expected = fallback.linear_bits(*given, bias, threshold, first)
     assert found.shape == expected.shape
     # A score that lies at the threshold may fall on either side of it: such a bit is no difference.
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
     close = (scores - threshold).abs() <= 2 * (n_cols + 16) * EPS * magnitude
-    ours, theirs = (twins.unpack_bits(bits, first + n_rows)[:, first:] for bits in (found, expected))
+    ours, theirs = (fallback.unpack_bits(bits, first + n_rows)[:, first:] for bits in (found, expected))
     assert (close | (ours == theirs)).all()
     assert close.sum() <= 1
-    assert twins.unpack_bits(found, first + n_rows)[:, :first].all()
+    assert fallback.unpack_bits(found, first + n_rows)[:, :first].all()
     assert torch.equal(
         found[:, -1] >> ((first + n_rows - 1) % 8 + 1), torch.zeros(n_tokens, dtype=torch.uint8)
     )
@@ -251,8 +254,8 @@ def test_linear_t_of_several_ranges(share: float) -> None:
 def test_neither_bias_nor_residual(n_tokens: int) -> None:
     m, w = matrix(Q8_0, 7, 64)
     x, v = t(randn(n_tokens, 64)), t(randn(n_tokens, 7))
-    agree(kernels.linear(x, m), twins.linear(*as_multiplied(x, m)), x.abs() @ t(np.abs(w).T).float(), 64)
-    agree(kernels.linear_t(v, m), twins.linear_t(*as_multiplied(v, m)), v.abs() @ t(np.abs(w)).float(), 7)
+    agree(kernels.linear(x, m), fallback.linear(*as_multiplied(x, m)), x.abs() @ t(np.abs(w).T).float(), 64)
+    agree(kernels.linear_t(v, m), fallback.linear_t(*as_multiplied(v, m)), v.abs() @ t(np.abs(w)).float(), 7)
 
 
 @pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32], ids=lambda v: v.name)
@@ -275,9 +278,9 @@ def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
         assert np.array_equal(moved.numpy(), found.numpy()[order], equal_nan=True)
         alone = product(t(np.repeat(given[[2]], 11, axis=0).astype(np.float32)), m)
         assert torch.equal(alone[7], found[2])
-        twin = getattr(twins, name)(t(given.astype(np.float32)), m)
+        expected = getattr(fallback, name)(t(given.astype(np.float32)), m)
         for row in (2, 3, 4, 5):
-            assert (found[row] - twin[row]).norm() <= 2e-3 * twin[row].norm()
+            assert (found[row] - expected[row]).norm() <= 2e-3 * expected[row].norm()
         assert not found[6].isfinite().any()
         assert not found[7].isfinite().all()
 
@@ -288,7 +291,7 @@ def check_linear_t(m: DeviceMatrix, w: np.ndarray, n_tokens: int, share: float) 
     residual = t(randn(n_tokens, m.n_cols, seed=2))
     magnitude = v.abs() @ t(np.abs(w)).float() + bias.abs() + residual.abs()
     found = kernels.linear_t(v, before_nothing(m), bias, residual)
-    agree(found, twins.linear_t(*as_multiplied(v, m), bias, residual), magnitude, m.n_rows)
+    agree(found, fallback.linear_t(*as_multiplied(v, m), bias, residual), magnitude, m.n_rows)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +319,7 @@ def test_linear_t_by_channel(type_: GGMLType, n_tokens: int) -> None:
     v = t((randn(n_tokens, m.n_rows) * (rng_of(1).random((n_tokens, m.n_rows)) < 0.3)).astype(np.float32))
     if n_tokens <= 8:
         left_out = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        for ops, n_bytes in zip((kernels, twins), left_out, strict=True):
+        for ops, n_bytes in zip((kernels, fallback), left_out, strict=True):
             ops.linear_t(v, m, left_out=n_bytes)
         assert left_out[0].item() == left_out[1].item() > 0
 
@@ -360,17 +363,17 @@ def test_sparse_ffn(
         chosen = rng_of(5, n_tokens).random((n_tokens, n_ff)) < share
         selected = t(np.packbits(chosen, axis=1, bitorder="little"))
         numbers = np.sort(rng_of(6).permutation(n_ff)[:n])
-        held = twins.Held.of(numbers, n_ff, lambda _, values: t(values)) if n_tokens != 2 else None
+        held = fallback.Held.of(numbers, n_ff, lambda _, values: t(values)) if n_tokens != 2 else None
     results = []
-    for ops in (kernels, twins):
-        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+    for ops in (kernels, fallback):
+        counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
         y = ops.sparse_ffn(
             h, gate, up, down, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected,
             held=held, gate_bias=biases[0] if gated else None, up_bias=biases[1], down_bias=residual[0],
             residual=residual, counts=counts,
         )  # fmt: skip
         results.append((y, counts))
-    values = twins.neurons(
+    values = fallback.neurons(
         h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, held=held,
         gate_bias=biases[0] if gated else None, up_bias=biases[1],
     )  # fmt: skip
@@ -381,7 +384,7 @@ def test_sparse_ffn(
     magnitude = (2 * largest**2 + values.abs()).sum() / n_tokens * down.dequantize().abs().max() + 1
     agree(results[0][0], results[1][0], magnitude, n + d)
     assert results[0][1].tolist() == results[1][1].tolist()
-    alone = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+    alone = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
     found = kernels.neurons(
         h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, held=held,
         gate_bias=biases[0] if gated else None, up_bias=biases[1], counts=alone,
@@ -411,18 +414,21 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
     if n_tokens > 8:
         h, up_rounded = as_multiplied(h, up)
         given_many = {"gate": as_multiplied(h, gate)[1] if gate else None, "up": up_rounded}
-    counts = [torch.zeros(twins.N_COUNTS, dtype=torch.int64) for _ in range(3)]
+    counts = [torch.zeros(fallback.N_COUNTS, dtype=torch.int64) for _ in range(3)]
     found = kernels.neurons(h, gate, up, counts=counts[0], **given)
-    twin = twins.neurons(h, **given_many, counts=counts[1], **given)
+    expected = fallback.neurons(h, **given_many, counts=counts[1], **given)
     largest = max(m.dequantize().norm(dim=1).max() for m in (gate, up) if m is not None)
     magnitude = (1 + h.norm(dim=1).max() * largest) ** 2
-    agree(found, twin, magnitude, d)
-    assert torch.equal(found != 0, twin != 0)
+    agree(found, expected, magnitude, d)
+    assert torch.equal(found != 0, expected != 0)
     assert counts[0].tolist() == counts[1].tolist()
-    assert (found == 0).sum() > (twins.neurons(h, gate, up, activation=kind, selected=selected) == 0).sum()
+    assert (found == 0).sum() > (fallback.neurons(h, gate, up, activation=kind, selected=selected) == 0).sum()
     y = kernels.sparse_ffn(h, gate, up, down, counts=counts[2], **given)
     agree(
-        y, twins.linear_t(*as_multiplied(twin, down)), magnitude * down.dequantize().abs().sum(dim=0), n + d
+        y,
+        fallback.linear_t(*as_multiplied(expected, down)),
+        magnitude * down.dequantize().abs().sum(dim=0),
+        n + d,
     )
     assert counts[2].tolist() == counts[1].tolist()
 
@@ -442,8 +448,8 @@ def test_fired(n_tokens: int, gated: bool, kind: Any, cuts: bool) -> None:
     by = cut_tokens(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1)) if cuts else None
     products = both.split(n, dim=1) if gated else [both[:, :n].contiguous()]
     results = []
-    for ops in (kernels, twins):
-        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+    for ops in (kernels, fallback):
+        counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
         value_cut = None if by is None else replace(by, threshold=0.1)
         y = ops.fired(*products, activation=kind, counts=counts, gate_cut=by, value_cut=value_cut)
         results.append((y, counts.tolist()))
@@ -469,7 +475,7 @@ def test_pack_bits(n_scored: int, first: int) -> None:
     scores = randn(3, n_scored)
     scores[0, 0] = np.nan
     found = kernels.pack_bits(t(scores), 0.25, first)
-    assert torch.equal(found, twins.pack_bits(t(scores), 0.25, first))
+    assert torch.equal(found, fallback.pack_bits(t(scores), 0.25, first))
 
 
 @pytest.mark.parametrize("width", [32, 100])
@@ -477,35 +483,41 @@ def test_norms(width: int) -> None:
     x, weight, bias = t(randn(3, width)), t(randn(width, seed=1)), t(randn(width, seed=2))
     # A norm is at most sqrt(width); what it is divided by is a sum of `width` squares.
     magnitude = weight.abs() * width**0.5 + bias.abs()
-    agree(kernels.rms_norm(x, weight, 1e-5), twins.rms_norm(x, weight, 1e-5), magnitude, width)
+    agree(kernels.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5), magnitude, width)
     agree(
-        kernels.layer_norm(x, weight, bias, 1e-5), twins.layer_norm(x, weight, bias, 1e-5), magnitude, width
+        kernels.layer_norm(x, weight, bias, 1e-5),
+        fallback.layer_norm(x, weight, bias, 1e-5),
+        magnitude,
+        width,
     )
     agree(
-        kernels.layer_norm(x, weight, None, 1e-5), twins.layer_norm(x, weight, None, 1e-5), magnitude, width
+        kernels.layer_norm(x, weight, None, 1e-5),
+        fallback.layer_norm(x, weight, None, 1e-5),
+        magnitude,
+        width,
     )
     by = cut_tokens(3, 0.4)
     for norm, own in (("rms_norm", ()), ("layer_norm", (bias,))):
-        found, twin = (getattr(ops, norm)(x, weight, *own, 1e-5, by=by) for ops in (kernels, twins))
-        agree(found, twin, magnitude, width)
-        assert torch.equal(found == 0, twin == 0)
+        found, expected = (getattr(ops, norm)(x, weight, *own, 1e-5, by=by) for ops in (kernels, fallback))
+        agree(found, expected, magnitude, width)
+        assert torch.equal(found == 0, expected == 0)
         assert (found == 0).any()
     part = weight[: width // 4].contiguous()
-    agree(kernels.rms_norm(x, part, 1e-5, 4), twins.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
+    agree(kernels.rms_norm(x, part, 1e-5, 4), fallback.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
 
 
 @pytest.mark.parametrize("n", [5, 1500])
 def test_cut(n: int) -> None:
     x, by = t(randn(4, n)), cut_tokens(4, 0.5)
     x[1, 0] = float("nan")
-    assert torch.equal(kernels.cut(x, by).nan_to_num(7), twins.cut(x, by).nan_to_num(7))
+    assert torch.equal(kernels.cut(x, by).nan_to_num(7), fallback.cut(x, by).nan_to_num(7))
     assert kernels.cut(x, None) is x
 
 
 def test_angles() -> None:
-    table = twins.RopeTable.build(Rope("norm", 10, tuple(0.5 ** np.arange(5)), 1.1), 1000, "cpu")
+    table = fallback.RopeTable.build(Rope("norm", 10, tuple(0.5 ** np.arange(5)), 1.1), 1000, "cpu")
     positions = torch.tensor([0, 255, 256, 999, 5000], dtype=torch.int32)  # the last is past the table
-    agree(kernels.angles(positions, table), twins.angles(positions, table), 2.2, 4)
+    agree(kernels.angles(positions, table), fallback.angles(positions, table), 2.2, 4)
 
 
 @pytest.mark.parametrize("kind", ["norm", "neox"])
@@ -513,14 +525,15 @@ def test_angles() -> None:
     ("dim", "n_rot", "normed"), [(16, 16, True), (24, 10, False), (24, 10, True), (8, 2, False)]
 )
 def test_rotate(kind: str, dim: int, n_rot: int, normed: bool) -> None:
-    table = twins.RopeTable.build(Rope(kind, n_rot, tuple(0.5 ** np.arange(n_rot // 2)), 1.1), 4096, "cpu")
-    cos_sin = twins.angles(torch.tensor([0, 300, 4095], dtype=torch.int32), table)
+    table = fallback.RopeTable.build(Rope(kind, n_rot, tuple(0.5 ** np.arange(n_rot // 2)), 1.1), 4096, "cpu")
+    cos_sin = fallback.angles(torch.tensor([0, 300, 4095], dtype=torch.int32), table)
     x, weight = t(randn(3, 3 * dim)), t(randn(dim, seed=1)) if normed else None
-    found, twin = (
-        ops.rotate(x, cos_sin, n_head=3, kind=kind, norm_weight=weight, eps=1e-5) for ops in (kernels, twins)
+    found, expected = (
+        ops.rotate(x, cos_sin, n_head=3, kind=kind, norm_weight=weight, eps=1e-5)
+        for ops in (kernels, fallback)
     )
     largest = 1.1 * x.abs().max() if weight is None else 1.1 * dim**0.5 * weight.abs().max()
-    agree(found, twin, 2 * largest, dim)
+    agree(found, expected, 2 * largest, dim)
 
 
 @pytest.mark.parametrize(
@@ -552,7 +565,7 @@ def test_attention(
     tables = t(cache.tables)
     sequences, positions = cache.tokens(1000)
     k, v = (t(randn(len(sequences), n_head_kv * dim)) for dim in dims)
-    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+    fallback.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
 
     sequences, positions = cache.tokens(last)
     n = len(sequences)
@@ -561,22 +574,25 @@ def test_attention(
     )
     cos_sin = norm = None
     if rope is not None:
-        table = twins.RopeTable.build(
+        table = fallback.RopeTable.build(
             Rope(rope, dims[0] // 4 * 2, tuple(0.5 ** np.arange(dims[0] // 4))), 512, "cpu"
         )
-        cos_sin, norm = twins.angles(positions, table), t(randn(dims[0], seed=3)) if rope == "neox" else None
+        cos_sin, norm = (
+            fallback.angles(positions, table),
+            t(randn(dims[0], seed=3)) if rope == "neox" else None,
+        )
     stored = []
-    for ops in (kernels, twins):
+    for ops in (kernels, fallback):
         k_pages, v_pages = cache.k.clone(), cache.v.clone()
         turned = ops.rotate_store(
             q, k, v, cos_sin, k_pages, v_pages, tables, sequences, positions,
             n_head=n_head, kind=rope or "norm", q_norm=norm, k_norm=norm, eps=1e-5,
         )  # fmt: skip
         stored.append((turned, k_pages, v_pages))
-    for found, twin in zip(*stored, strict=True):
+    for found, expected in zip(*stored, strict=True):
         unit = EPS if found.dtype == torch.float32 else 2.0**-10  # a rounding to f16 may fall either way
-        assert torch.equal(found.isnan(), twin.isnan())
-        assert (found - twin).abs().nan_to_num().max() <= 64 * unit * twin.nan_to_num().abs().max()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert (found - expected).abs().nan_to_num().max() <= 64 * unit * expected.nan_to_num().abs().max()
 
     turned, k_pages, v_pages = stored[1]
     if last == 1:  # a token of a batch that is not full
@@ -584,18 +600,18 @@ def test_attention(
         tables = torch.cat([tables, torch.full_like(tables[:1], -1)])
         sequences[-1] = len(lengths)
         turned = torch.cat([turned, turned[:1]])
-    found, twin = (
+    found, expected = (
         ops.attention(
             turned, k_pages, v_pages, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
             softcap=0.5 if rope == "norm" else 0.0,
         )
-        for ops in (kernels, twins)
+        for ops in (kernels, fallback)
     )  # fmt: skip
     if last == 1:
         assert not found[-1].any()
     # Scores are sums of dim products, and their errors go through exp into the weights of the values.
     reach = 0.3 * turned.norm(dim=1).max() * k_pages.float().nan_to_num().abs().max() * dims[0] ** 0.5
-    agree(found, twin, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
+    agree(found, expected, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
 
 
 @pytest.mark.parametrize(
@@ -626,18 +642,18 @@ def test_attention_of_a_prompt_knows_no_neighbours(
             window=window, sinks=t(randn(n_head)),
         )  # fmt: skip
 
-    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+    fallback.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
     whole = attend(slice(None))
-    twin = twins.attention(
+    expected = fallback.attention(
         q, cache.k, cache.v, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
         sinks=t(randn(n_head)),
     )  # fmt: skip
     reach = 0.3 * q.norm(dim=1).max() * k.abs().max() * dim**0.5
-    agree(whole, twin, (1 + reach) * v.abs().max(), dim + 45)
+    agree(whole, expected, (1 + reach) * v.abs().max(), dim + 45)
     for first, last in ((0, 33), (29, 75)):
         assert torch.equal(attend(slice(first, last)), whole[first:last])
     v[30] = float("nan")
-    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+    fallback.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
     found = attend(slice(None))
     assert found[30:45].isnan().all()
     assert torch.equal(found[:30], whole[:30])
@@ -686,9 +702,9 @@ def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
     }  # fmt: skip
     h = torch.from_numpy(randn(n_tokens, n_embd)) * 9
     slots = torch.tensor([[2, -1], [0, 2]] + [[2, 1]] * (n_tokens - 2), dtype=torch.int32)
-    counts = [torch.zeros(twins.N_COUNTS, dtype=torch.int64) for _ in range(2)]
+    counts = [torch.zeros(fallback.N_COUNTS, dtype=torch.int64) for _ in range(2)]
     gate = None if is_ungated else gate
-    expected = twins.experts(h, slots, gate, up, down, counts=counts[0], **options)
+    expected = fallback.experts(h, slots, gate, up, down, counts=counts[0], **options)
     found = experts_on_device.experts(h, slots, gate, up, down, counts=counts[1], **options)
     assert torch.equal(found, expected)
     assert torch.equal(counts[0][:2], counts[1][:2])
@@ -744,7 +760,7 @@ def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
     ids = torch.tensor([2, -1, 0], dtype=torch.int32)
     found, expected = (DeviceMatrix.empty(type_, (2 + n_spare) * n_rows, k, "cpu") for _ in range(2))
     experts_on_device.fetch_experts(part, ids, found, 2)
-    twins.fetch_experts(part, ids, expected, 2)
+    fallback.fetch_experts(part, ids, expected, 2)
     for field in fields(found):
         one, other = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(one, torch.Tensor):
@@ -762,7 +778,7 @@ def test_biases_of_experts_are_fetched(mapped: Any) -> None:
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])
 def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
-    """By the kernel as by its twin, whatever is in the cache and however much is fetched."""
+    """By the kernel as by its fallback, whatever is in the cache and however much is fetched."""
     rng = rng_of(n_tokens)
     for n_spare in (1, 3, 8):
         ids = np.stack([rng.permutation(11)[:3] for _ in range(n_tokens)]).astype(np.int32)
@@ -770,7 +786,7 @@ def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
         most = np.minimum(np.arange(3 * n_tokens + 1) * 2 // 3, n_spare).astype(np.int32)
         given = t(ids), t(table), t(most)
         found = experts_on_device.choose_experts(*given, n_spare, 5)
-        for one, other in zip(found, twins.choose_experts(*given, n_spare, 5), strict=True):
+        for one, other in zip(found, fallback.choose_experts(*given, n_spare, 5), strict=True):
             assert torch.equal(one, other)
 
 

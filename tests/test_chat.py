@@ -340,16 +340,16 @@ BOMBS = [
 
 # What Python does in one call, out of reach of any check between two steps of the template.
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-TWINS = (
+EQUALS = (
     "{% set a = namespace(x=[1]) %}{% set b = namespace(x=[1]) %}{% for i in range(40) %}"
     "{% set a.x = [a.x, a.x] %}{% set b.x = [b.x, b.x] %}{% endfor %}"
 )
 LONG_TEXT = "{% set x = 'a' * 999999 %}"
 BOMBS += [
-    TWINS + "{{ a.x == b.x }}",
-    TWINS + "{{ a.x < b.x }}",
-    TWINS + "{{ a.x in [b.x] }}",
-    TWINS + "{{ [a.x, b.x, a.x] | sort }}",
+    EQUALS + "{{ a.x == b.x }}",
+    EQUALS + "{{ a.x < b.x }}",
+    EQUALS + "{{ a.x in [b.x] }}",
+    EQUALS + "{{ [a.x, b.x, a.x] | sort }}",
     NESTED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("[1]", "(1,)") + "{{ {ns.x: 1} }}",
     NESTED + "{{ '%s' % [ns.x] }}",
     NESTED + "{{ '{}'.format(ns.x) }}",

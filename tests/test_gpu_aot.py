@@ -30,9 +30,9 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
+from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
-from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.operations import Activate, Value

@@ -22,7 +22,7 @@ from waiting import within  # noqa: E402
 
 from hotset.backends.base import ExpertCounts  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
-from hotset.backends.gpu import twins  # noqa: E402
+from hotset.backends.gpu import fallback  # noqa: E402
 from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
@@ -108,7 +108,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
         with service.step(n):
             service.post(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
             parts = service.collect(1).view(n, route.n_used, -1)
-        np.testing.assert_array_equal(twins.sum_experts(parts, weights[:n]).numpy(), expected[:n])
+        np.testing.assert_array_equal(fallback.sum_experts(parts, weights[:n]).numpy(), expected[:n])
         np.testing.assert_array_equal(service.route(1), ids[:n])
         assert service.route(0).shape == (0, route.n_used)
         service.close()
@@ -309,13 +309,13 @@ def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: st
 
 def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which experts it fetches follows from its tokens, and from what the cache has then."""
-    plain = twins.fetch_experts
+    plain = fallback.fetch_experts
 
     def unseen(*arguments: Any) -> None:  # a device reads the host's memory by addresses, not by tensors
         with _disable_current_modes():
             plain(*arguments)
 
-    monkeypatch.setattr(twins, "fetch_experts", unseen)
+    monkeypatch.setattr(fallback, "fetch_experts", unseen)
     gguf = model(tmp_path, **SMALL)
     ids, cuts, recorder = tokens(12), [*range(6, 12)], Recorder()
     expected = within(120, lambda: logits_of(hybrid(gguf), ids, cuts, [2]))

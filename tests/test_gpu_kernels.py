@@ -11,10 +11,11 @@ from make_blocks import random_blocks
 
 from hotset.backends import reference
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.backends.gpu import twins
+from hotset.backends.gpu import fallback
+from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_by_channel
-from hotset.backends.gpu.twins import RopeTable
+from hotset.backends.torch import functions
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
@@ -145,14 +146,14 @@ def test_linear_and_its_transpose(type_: GGMLType, n_tokens: int, monkeypatch: p
     x, bias, residual = randn(n_tokens, n_cols), randn(37, seed=1), randn(n_tokens, 37, seed=2)
     out = torch.empty(n_tokens, 37)
     t = torch.from_numpy
-    y = twins.linear(t(x), m, t(bias), t(residual), out)
+    y = fallback.linear(t(x), m, t(bias), t(residual), out)
     assert y is out
     sums_agree(
         y, x @ w.T + bias + residual, np.abs(x) @ np.abs(w.T) + np.abs(bias) + np.abs(residual), n_cols
     )
     v = randn(n_tokens, 37, seed=3) * (rng_of(4).random((n_tokens, 37)) < 0.3)
     v = v.astype(np.float32)
-    sums_agree(twins.linear_t(torch.from_numpy(v), m), v @ w, np.abs(v) @ np.abs(w), 37)
+    sums_agree(fallback.linear_t(torch.from_numpy(v), m), v @ w, np.abs(v) @ np.abs(w), 37)
 
 
 def ffn(
@@ -182,10 +183,10 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
     h, biases = randn(t, d), randn(2, n, seed=1) * 0.1
     chosen = rng_of(5).random((t, 90)) < share
     numbers = np.sort(rng_of(6).permutation(90)[:n])  # rows are some of 90 neurons
-    held = twins.Held.of(numbers, 90, lambda _, values: torch.from_numpy(values))
+    held = fallback.Held.of(numbers, 90, lambda _, values: torch.from_numpy(values))
     bits = np.packbits(chosen, axis=1, bitorder="little")
-    counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
-    found = twins.sparse_ffn(
+    counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
+    found = fallback.sparse_ffn(
         torch.from_numpy(h), gate_m, up_m, down_m, activation=kind, threshold=0.1, up_activation=up_kind,
         selected=torch.from_numpy(bits), held=held,
         gate_bias=torch.from_numpy(biases[0]) if gated else None, up_bias=torch.from_numpy(biases[1]),
@@ -212,7 +213,7 @@ def test_unselected_rows_are_not_read() -> None:
     data[::4] = randn(n // 4, d)
     m = DeviceMatrix.from_bytes(data.view(np.uint8).reshape(-1), GGMLType.F32, n, d, "cpu")
     bits = np.packbits(np.arange(n) % 4 == 0, bitorder="little")[None]
-    y = twins.sparse_ffn(
+    y = fallback.sparse_ffn(
         torch.from_numpy(randn(1, d)), m, m, m, activation="relu", selected=torch.from_numpy(bits)
     )
     assert torch.isfinite(y).all()
@@ -224,23 +225,23 @@ def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
     scores[0, 0] = np.nan
     mask = reference.Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
     expected = reference.selected(mask, scores)
-    bits = twins.pack_bits(torch.from_numpy(scores), 0.25, first)
+    bits = fallback.pack_bits(torch.from_numpy(scores), 0.25, first)
     assert np.array_equal(bits.numpy(), np.packbits(expected, axis=1, bitorder="little"))
-    assert np.array_equal(twins.unpack_bits(bits, n_scored + first).numpy(), expected)
+    assert np.array_equal(fallback.unpack_bits(bits, n_scored + first).numpy(), expected)
 
 
 # ---- cutoffs -------------------------------------------------------------------------------------------
 
 
-def cut_tokens(n: int, threshold: float) -> twins.Cut:
+def cut_tokens(n: int, threshold: float) -> fallback.Cut:
     """Every third token keeps its small values."""
-    return twins.Cut(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
+    return fallback.Cut(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
 
 
 def test_a_cutoff_leaves_what_is_not_small() -> None:
     x = randn(5, 40)
     x[1, :5] = [np.nan, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0]
-    found = twins.cut(torch.from_numpy(x), cut_tokens(5, 0.5)).numpy()
+    found = fallback.cut(torch.from_numpy(x), cut_tokens(5, 0.5)).numpy()
     small = np.abs(x) < 0.5
     assert np.array_equal(found, np.where((np.arange(5) % 3 > 0)[:, None] & small, 0, x), equal_nan=True)
     assert np.array_equal(found[1, :5], [np.nan, 0.5, -0.5, 0, 0], equal_nan=True)
@@ -251,16 +252,20 @@ def test_cutoffs_within_norms_and_neurons() -> None:
     t = torch.from_numpy
     x, weight, bias = t(randn(4, 64)), t(randn(64, seed=1)), t(randn(64, seed=2))
     by = cut_tokens(4, 0.6)
-    assert torch.equal(twins.rms_norm(x, weight, 1e-5, by=by), twins.cut(twins.rms_norm(x, weight, 1e-5), by))
-    whole = twins.layer_norm(x, weight, bias, 1e-5)
-    assert torch.equal(twins.layer_norm(x, weight, bias, 1e-5, by), twins.cut(whole, by))
+    assert torch.equal(
+        fallback.rms_norm(x, weight, 1e-5, by=by), fallback.cut(fallback.rms_norm(x, weight, 1e-5), by)
+    )
+    whole = fallback.layer_norm(x, weight, bias, 1e-5)
+    assert torch.equal(fallback.layer_norm(x, weight, bias, 1e-5, by), fallback.cut(whole, by))
     gate, up = (matrix(GGMLType.F32, 40, 64, seed)[0] for seed in (1, 2))
     all_of_them = torch.tensor([1, 2, 1, 2])
     of_gate, of_value = cut_tokens(4, 3.0).of(all_of_them), cut_tokens(4, 20.0).of(all_of_them)
-    fired = twins.cut(twins.activate(twins.linear(x, gate), "silu"), of_gate)
-    values = twins.cut(fired * twins.linear(x, up), of_value)
-    counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
-    found = twins.neurons(x, gate, up, activation="silu", counts=counts, gate_cut=of_gate, value_cut=of_value)
+    fired = fallback.cut(functions.activate(fallback.linear(x, gate), "silu"), of_gate)
+    values = fallback.cut(fired * fallback.linear(x, up), of_value)
+    counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
+    found = fallback.neurons(
+        x, gate, up, activation="silu", counts=counts, gate_cut=of_gate, value_cut=of_value
+    )
     assert torch.allclose(found, values, rtol=1e-5, atol=1e-5)
     rows = [(fired != 0).any(0).sum(), (values != 0).any(0).sum()]
     assert counts.tolist() == [160, (values != 0).sum(), 40, *rows, 0]
@@ -271,7 +276,7 @@ def test_channels_of_zeros_are_left_out() -> None:
     m, w = by_channel(GGMLType.Q4_0, [64], 96)
     x = randn(2, 96) * (rng_of(1).random((2, 96)) < 0.3)
     left_out = torch.zeros(1, dtype=torch.int64)
-    found = twins.linear_t(torch.from_numpy(x.astype(np.float32)), m, left_out=left_out)
+    found = fallback.linear_t(torch.from_numpy(x.astype(np.float32)), m, left_out=left_out)
     sums_agree(found, x @ w, np.abs(x) @ np.abs(w), 96)
     assert left_out.item() == 32 * (x == 0).all(axis=0).sum()
 
@@ -284,16 +289,21 @@ def test_norms() -> None:
     double = x.astype(np.float64)
     t = torch.from_numpy
     expected = double / np.sqrt((double**2).mean(1, keepdims=True) + 1e-5) * weight
-    assert np.allclose(twins.rms_norm(t(x), t(weight), 1e-5).numpy(), expected, rtol=20 * EPS, atol=20 * EPS)
+    assert np.allclose(
+        fallback.rms_norm(t(x), t(weight), 1e-5).numpy(), expected, rtol=20 * EPS, atol=20 * EPS
+    )
     parts = double.reshape(3, 4, 24)
     expected = (parts / np.sqrt((parts**2).mean(2, keepdims=True) + 1e-5) * weight[:24]).reshape(3, 96)
     assert np.allclose(
-        twins.rms_norm(t(x), t(weight[:24].copy()), 1e-5, 4).numpy(), expected, rtol=20 * EPS, atol=20 * EPS
+        fallback.rms_norm(t(x), t(weight[:24].copy()), 1e-5, 4).numpy(),
+        expected,
+        rtol=20 * EPS,
+        atol=20 * EPS,
     )
     centred = double - double.mean(1, keepdims=True)
     expected = centred / np.sqrt(centred.var(1, keepdims=True) + 1e-5) * weight + bias
     assert np.allclose(
-        twins.layer_norm(t(x), t(weight), t(bias), 1e-5).numpy(), expected, rtol=40 * EPS, atol=40 * EPS
+        fallback.layer_norm(t(x), t(weight), t(bias), 1e-5).numpy(), expected, rtol=40 * EPS, atol=40 * EPS
     )
 
 
@@ -307,8 +317,8 @@ def test_rotation_equals_the_reference(kind: str, head_dim: int, n_rot: int, mag
     width = Value(0, x.shape[1], "x")
     expected = reference.rotate(x, positions, Rotate(width, width, 3, head_dim, rope))
     table = RopeTable.build(rope, 131072, "cpu")
-    cos_sin = twins.angles(torch.from_numpy(positions), table)
-    found = twins.rotate(torch.from_numpy(x), cos_sin, n_head=3, kind=kind)
+    cos_sin = fallback.angles(torch.from_numpy(positions), table)
+    found = fallback.rotate(torch.from_numpy(x), cos_sin, n_head=3, kind=kind)
     # Each of cos and sin carries three roundings more than the reference's own.
     assert np.abs(found.numpy() - expected).max() < 8 * EPS * magnitude * np.abs(x).max()
 
@@ -358,8 +368,8 @@ def test_attention_equals_the_reference(
     expected = oracle._attend(op, q, k, v, oracle._slots(batch))
     tables = torch.from_numpy(cache.tables)
     t = torch.from_numpy
-    twins.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)
-    found = twins.attention(
+    fallback.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)
+    found = fallback.attention(
         t(q), cache.k, cache.v, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
         softcap=softcap,
     )  # fmt: skip
@@ -371,15 +381,15 @@ def test_a_token_without_a_page_stores_nothing_and_sees_nothing() -> None:
     tables = torch.tensor([[-1]], dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
     x = torch.ones(1, 8)
-    twins.store_kv(x, x, k_pages, k_pages, tables, zero, zero)
+    fallback.store_kv(x, x, k_pages, k_pages, tables, zero, zero)
     assert not k_pages.any()
-    assert not twins.attention(x, k_pages, k_pages, tables, zero, zero, n_head=1, scale=1.0).any()
+    assert not fallback.attention(x, k_pages, k_pages, tables, zero, zero, n_head=1, scale=1.0).any()
 
 
 # ---- who computes --------------------------------------------------------------------------------------
 
 
-def test_the_torch_twins_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fallback_kernels_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("HOTSET_TRITON", raising=False)
     kernels = Kernels("cpu")

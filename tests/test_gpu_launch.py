@@ -24,11 +24,11 @@ from test_gpu_backend import gpu, masks, run, split, write  # noqa: E402
 from test_gpu_experts import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from test_sparse_cpu import prepared  # noqa: E402
 
-from hotset.backends.gpu import experts_kernel, launch, spin_kernel, triton_kernels, twins  # noqa: E402
+from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
+from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
 from hotset.backends.gpu.handshake import CudaDriver  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
-from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.graph import cut_products  # noqa: E402
@@ -60,7 +60,7 @@ def test_numbers_of_numpy_are_refused_by_name(number: np.generic) -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The kernels whose launches were checked. Each operation of a step is launched but not run, and then
-    computed by its twin, so that the next has numbers to go on with."""
+    computed by its fallback, so that the next has numbers to go on with."""
     seen: set[str] = set()
 
     def check_alone(
@@ -74,7 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         def call(*args: Any, **options: Any) -> Any:
             if not options.get("by_neuron"):  # such experts are not a device's
                 getattr(module, name)(*args, **options)
-            return getattr(twins, name)(*args, **options)
+            return getattr(fallback, name)(*args, **options)
 
         return call
 

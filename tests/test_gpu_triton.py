@@ -27,7 +27,7 @@ AS_ON_A_DEVICE = "neighbours or fetched or triton_computes or expert_rows or cho
     [*((selection, None) for selection in GROUPS.values()), (AS_ON_A_DEVICE, "cpu")],
     ids=[*GROUPS, "as on a device"],
 )
-def test_kernels_equal_their_twins(selection: str, device: str | None) -> None:
+def test_kernels_equal_the_fallback(selection: str, device: str | None) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     environment.pop("HOTSET_TRITON", None)

@@ -90,7 +90,7 @@ def test_a_prefix_computed_twice_is_found_once():
     pool.release(first)
     pool.release(second)
     assert pool.n_available == 8
-    # The twin pages hold nothing that can be found and are given away first.
+    # The duplicate pages hold nothing that can be found and are given away first.
     assert {pool.allocate() for _ in range(6)}.isdisjoint(first)
 
 

@@ -1,4 +1,4 @@
-"""`hotset quantize`: native encoders against their NumPy twins, and whole files of both dialects."""
+"""`hotset quantize`: native encoders against their NumPy references, and whole files of both dialects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decoded(file: GGUFFile, name: str) -> np.ndarray:
 
 @round_to_nearest
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 3e3, 1e-38])
-def test_native_bytes_are_those_of_the_twin(type: GGMLType, scale: float) -> None:
+def test_native_bytes_are_those_of_the_reference(type: GGMLType, scale: float) -> None:
     values = weights(67, 5 * 256) * np.float32(scale)
     values[:9] = np.round(values[:9] * 2) / 2  # ties
     values[9:20] *= np.random.default_rng(1).random((11, 1280)) < 0.03  # blocks of zeros of both signs
@@ -62,7 +62,7 @@ def test_native_bytes_are_those_of_the_twin(type: GGMLType, scale: float) -> Non
     values=arrays(np.float32, (3, 256), elements=st.floats(-6e4, 6e4, width=32)),
     type=st.sampled_from(sorted(ENCODABLE)),
 )
-def test_native_bytes_are_those_of_the_twin_for_any_values(values: np.ndarray, type: GGMLType) -> None:
+def test_native_bytes_are_those_of_the_reference_for_any_values(values: np.ndarray, type: GGMLType) -> None:
     assert np.array_equal(encode(values, type), quants.quantize(values, type))
 
 

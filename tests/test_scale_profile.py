@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
     rows = np.random.default_rng(1).integers(0, 100, (20, 12), dtype=np.int32)
-    rows[8:16] = rows[:8]  # a shard that is another one's twin
+    rows[8:16] = rows[:8]  # a shard that equals another one
     return rows
 
 

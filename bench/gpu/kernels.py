@@ -1,8 +1,8 @@
 """The kernels one by one: how near each comes to the rate at which this device reads its memory.
 
-A unit is one kernel on one shape and type. It is checked against its twin in plain torch on the same inputs,
-in the same unit: a fast kernel that is wrong has no speed. Shares are of the read rate measured in this run;
-the launches are in CUDA graphs, as in a step.
+A unit is one kernel on one shape and type. It is checked against the fallback kernel on the same inputs: a
+fast kernel that is wrong has no speed. Shares are of the read rate measured in this run; the launches are in
+CUDA graphs, as in a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from synthetic import random_matrix
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.gpu import twins
+from hotset.backends.gpu import fallback
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.formats.quants import GGMLType, row_bytes
@@ -33,7 +33,7 @@ PROMPTS = {
     GGMLType.Q4_0: 0.4,
     GGMLType.F16: 0.5,
 }  # of the tensor cores' rate, as torch reaches it with halves
-TOLERANCE = 1e-3  # ‖out − twin‖ / ‖twin‖: float32 sums in another order stay far below
+TOLERANCE = 1e-3  # ‖out − fallback‖ / ‖fallback‖: float32 sums in another order stay far below
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def _rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def _measure(unit: Unit, device: torch.device, kernels: Kernels) -> dict[str, Any]:
-    call, twin = unit.make()
-    found, expected = call().double(), twin().double()
+    call, fallback = unit.make()
+    found, expected = call().double(), fallback().double()
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error <= TOLERANCE:  # NaN too
         return {"seconds": None, "error": error, "kernels": kernels.name}
@@ -164,8 +164,8 @@ def _linear(
         m = first.copy()
         x = torch.randn(n_tokens, n_rows if transposed else n_cols, device=kernels.device)
         if transposed:
-            return lambda: kernels.linear_t(x, m), lambda: twins.linear_t(x, m)
-        return lambda: kernels.linear(x, m), lambda: twins.linear(x, m)
+            return lambda: kernels.linear_t(x, m), lambda: fallback.linear_t(x, m)
+        return lambda: kernels.linear(x, m), lambda: fallback.linear(x, m)
 
     n_bytes = n_rows * row_bytes(type, n_cols) + 4 * n_tokens * (n_rows + n_cols)
     key = f"linear{'_t' if transposed else ''}-{type.name.lower()}-{n_rows}x{n_cols}-T{n_tokens}"
@@ -183,7 +183,7 @@ def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
         chosen = np.packbits(rng.random((1, s.ff)) < active, axis=1, bitorder="little")
         selected = torch.from_numpy(chosen).to(kernels.device)
         h, residual = (torch.randn(1, s.d, device=kernels.device) for _ in range(2))
-        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64, device=kernels.device)
+        counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64, device=kernels.device)
 
         def by(who: Any) -> Callable[[], Tensor]:  # all that a step hands over (gpu/program.py)
             return lambda: who.sparse_ffn(
@@ -191,7 +191,7 @@ def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
                 counts=counts,
             )  # fmt: skip
 
-        return by(kernels), by(twins)
+        return by(kernels), by(fallback)
 
     row = row_bytes(type, s.d)
     n_bytes = active * s.ff * row * (1 + 0.5 + 0.5)  # gate of those selected; up and down of those that fire
@@ -215,7 +215,7 @@ def _attention(kernels: Kernels, s: Sizes, depth: int) -> Unit:
         def by(who: Any) -> Callable[[], Tensor]:
             return lambda: who.attention(q, k, v, table, sequence, at, n_head=s.n_head, scale=dim**-0.5)
 
-        return by(kernels), by(twins)
+        return by(kernels), by(fallback)
 
     n_bytes = 2 * 2 * depth * s.n_head_kv * dim
     return Unit(f"attention-{depth}", n_bytes, 4.0 * depth * s.d, make, None)

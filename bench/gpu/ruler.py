@@ -101,7 +101,7 @@ def median_of(values: Sequence[float]) -> str:
 def _captured(once: Callable[[], object], device: torch.device) -> Captured | None:
     try:
         return Graphs(device)(once)[0]
-    except RuntimeError:  # a call that reads back, such as a twin's, is timed with its launches
+    except RuntimeError:  # a call that reads back, such as a fallback kernel's, is timed with its launches
         return None
 
 

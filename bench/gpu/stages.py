@@ -8,9 +8,9 @@ usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama
        python bench/gpu/stages.py steps | budgets | speed | build   (options as of hybrid)
 
 first    all of the others in turn, what matters most first; a stage that fails stops none after it
-check    kernels on the device against their twins and the CPU, then under the memory and race checkers
+check    kernels on the device against the fallback and the CPU, then under the memory and race checkers
 steps    every handshake, captured steps against those that are not, a long prompt; each in its own process
-kernels  each kernel against its twin, and its share of the measured read rate
+kernels  each kernel against its fallback, and its share of the measured read rate
 budgets  bytes held against bytes planned and given
 build    llama.cpp and PowerInfer for CUDA, from --llama-source and --powerinfer-source
 speed    prompts and answers of a synthetic 7B and of --real files, dense, against llama.cpp
@@ -40,7 +40,7 @@ from hotset.cores import usable_cores
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = "tests/interpreted_gpu_kernels.py"
 PARTS = {
-    "kernels": "each compiled kernel against its twin",
+    "kernels": "each compiled kernel against its fallback",
     "models": "logits of whole models against the CPU engine's",
     "memcheck": "out-of-bounds and misaligned accesses of the kernels",
     "racecheck": "races in shared memory",

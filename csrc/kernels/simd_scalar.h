@@ -1,4 +1,4 @@
-// Sixteen float lanes, written out: the readable twin of simd_avx2.h, simd_avx512.h and simd_neon.h.
+// Sixteen float lanes, written out: the readable reference of simd_avx2.h, simd_avx512.h and simd_neon.h.
 // Included inside the namespace of an instruction set.
 
 constexpr int kInterleaved = 4;                   // blocks whose halves lie together in Inputs::q

@@ -74,7 +74,7 @@ _BINARY = {
     ast.Div: ("/", "*"), ast.Mod: ("%", "//"), ast.LShift: ("<<", ">>"), ast.RShift: (">>", "<<"),
     ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"), ast.Pow: ("**", "*"),
 }  # fmt: skip
-_TWINS = {
+_OPPOSITES = {
     "min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor",
     "argmax": "argmin", "argmin": "argmax", "minimum": "maximum", "maximum": "minimum",
     "cumsum": "cumprod", "zeros": "ones", "append": "extend", "startswith": "endswith",
@@ -282,9 +282,9 @@ class _Finder(ast.NodeVisitor):
         name = _called(node)
         if name in SAYING or name == "cast":
             return
-        if name in _TWINS and self.source(node.func).endswith(name):
+        if name in _OPPOSITES and self.source(node.func).endswith(name):
             end = self.span(node.func)[1]
-            self.add(end - len(name), end, _TWINS[name], "another function")
+            self.add(end - len(name), end, _OPPOSITES[name], "another function")
         if name == "range" and node.args:
             last = node.args[0] if len(node.args) == 1 else node.args[1]
             self.replace(last, f"({self.source(last)}) + 1", "off by one")
@@ -299,7 +299,7 @@ class _Finder(ast.NodeVisitor):
                     self.add(begin, end + rest.end(), "", "dropped argument")
             self.visit(keyword.value)
         for first, second in zip(node.args, node.args[1:], strict=False):
-            if isinstance(first, ast.Name) and isinstance(second, ast.Name) and name not in _TWINS:
+            if isinstance(first, ast.Name) and isinstance(second, ast.Name) and name not in _OPPOSITES:
                 begin, end = self.span(first)[0], self.span(second)[1]
                 self.add(begin, end, f"{second.id}, {first.id}", "swapped arguments")
         self.visit(node.func)

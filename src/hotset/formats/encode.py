@@ -1,7 +1,7 @@
-"""Encodes matrices natively, on all cores: what writes files. Its readable twin is `quants.quantize`.
+"""Encodes matrices natively, on all cores: what writes files. Its readable reference is `quants.quantize`.
 
-The round-to-nearest types have the bytes of that twin, and so of GGML's reference quantisers. K types, which
-have no twin, are fitted: of some trial scales per group the best by weighted least squares
+The round-to-nearest types have its bytes, and so those of GGML's reference quantisers. K types, which it
+does not have, are fitted: of some trial scales per group the best by weighted least squares
 (csrc/kernels/encode_kernels.h).
 """
 

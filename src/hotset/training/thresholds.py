@@ -160,7 +160,7 @@ def calibrate_thresholds(
 
     out: the file, by default beside the model. work: a folder for what a killed run needs to go on, by
     default OUT.work; keep: also afterwards, for other targets. Raises HotsetError, in a sentence, for a text
-    that is too short, models with recurrent layers, and files that cannot be written.
+    that is too short, and for files that cannot be written.
     """
     settings = settings or ThresholdSettings(max_increase=0.01)
     loading = LoadSettings(

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu import exact
+from hotset.backends.gpu.fallback import fetch_experts
 from hotset.backends.gpu.host_experts import HostExperts, Registrar
 from hotset.backends.gpu.matrix import EXPERT_TYPES, DeviceMatrix
-from hotset.backends.gpu.twins import fetch_experts
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.formats.gguf import TensorInfo
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn
@@ -163,7 +163,7 @@ class ExpertCache:
         return self._of_layer[layer].slots
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """Of a layer's experts what twins.experts takes beside inputs and slots."""
+        """Of a layer's experts what fallback.experts takes beside inputs and slots."""
         group = self._of_layer[layer]
         ffn = group.ffns[layer]
         assert isinstance(ffn.up, ExpertLinear)

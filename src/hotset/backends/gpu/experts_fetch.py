@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.experts import ExpertCache
+from hotset.backends.gpu.fallback import Cut
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.twins import Cut
 from hotset.errors import DeviceError
 from hotset.offload.misses import Fetching, fetched_of, n_fetched
 
@@ -145,7 +145,7 @@ class Fetcher:
         self, layer: int, choice: Choice, h: Tensor, counts: Tensor, gate_cut: Cut | None = None
     ) -> Tensor:
         """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes. gate_cut:
-        as in twins.experts."""
+        as in fallback.experts."""
         k, given = self._kernels, self._cache.arguments(layer)
         n_used = choice.asked.shape[1]
         if choice.done is not None:

@@ -22,11 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
+from hotset.backends.gpu.fallback import Cut
 from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
 from hotset.backends.gpu.triton_kernels import (
+    CLAMPED_PLUS_ONE,
+    CLAMPED_SILU,
+    FATRELU,
     FEW_TOKENS,
     FLOAT,
     FORMATS,
+    GELU_TANH,
+    KINDS,
     Q4_0,
     Q4_1,
     Q4_K,
@@ -34,26 +40,16 @@ from hotset.backends.gpu.triton_kernels import (
     Q5_1,
     Q6_K,
     Q8_0,
+    RELU,
+    RELU2,
+    SIGMOID,
+    SILU,
     _cut,
     is_amd,
 )
-from hotset.backends.gpu.twins import Cut
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import Activate
 
-SILU = tl.constexpr(0)
-GELU_TANH = tl.constexpr(1)
-RELU = tl.constexpr(2)
-RELU2 = tl.constexpr(3)
-FATRELU = tl.constexpr(4)
-SIGMOID = tl.constexpr(5)
-CLAMPED_SILU = tl.constexpr(6)
-CLAMPED_PLUS_ONE = tl.constexpr(7)
-IDENTITY = tl.constexpr(8)
-KINDS = {
-    "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
-    "clamped_plus_one": 7,
-}  # fmt: skip
 MXFP4 = tl.constexpr(8)
 TYPES = FORMATS | {GGMLType.MXFP4: 8}
 TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off, it rounds |x| < 2^22 to whole numbers
@@ -348,7 +344,7 @@ def _values_kernel(
     gate, up, slots, values, counts, n, threshold, up_threshold, cut, small, n_used,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as twins.experts adds them.
+    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as fallback.experts adds them.
 
     cut: int32, of each token whether what is smaller than `small` of f is zero; None: nobody's. n_used:
     pairs of a token.
@@ -382,7 +378,7 @@ def _values_kernel(
 def _choose_kernel(
     ids, table, most, asked, slots, fetched, n_pairs, n_spare, first_spare, P: tl.constexpr, S: tl.constexpr
 ):
-    """twins.choose_experts, by one program."""
+    """fallback.choose_experts, by one program."""
     p = tl.arange(0, P)
     inside = p < n_pairs
     id = tl.load(ids + p, mask=inside, other=-1)
@@ -406,7 +402,7 @@ def _choose_kernel(
 def choose_experts(
     ids: Tensor, table: Tensor, most: Tensor, n_spare: int, first_spare: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """twins.choose_experts."""
+    """fallback.choose_experts."""
     ids = ids.contiguous()
     asked, slots = torch.empty_like(ids), torch.empty_like(ids)
     fetched = torch.empty(n_spare, dtype=torch.int32, device=ids.device)
@@ -455,7 +451,7 @@ FETCH_UNITS = 2048  # of a program
 
 
 def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
-    """twins.fetch_experts: the device reads the host's memory by itself."""
+    """fallback.fetch_experts: the device reads the host's memory by itself."""
     fields = {"codes": to} if isinstance(to, Tensor) else {name: getattr(to, name) for name in FIELDS}
     n_block, places = block_fields(part.type)
     size = 2 if n_block % 2 == 0 else 1
@@ -492,7 +488,7 @@ def experts(
     counts: Tensor | None = None,
     gate_cut: Cut | None = None,
 ) -> Tensor:
-    """twins.experts, but for down projections by neuron (experts.can_hold). Of several tokens that have an
+    """fallback.experts, but for down projections by neuron (experts.can_hold). Of several tokens that have an
     expert in common its rows are counted for each."""
     assert not by_neuron
     n_tokens, n_used = slots.shape
@@ -511,7 +507,7 @@ def experts(
         _values_kernel, (len(flat), -(-n_neurons // 256)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
         *((None, 0.0) if gate_cut is None else (gate_cut.tokens, gate_cut.threshold)), n_used,
-        KIND=KINDS[activation.kind], UP_KIND=8 if up_activation is None else KINDS[up_activation.kind],
+        KIND=KINDS[activation.kind], UP_KIND=KINDS[up_activation.kind if up_activation else None],
         SPARSE=sparse, N=256, warps=4, fused=False,
     )  # fmt: skip
     if counts is not None:

@@ -1,4 +1,4 @@
-"""Chooses, once per backend, who computes on a device: Triton's kernels, or their twins in plain torch."""
+"""Chooses, once per backend, who computes on a device: Triton's kernels, or the fallback in plain torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Literal
 
 import torch
 
-from hotset.backends.gpu import twins
+from hotset.backends.gpu import fallback
+from hotset.backends.torch import functions
 from hotset.errors import DeviceError, InvalidRequestError, install_command
 
 
 class Kernels:
-    """The operations of a stage on `device`; `twins` says what each computes, and its shapes.
+    """The operations of a stage on `device`; `fallback` says what each computes, and its shapes.
 
     triton: None chooses: Triton on CUDA and ROCm devices, and anywhere in Triton's interpreter
     (TRITON_INTERPRET=1); the environment variable HOTSET_TRITON=0 or 1 overrides. Raises DeviceError where
@@ -24,16 +25,16 @@ class Kernels:
     def __init__(self, device: torch.device | str, triton: bool | None = None) -> None:
         self.device = torch.device(device)
         self.triton = _wants_triton(self.device) if triton is None else triton
-        ops = _triton_kernels() if self.triton else twins
-        self.activate = twins.activate
+        ops = _triton_kernels() if self.triton else fallback
+        self.activate = functions.activate
         self.cut = ops.cut
         self.angles = ops.angles
-        self.route = twins.route
-        experts = _expert_kernels() if self.triton else twins
+        self.route = functions.route
+        experts = _expert_kernels() if self.triton else fallback
         self.experts = experts.experts
         self.choose_experts = experts.choose_experts
         self.fetch_experts = experts.fetch_experts
-        self.sum_experts = twins.sum_experts
+        self.sum_experts = fallback.sum_experts
         self.linear = ops.linear
         self.linear_bits = ops.linear_bits
         self.linear_t = ops.linear_t
@@ -55,7 +56,7 @@ class Kernels:
 
     @property
     def capturable(self) -> bool:
-        """Whether a step may be captured in a CUDA graph: twins look at numbers on the host."""
+        """Whether a step may be captured in a CUDA graph: fallback kernels read numbers on the host."""
         return self.triton and self.device.type == "cuda"
 
 

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.gpu.fallback import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import ColdRows, CopyStream
-from hotset.backends.gpu.twins import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.fusion import Fused, fuse

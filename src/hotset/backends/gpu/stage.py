@@ -25,12 +25,12 @@ from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.experts import ExpertCache, can_hold
 from hotset.backends.gpu.experts_fetch import Fetcher
+from hotset.backends.gpu.fallback import N_COUNTS
 from hotset.backends.gpu.handshake import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.stream import CopyStream
-from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError

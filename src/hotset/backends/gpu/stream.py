@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.gpu.fallback import Held
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.twins import Held
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.formats.quants import row_bytes
 from hotset.model.operations import Linear, TransposedLinear

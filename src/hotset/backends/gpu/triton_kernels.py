@@ -1,4 +1,4 @@
-"""The kernels of the GPU backend in Triton; `twins` has the same functions in plain torch, and their meaning.
+"""The kernels of the GPU backend in Triton; `fallback` has the same functions in plain torch.
 
 Decoding is bound by how fast weights come in, so everything here is about their bytes:
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -39,10 +39,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.gpu import fallback
 from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu import twins
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, row_tile, token_tile
+from hotset.backends.torch import functions
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import ActivationKind, RopeKind
 
@@ -61,14 +62,18 @@ FORMATS = {
     GGMLType.F32: 0, GGMLType.F16: 0, GGMLType.BF16: 0, GGMLType.Q8_0: 1, GGMLType.Q4_0: 2, GGMLType.Q4_1: 3,
     GGMLType.Q5_0: 4, GGMLType.Q5_1: 5, GGMLType.Q4_K: 6, GGMLType.Q6_K: 7,
 }  # fmt: skip
-SILU = tl.constexpr(0)
-GELU = tl.constexpr(1)
-GELU_TANH = tl.constexpr(2)
-RELU = tl.constexpr(3)
-RELU2 = tl.constexpr(4)
-FATRELU = tl.constexpr(5)
-IDENTITY = tl.constexpr(6)
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5, None: 6}
+# Numbers of activations in the order of ActivationKind; None: none.
+KINDS: dict[str | None, int] = {None: -1, **{kind: i for i, kind in enumerate(get_args(ActivationKind))}}
+SILU = tl.constexpr(KINDS["silu"])
+GELU = tl.constexpr(KINDS["gelu"])
+GELU_TANH = tl.constexpr(KINDS["gelu_tanh"])
+RELU = tl.constexpr(KINDS["relu"])
+RELU2 = tl.constexpr(KINDS["relu2"])
+FATRELU = tl.constexpr(KINDS["fatrelu"])
+SIGMOID = tl.constexpr(KINDS["sigmoid"])
+CLAMPED_SILU = tl.constexpr(KINDS["clamped_silu"])
+CLAMPED_PLUS_ONE = tl.constexpr(KINDS["clamped_plus_one"])
+FUSED = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")  # those of _activated
 
 PAGE = tl.constexpr(PAGE_SIZE)
 MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
@@ -984,7 +989,7 @@ def _fired_kernel(
     gate (or of up, where up is None), whose rows are `stride` apart. N neurons of all tokens a program, T
     tokens at a time. READ: every row of up was, and counts say so.
 
-    numbers: int32 [n], which neurons these are; None: all. counts: as twins.count adds them. cut: as in
+    numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. cut: as in
     _values_of.
     """
     i = tl.program_id(0) * N + tl.arange(0, N)
@@ -1419,13 +1424,13 @@ def linear(
     activation: ActivationKind | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    """twins.linear."""
+    """fallback.linear."""
     x, n_tokens = _inputs(x), len(x)
     out = _new(x, n_tokens, m.n_rows) if out is None else out
     if n_tokens == 0 or m.n_rows == 0:
         return out
-    if activation is not None and (n_tokens > FEW_TOKENS or activation not in ACTIVATIONS):
-        return out.copy_(twins.activate(linear(x, m, bias, residual), activation, threshold))
+    if activation is not None and (n_tokens > FEW_TOKENS or activation not in FUSED):
+        return out.copy_(functions.activate(linear(x, m, bias, residual), activation, threshold))
     stride, n_words = _row(m)
     if n_tokens > FEW_TOKENS:
         return _linear_many(_halves(x, m, FORMATS[m.type]), m, bias, residual, out)
@@ -1442,7 +1447,7 @@ def linear(
         _matvec_kernel, (programs, splits),
         x, y, bias, residual, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=splits, KIND=ACTIVATIONS[activation], BITS=False, T=tokens, R=rows,
+        TYPE=FORMATS[m.type], SPLIT=splits, KIND=KINDS[activation], BITS=False, T=tokens, R=rows,
         W=words, warps=warps,
     )  # fmt: skip
     if splits > 1:
@@ -1451,7 +1456,7 @@ def linear(
 
 
 def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
-    """twins.linear_bits; few tokens in one launch."""
+    """fallback.linear_bits; few tokens in one launch."""
     x, n_tokens = _inputs(x), len(x)
     if n_tokens > FEW_TOKENS or n_tokens == 0 or m.n_rows == 0 or first:
         return pack_bits(linear(x, m, bias), threshold, first)
@@ -1463,7 +1468,7 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
         _matvec_kernel, (bits.shape[1], 1),
         x, bits, bias, None, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=1, KIND=ACTIVATIONS[None], BITS=True, T=tokens, R=8, W=words,
+        TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[None], BITS=True, T=tokens, R=8, W=words,
         warps=warps,
     )  # fmt: skip
     return bits
@@ -1572,7 +1577,7 @@ def _add(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual,
         *_counted(counted), counts, n_parts, n_tokens, n,
         0 if counted is None else len(counted.packed), threshold,
-        KIND=ACTIVATIONS[activation], P=min(64, pow2(n_parts)), N=32, warps=4,
+        KIND=KINDS[activation], P=min(64, pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
 
 
@@ -1584,7 +1589,7 @@ def linear_t(
     out: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> Tensor:
-    """twins.linear_t; more than FEW_TOKENS read every row."""
+    """fallback.linear_t; more than FEW_TOKENS read every row."""
     return _linear_t(x, m, bias, residual, out, left_out=left_out)
 
 
@@ -1612,7 +1617,7 @@ def _linear_t(
     if n_tokens == 0:
         return out
     if m.n_rows == 0:
-        return twins.linear_t(x, m, bias, residual, out)
+        return fallback.linear_t(x, m, bias, residual, out)
     stride, n_words = _row(m)
     shape = (n_tokens, m.n_rows, m.n_cols, stride, n_words)
     if n_tokens > FEW_TOKENS:
@@ -1643,13 +1648,13 @@ def _linear_t(
 
 @dataclass(frozen=True)
 class _What:
-    """What is made of gate and up: arguments of twins.neurons."""
+    """What is made of gate and up: arguments of fallback.neurons."""
 
     activation: ActivationKind
     threshold: float
     up_activation: ActivationKind | None
-    gate_cut: twins.Cut | None
-    value_cut: twins.Cut | None
+    gate_cut: fallback.Cut | None
+    value_cut: fallback.Cut | None
 
     @property
     def numbers(self) -> tuple[float, Tensor | None, float, float]:
@@ -1660,7 +1665,7 @@ class _What:
 
     @property
     def kinds(self) -> dict[str, Any]:
-        return {"KIND": ACTIVATIONS[self.activation], "UP_KIND": ACTIVATIONS[self.up_activation]}
+        return {"KIND": KINDS[self.activation], "UP_KIND": KINDS[self.up_activation]}
 
 
 def neurons(
@@ -1672,14 +1677,14 @@ def neurons(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    held: twins.Held | None = None,
+    held: fallback.Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: twins.Cut | None = None,
-    value_cut: twins.Cut | None = None,
+    gate_cut: fallback.Cut | None = None,
+    value_cut: fallback.Cut | None = None,
 ) -> Tensor:
-    """twins.neurons; more than FEW_TOKENS read every row."""
+    """fallback.neurons; more than FEW_TOKENS read every row."""
     h, n_tokens = _inputs(h), len(h)
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
@@ -1723,7 +1728,7 @@ def _every_neuron(
 
 def _chosen(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
-    selected: Tensor, held: twins.Held | None, gate_bias: Tensor | None, up_bias: Tensor | None,
+    selected: Tensor, held: fallback.Held | None, gate_bias: Tensor | None, up_bias: Tensor | None,
     values: Tensor, ids: Tensor | None, count: Tensor | None, is_counted: bool,
 ) -> Counted | None:  # fmt: skip
     """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
@@ -1762,7 +1767,7 @@ def _n_resident(device: torch.device) -> int:
 
 def _all_neurons(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
-    selected: Tensor | None, held: twins.Held | None,
+    selected: Tensor | None, held: fallback.Held | None,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
@@ -1794,14 +1799,14 @@ def fired(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     counts: Tensor | None = None,
-    gate_cut: twins.Cut | None = None,
-    value_cut: twins.Cut | None = None,
+    gate_cut: fallback.Cut | None = None,
+    value_cut: fallback.Cut | None = None,
 ) -> Tensor:
-    """twins.fired."""
+    """fallback.fired."""
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     n_tokens, n = gate.shape
-    if activation not in ACTIVATIONS or up_activation not in ACTIVATIONS:
-        return twins.fired(
+    if activation not in FUSED or up_activation not in FUSED:
+        return fallback.fired(
             gate, up, activation=activation, threshold=threshold, up_activation=up_activation, counts=counts,
             gate_cut=gate_cut, value_cut=value_cut,
         )  # fmt: skip
@@ -1827,17 +1832,17 @@ def sparse_ffn(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    held: twins.Held | None = None,
+    held: fallback.Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: twins.Cut | None = None,
-    value_cut: twins.Cut | None = None,
+    gate_cut: fallback.Cut | None = None,
+    value_cut: fallback.Cut | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """twins.sparse_ffn."""
+    """fallback.sparse_ffn."""
     h, n_tokens, n = _inputs(h), len(h), up.n_rows
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
@@ -1857,7 +1862,7 @@ def sparse_ffn(
 
 
 def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
-    """twins.pack_bits."""
+    """fallback.pack_bits."""
     scores = scores.contiguous()
     n_tokens, n_scores = scores.shape
     n_bytes = -(-(first + n_scores) // 8)
@@ -1869,8 +1874,8 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     return bits
 
 
-def cut(x: Tensor, by: twins.Cut | None) -> Tensor:
-    """twins.cut."""
+def cut(x: Tensor, by: fallback.Cut | None) -> Tensor:
+    """fallback.cut."""
     if by is None or not len(x):
         return x
     x = x.contiguous()
@@ -1881,21 +1886,30 @@ def cut(x: Tensor, by: twins.Cut | None) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: twins.Cut | None = None) -> Tensor:
-    """twins.rms_norm; by: of one head."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: fallback.Cut | None = None
+) -> Tensor:
+    """fallback.rms_norm; by: of one head."""
     assert by is None or n_head == 1
     return _norm(x, weight, None, eps, x.shape[1] // n_head, by, layer=False)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: twins.Cut | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: fallback.Cut | None = None
 ) -> Tensor:
-    """twins.layer_norm."""
+    """fallback.layer_norm."""
     return _norm(x, weight, bias, eps, x.shape[1], by, layer=True)
 
 
 def _norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, by: twins.Cut | None, *, layer: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    n: int,
+    by: fallback.Cut | None,
+    *,
+    layer: bool,
 ) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -1907,13 +1921,13 @@ def _norm(
     return out
 
 
-def angles(positions: Tensor, table: twins.RopeTable) -> Tensor:
-    """twins.angles."""
+def angles(positions: Tensor, table: fallback.RopeTable) -> Tensor:
+    """fallback.angles."""
     half, n_far = table.near.shape[2], table.far.shape[1]
     out = _new(positions, 2, len(positions), half)
     launcher.launch(
         _angles_kernel, (len(positions),), positions, table.near, table.far, out,
-        len(positions), half, n_far, STEP=twins.ANGLE_STEP, H=pow2(half), warps=1,
+        len(positions), half, n_far, STEP=fallback.ANGLE_STEP, H=pow2(half), warps=1,
     )  # fmt: skip
     return out
 
@@ -1927,7 +1941,7 @@ def rotate(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """twins.rotate."""
+    """fallback.rotate."""
     x = x.contiguous()
     out = torch.empty_like(x)
     head_dim = x.shape[1] // n_head
@@ -1949,7 +1963,7 @@ def store_kv(
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
-    """twins.store_kv."""
+    """fallback.store_kv."""
     _heads(None, k, v, None, k_pages, v_pages, page_tables, sequences, positions, 0, "norm", None, None, 0.0)
 
 
@@ -1970,7 +1984,7 @@ def rotate_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """twins.rotate_store."""
+    """fallback.rotate_store."""
     if cos_sin is None:
         store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
         return q
@@ -2026,7 +2040,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """twins.attention; fewer than PROMPT_TOKENS split their positions, and the splits are merged in order."""
+    """fallback.attention; fewer than PROMPT_TOKENS split their positions; the splits are merged in order."""
     q, n_tokens = q.contiguous(), len(q)
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     max_pages, group = page_tables.shape[1], n_head // n_head_kv

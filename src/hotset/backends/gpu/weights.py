@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu.arena import Arena
+from hotset.backends.gpu.fallback import Held, RopeTable
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.twins import Held, RopeTable
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.formats.source import WeightSource
 from hotset.model.operations import Linear, Rope, TransposedLinear

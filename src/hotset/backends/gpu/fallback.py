@@ -1,16 +1,17 @@
-"""Every kernel of the GPU backend in plain torch: what it computes, and the path of devices without Triton.
+"""The fallback kernels: every kernel of the GPU backend in plain torch, for devices without Triton.
+
+They say what each kernel computes, and its tests compare it with them.
 
 `triton_kernels` has functions of the same names and signatures; `kernels.Kernels` chooses once. Inputs and
 results are float32 on the device of the weights, weights are decoded, sums are float32. Nothing is written
 in place but `out`, the pages of the cache and `counts`.
 
-A twin may look at numbers on the host (which neurons fire, how long a sequence is), so that a CPU does no
-more than it must. A step of twins is therefore not captured in a graph.
+A fallback kernel may read numbers on the host (which neurons fire, how long a sequence is), so that a CPU
+does no more than it must. A step of them is therefore not captured in a graph.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,35 +23,13 @@ from hotset.backends.base import COUNTS, PAGE_SIZE
 from hotset.backends.gpu import exact
 from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
 from hotset.backends.stage import SLICE_VALUES
-from hotset.model.operations import Activate, ActivationKind, Rope, RopeKind, Route
+from hotset.backends.torch import functions
+from hotset.backends.torch.functions import activate, attend
+from hotset.model.operations import Activate, ActivationKind, Rope, RopeKind
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
 QUERY_ROWS = 64  # tokens of a sequence that attend together
 N_COUNTS = len(COUNTS)
-
-
-def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
-    """f(x), elementwise. threshold: of fatrelu, x where x >= threshold, else 0."""
-    match kind:
-        case "sigmoid":
-            return torch.sigmoid(x)
-        case "clamped_silu":
-            m = x.clamp(max=threshold)
-            return m * torch.sigmoid(1.702 * m)
-        case "clamped_plus_one":
-            return x.clamp(-threshold, threshold) + 1
-        case "silu":
-            return torch.nn.functional.silu(x)
-        case "gelu":
-            return torch.nn.functional.gelu(x)
-        case "gelu_tanh":
-            return torch.nn.functional.gelu(x, approximate="tanh")
-        case "relu":
-            return torch.relu(x)
-        case "relu2":
-            return torch.relu(x).square()
-        case "fatrelu":
-            return torch.where(x >= threshold, x, 0.0)
 
 
 @dataclass(frozen=True)
@@ -260,35 +239,6 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
     return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
 
 
-def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
-
-    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. (Of a
-    token with a score that is not a number the ids are any, for its weights are none either.)
-    """
-    if op.scoring == "softmax":
-        p = torch.softmax(x, dim=1)
-    else:
-        p = torch.sigmoid(x) if op.scoring == "sigmoid" else x
-    wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
-    wanted = wanted.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    if op.n_groups > 1:
-        groups = wanted.reshape(len(x), op.n_groups, -1)
-        best = groups.topk(min(op.group_best, groups.shape[2]), dim=2).values.sum(dim=2)
-        kept = best.sort(dim=1, descending=True, stable=True).indices[:, : op.n_groups_used]
-        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
-        wanted = groups.masked_fill(~is_kept[:, :, None], -math.inf).reshape(x.shape)
-    # Of equal scores the lower id comes first, which `topk` does not promise.
-    ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
-    weights = p.gather(1, ids)
-    if op.scoring == "softmax_chosen":
-        weights = torch.softmax(weights, dim=1)
-    if op.normalised:
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=2.0**-14)
-    weights = torch.where(x.isnan().any(dim=1, keepdim=True), math.nan, weights * op.scale)
-    return ids.to(torch.int32), weights
-
-
 def experts(
     h: Tensor,
     slots: Tensor,
@@ -399,14 +349,12 @@ def sum_experts(parts: Tensor, weights: Tensor, residual: Tensor | None = None) 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: Cut | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width; by: what is cut."""
-    parts = x.reshape(len(x), n_head, -1)
-    y = parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps) * weight
-    return cut(y.reshape(x.shape), by)
+    return cut(functions.rms_norm(x, weight, eps, n_head), by)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: Cut | None = None) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the width; by: what is cut."""
-    return cut(torch.nn.functional.layer_norm(x, (x.shape[1],), weight, bias, eps), by)
+    return cut(functions.layer_norm(x, weight, bias, eps), by)
 
 
 ANGLE_STEP = 256  # positions: table rows of RopeTable.near
@@ -461,24 +409,10 @@ def rotate(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of the first n_rot channels of each head; x [T, n_head * head_dim].
-
-    cos_sin: [2, T, n_rot / 2], from `angles`. kind: norm pairs (2i, 2i + 1), neox pairs (i, i + n_rot / 2).
-    norm_weight, eps: an RMSNorm of each head, before.
-    """
+    """functions.rotate; cos_sin is from `angles`. norm_weight, eps: an RMSNorm of each head, before."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps, n_head)
-    cos, sin = cos_sin[:, :, None, :]
-    half = cos.shape[-1]
-    heads = x.reshape(len(x), n_head, -1)
-    pairs, rest = heads[..., : 2 * half], heads[..., 2 * half :]
-    if kind == "norm":
-        a, b = pairs[..., 0::2], pairs[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-    else:
-        a, b = pairs[..., :half], pairs[..., half:]
-        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-    return torch.cat([turned, rest], dim=-1).reshape(x.shape)
+    return functions.rotate(x, cos_sin, n_head=n_head, kind=kind)
 
 
 def store_kv(
@@ -575,16 +509,7 @@ def attention(
             hidden = seen > own
             if window > 0:
                 hidden = hidden | (seen <= own - window)
-            scores = torch.einsum("thgd,hnd->htgn", queries[first:last], keys)
-            if softcap > 0:
-                scores = torch.tanh(scores / softcap) * softcap
-            scores = scores.masked_fill(hidden[None, :, None, :], -math.inf)
-            if sinks is not None:  # one more score, without a value
-                own_sinks = sinks.reshape(n_head_kv, 1, group, 1).expand(-1, last - first, -1, -1)
-                weights = torch.softmax(torch.cat([scores, own_sinks], dim=-1), dim=-1)[..., :-1]
-            else:
-                weights = torch.softmax(scores, dim=-1)
-            mixed = torch.einsum("htgn,hnd->thgd", weights, vals)
+            mixed = attend(queries[first:last], keys, vals, hidden, softcap=softcap, sinks=sinks)
             out[first:last] = mixed.reshape(last - first, -1)
         first = last
     return out
