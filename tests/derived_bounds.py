@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hotset.backends.base import Batch, StepResult
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ReferenceBackend, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.operations import (
@@ -223,6 +224,8 @@ class Oracle(ReferenceBackend):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # In float64, so that no step has to convert them.
+        self._weights = DecodedWeights(self.weights, lambda x: x.astype(np.float64), self._weights.room)
         # Of states of delta nets: lengths of their columns at most, and of what these may be off by.
         self._lengths: dict[int, np.ndarray] = {}
 
@@ -285,7 +288,7 @@ class Oracle(ReferenceBackend):
                 bound[..., turned] = 6 * U * abs(op.rope.magnitude) * sums + TINY
                 return expected, bound.reshape(expected.shape)
             case TransposedLinear():
-                bound = axpy_bound(taps[op.x.id], np.abs(self._by_neuron(op).astype(np.float64)))
+                bound = axpy_bound(taps[op.x.id], np.abs(self._weights.by_neuron(op)))
                 return expected, bound + (0 if op.bias is None else U * (np.abs(expected) + bound))
             case TransposedHeads():
                 sums = np.abs(taps[op.x.id]) @ np.abs(self._weight(op.weight))
@@ -404,19 +407,12 @@ class Oracle(ReferenceBackend):
                 bound[token, head] = attention_bound(scores, magnitude, op.head_dim, v, op.softcap)
         return bound.reshape(len(slots), -1)
 
-    def _weight(self, name: str) -> np.ndarray:
-        """In float64, so that no step has to convert it."""
-        if name not in self._weights:
-            self._weights[name] = super()._weight(name).astype(np.float64)
-        return self._weights[name]
-
     def _magnitudes(self, name: str) -> np.ndarray:
         key, info = f"magnitudes of {name}", self.weights.tensors[name]
-        if key not in self._weights:
-            self._weights[key] = magnitudes(
-                self.weights.data(name), info.type, info.shape, self._weight(name)
-            )
-        return self._weights[key]
+        kept = self._weights.kept
+        if key not in kept:
+            kept[key] = magnitudes(self.weights.data(name), info.type, info.shape, self._weight(name))
+        return kept[key]
 
     def _stored(self, x: np.ndarray) -> np.ndarray:
         return q8_0_stored(x) if self.kv_type == "q8_0" else x

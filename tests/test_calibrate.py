@@ -19,8 +19,8 @@ from test_cpu_backend import batch
 from tiny_gguf import write_llama, write_relu
 
 import hotset
+from hotset.backends import decoded as weights
 from hotset.backends.reference import ReferenceBackend
-from hotset.backends.torch import graph as torch_graph
 from hotset.backends.torch.graph import TorchGraph
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -132,7 +132,7 @@ def test_experts_that_there_is_no_room_for_are_decoded_once_each(
         decoded.append(math.prod(shape))
         return dequantize(data, type, shape)
 
-    monkeypatch.setattr(torch_graph, "dequantize", counted)
+    monkeypatch.setattr(weights, "dequantize", counted)
     with open_gguf(write_llama(tmp_path / "model.gguf", experts=(6, 3), **more)) as gguf:
         graph, tokens = cut_graph(gguf), torch.arange(40)[None]
         expected = TorchGraph(gguf, graph).logits(tokens)

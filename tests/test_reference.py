@@ -103,7 +103,7 @@ def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
 def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
     kept, small = backend(llama), backend(llama, weight_cache_bytes=30_000)
     assert np.array_equal(kept.step(batch(9)).logits, small.step(batch(9)).logits)
-    assert 0 < sum(w.nbytes for w in small._weights.values()) <= 30_000
+    assert 0 < sum(w.nbytes for w in small._weights.kept.values()) <= 30_000
 
 
 @pytest.mark.parametrize(("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2)])
@@ -191,7 +191,7 @@ def test_close_twice(llama: GGUFFile) -> None:
     reference = backend(llama)
     zero = np.zeros(1, np.int32)
     reference.step(Batch(zero, zero, zero, zero[None], zero))
-    held = reference._weights, reference._keys, reference._values
+    held = reference._weights.kept, reference._keys, reference._values
     assert all(held)
     reference.close()
     reference.close()

@@ -14,6 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.planes import decode
@@ -81,8 +82,7 @@ class ReferenceBackend:
         self.n_vocab = graph.result.width
         self.n_states = n_states if graph.recurrent else 0
         self._states = {op.out.id: np.zeros((n_states, *op.state_shape), F32) for op in graph.recurrent}
-        self._weights: dict[str, np.ndarray] = {}
-        self._weight_room = weight_cache_bytes
+        self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
         self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
         self.n_threads: int | None = None
@@ -107,7 +107,7 @@ class ReferenceBackend:
 
     def close(self) -> None:
         """Drops the cache and the decoded weights; safe to call twice."""
-        self._weights.clear()
+        self._weights.kept.clear()
         self._keys.clear()
         self._values.clear()
         self._states.clear()
@@ -181,7 +181,7 @@ class ReferenceBackend:
                 out = values[op.x.id] @ weight[rows].T
                 return out if op.bias is None else out + self._weight(op.bias)[rows]
             case TransposedLinear():
-                out = values[op.x.id] @ self._by_neuron(op)
+                out = values[op.x.id] @ self._weights.by_neuron(op)
                 return out if op.bias is None else out + self._weight(op.bias)
             case Heads():
                 return joined(op, values[op.x.id], None if op.shared is None else values[op.shared.id])
@@ -273,8 +273,7 @@ class ReferenceBackend:
         out = np.empty((*ids.shape, n_rows), x.dtype)
         for expert in np.unique(ids):
             of_it = ids == expert
-            weight = self._weight(op.weights[expert if len(op.weights) > 1 else 0])
-            matrix = weight if weight.ndim == 2 else weight[expert]
+            matrix = self._weights.expert(op, expert)
             if isinstance(op, ExpertSum) and op.by_neuron:
                 matrix = matrix.T
             out[of_it] = x[of_it] @ matrix[first : first + n_rows].T
@@ -317,27 +316,7 @@ class ReferenceBackend:
         return dequantize(quantize(rows, GGMLType.Q8_0), GGMLType.Q8_0, rows.shape[::-1]).reshape(x.shape)
 
     def _weight(self, name: str) -> np.ndarray:
-        """A whole tensor as float32: [ne1, ne0], or [ne0]."""
-        if name in self._weights:
-            return self._weights[name]
-        info = self.weights.tensors[name]
-        weight = dequantize(self.weights.data(name), info.type, info.shape).reshape(tuple(info.shape)[::-1])
-        return self._kept(name, weight)
-
-    def _kept(self, name: str, weight: np.ndarray) -> np.ndarray:
-        """Keeps a decoded tensor for later steps, where there is room."""
-        if weight.nbytes <= self._weight_room:
-            self._weight_room -= weight.nbytes
-            self._weights[name] = weight
-        return weight
-
-    def _by_neuron(self, op: TransposedLinear) -> np.ndarray:
-        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
-        if op.scales is None or op.weight in self._weights:
-            return self._weight(op.weight)
-        codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
-        scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)
-        return self._kept(op.weight, decode(codes, scales))
+        return self._weights.whole(name)
 
 
 class _Counts:

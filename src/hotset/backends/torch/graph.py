@@ -14,16 +14,15 @@ layer after the other again, so that a large model needs the memory of one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.torch.functions import (
     activate,
     attend,
@@ -35,8 +34,6 @@ from hotset.backends.torch.functions import (
     route,
     short_conv,
 )
-from hotset.formats.planes import decode
-from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,
@@ -112,8 +109,7 @@ class TorchGraph:
         ]
         self.n_parts = len(self.parts) - 1  # that each pass computes
         self.on_part: Callable[[], None] = lambda: None  # is called after each of a pass
-        self._kept: dict[str, Tensor] = {}
-        self._room = room
+        self._weights = DecodedWeights(weights, lambda x: torch.from_numpy(x).to(self.device), room)
         self._turns: dict[tuple[Rope, int, int], Tensor] = {}
 
     def streams(self, tokens: Tensor, compute: Compute | None = None) -> list[Tensor]:
@@ -201,7 +197,7 @@ class TorchGraph:
             case Linear():
                 return F.linear(step[op.x], *self.rows_of(op))
             case TransposedLinear():
-                return F.linear(step[op.x], self._by_neuron(op).T, self.bias(op.bias))
+                return F.linear(step[op.x], self._weights.by_neuron(op).T, self.bias(op.bias))
             case Heads():
                 shared = None if op.shared is None else step[op.shared]
                 return join_heads(step[op.x], op.n_head, op.first, op.count, shared)
@@ -278,7 +274,7 @@ class TorchGraph:
         out = x.new_zeros(len(x), n, n_rows)
         for expert in ids.unique().tolist():
             of_it = ids == expert
-            matrix = self._expert(op, expert)
+            matrix = self._weights.expert(op, expert)
             if isinstance(op, ExpertSum) and op.by_neuron:
                 matrix = matrix.T
             bias = None if op.bias is None else self.weight(op.bias)[expert, first : first + n_rows]
@@ -289,10 +285,7 @@ class TorchGraph:
 
     def weight(self, name: str) -> Tensor:
         """A tensor as float32, its last dimension the first of its GGUF shape."""
-        if name not in self._kept:
-            info = self.weights.tensors[name]
-            return self._keep(name, _decoded(self.weights.data(name), info.type, info.shape))
-        return self._kept[name]
+        return self._weights.whole(name)
 
     def bias(self, name: str | None) -> Tensor | None:
         """A tensor that an operation may lack."""
@@ -303,37 +296,6 @@ class TorchGraph:
         rows, bias = slice(op.first_row, op.first_row + op.out.width), self.bias(op.bias)
         matrix = self.weight(op.weight).reshape(-1, op.x.width)  # files have one row as a vector
         return matrix[rows], None if bias is None else bias[rows]
-
-    def _expert(self, op: ExpertLinear | ExpertSum, expert: int) -> Tensor:
-        """The matrix of one expert. Where there is no room to keep those of all, it is decoded by itself."""
-        if len(op.weights) > 1:
-            return self.weight(op.weights[expert])
-        name = op.weights[0]
-        info = self.weights.tensors[name]
-        if name in self._kept or 4 * math.prod(info.shape) <= self._room:
-            return self.weight(name)[expert]
-        data = self.weights.data(name).reshape(op.n_expert, -1)[expert]
-        return _decoded(data, info.type, info.shape[:2]).to(self.device)
-
-    def _by_neuron(self, op: TransposedLinear) -> Tensor:
-        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
-        if op.scales is None or op.weight in self._kept:
-            return self.weight(op.weight)
-        codes = self.weights.data(op.weight).view("int8").reshape(op.x.width, -1)
-        scales = self.weights.data(op.scales).view("float16").reshape(-1, op.out.width)
-        return self._keep(op.weight, torch.from_numpy(decode(codes, scales)))
-
-    def _keep(self, name: str, weight: Tensor) -> Tensor:
-        weight = weight.to(self.device)
-        if weight.nbytes <= self._room:
-            self._room -= weight.nbytes
-            self._kept[name] = weight
-        return weight
-
-
-def _decoded(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of GGUF shape as float32, its last dimension the first of the shape."""
-    return torch.from_numpy(dequantize(data, type, shape).reshape(shape[::-1]))
 
 
 class Part:

@@ -1,0 +1,64 @@
+"""Tensors of a file as float32, for the backends that interpret a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from hotset.formats.planes import decode
+from hotset.formats.quants import dequantize
+from hotset.model.operations import ExpertLinear, ExpertSum, TransposedLinear
+
+if TYPE_CHECKING:
+    from hotset.formats.source import WeightSource
+
+T = TypeVar("T")
+
+
+class DecodedWeights(Generic[T]):
+    """Tensors by name, the last dimension first as NumPy has it: [ne1, ne0], or [ne0].
+
+    place: makes of a decoded array what the backend computes with. room: bytes of decoded tensors that are
+    kept; the others are decoded each time.
+    """
+
+    def __init__(self, source: WeightSource, place: Callable[[np.ndarray], T], room: float) -> None:
+        self.source, self.place, self.room = source, place, room
+        self.kept: dict[str, T] = {}
+
+    def whole(self, name: str) -> T:
+        """A tensor."""
+        if name in self.kept:
+            return self.kept[name]
+        info = self.source.tensors[name]
+        array = dequantize(self.source.data(name), info.type, info.shape)
+        return self._keep(name, array.reshape(info.shape[::-1]))
+
+    def expert(self, op: ExpertLinear | ExpertSum, expert: int) -> T:
+        """The matrix of one expert. Where there is no room to keep those of all, it is decoded by itself."""
+        if len(op.weights) > 1:
+            return self.whole(op.weights[expert])
+        name = op.weights[0]
+        info = self.source.tensors[name]
+        if name in self.kept or 4 * math.prod(info.shape) <= self.room:
+            return self.whole(name)[expert]  # type: ignore[index,no-any-return]
+        data = self.source.data(name).reshape(op.n_expert, -1)[expert]
+        return self.place(dequantize(data, info.type, info.shape[:2]).reshape(info.shape[1::-1]))
+
+    def by_neuron(self, op: TransposedLinear) -> T:
+        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
+        if op.scales is None or op.weight in self.kept:
+            return self.whole(op.weight)
+        codes = self.source.data(op.weight).view(np.int8).reshape(op.x.width, -1)
+        scales = self.source.data(op.scales).view(np.float16).reshape(-1, op.out.width)
+        return self._keep(op.weight, decode(codes, scales))
+
+    def _keep(self, name: str, array: np.ndarray) -> T:
+        placed = self.place(array)
+        if array.nbytes <= self.room:
+            self.room -= array.nbytes
+            self.kept[name] = placed
+        return placed
