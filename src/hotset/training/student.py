@@ -30,15 +30,12 @@ from hotset.model.decoder import describe
 from hotset.model.operations import (
     Activate,
     Add,
-    ExpertLinear,
-    ExpertSum,
     Ffn,
     LayerNorm,
     Linear,
     Multiply,
     Primitive,
     RMSNorm,
-    TransposedLinear,
 )
 from hotset.training.adapters import MATRICES, NORMS
 
@@ -196,7 +193,7 @@ class Student(nn.Module):
 
         return compute
 
-    def linear(self, op: Linear | TransposedLinear | ExpertSum | ExpertLinear, x: Tensor) -> Tensor:
+    def linear(self, op: Primitive, x: Tensor) -> Tensor:
         """A product by the matrix and bias of the student."""
         assert isinstance(op, Linear)
         name = _stem(op.weight)
