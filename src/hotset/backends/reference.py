@@ -17,7 +17,6 @@ from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.formats.planes import decode
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
