@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tiny_gguf import write_llama, write_relu
@@ -25,13 +23,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def tensors() -> dict[str, Any]:
+def tensors() -> dict[str, TensorInfo]:
     """Q4_0 matrices, a Q8_0 embedding that is the output too, F32 norms and one bias."""
-    infos = {}
+    infos: dict[str, TensorInfo] = {}
 
     def add(name: str, type: GGMLType, *shape: int) -> None:
         nbytes = row_bytes(type, shape[0]) * (shape[1] if len(shape) > 1 else 1)
-        infos[name] = SimpleNamespace(name=name, type=type, shape=shape, nbytes=nbytes)
+        infos[name] = TensorInfo(name, shape, type, nbytes, 0)
 
     add("token_embd.weight", GGMLType.Q8_0, 64, 300)
     add("output_norm.weight", GGMLType.F32, 64)

@@ -122,6 +122,11 @@ class TensorInfo:
     def n_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of ne0 values."""
+        return row_bytes(self.type, self.shape[0])
+
 
 class _Cursor:
     """Reads forward through the mapped header; every step is checked against the end of the file."""

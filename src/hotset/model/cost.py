@@ -63,9 +63,9 @@ class Cost:
         for op in graph.primitives:
             for name, n_bytes in op.bytes_read(tensors):
                 self._weight_bytes[tensors[name].type] += n_bytes
-                if isinstance(op, ExpertLinear | ExpertSum) and op.part == "ffn":
-                    self.token_cycle += n_bytes
-                    self.expert_bytes[op.layer] += n_bytes // op.n_used
+            if isinstance(op, ExpertLinear | ExpertSum) and op.part == "ffn":
+                self.expert_bytes[op.layer] += (n_bytes := op.expert_bytes(tensors))
+                self.token_cycle += op.n_used * n_bytes
 
     @property
     def weight_bytes(self) -> dict[GGMLType, int]:
@@ -79,11 +79,11 @@ class Cost:
 
     def kv_bytes_per_token(self, kv_type: KVType) -> int:
         """Bytes that one token occupies in the cache, over all layers."""
-        return sum(_kv_bytes(op, kv_type) for op in self._attentions)
+        return sum(kv_bytes(op, kv_type) for op in self._attentions)
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
         """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""
-        return sum(_kv_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
+        return sum(kv_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
 
     def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
         """Bytes that a token at `depth` reads where `batch` tokens of other sequences share the weights."""
@@ -100,6 +100,7 @@ class Cost:
         return self._linear_flops + attention
 
 
-def _kv_bytes(op: Attention, kv_type: KVType) -> int:
+def kv_bytes(op: Attention, kv_type: KVType) -> int:
+    """Bytes that one token occupies in the cache of one layer."""
     n_bytes, n_channels = KV_BLOCKS[kv_type]
     return op.n_head_kv * (op.head_dim + op.head_dim_v) * n_bytes // n_channels

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, assert_never, get_args, get_type_hints
 
-from hotset.formats.quants import row_bytes
 from hotset.model.cutoffs import CutoffName
 
 if TYPE_CHECKING:
@@ -137,8 +136,13 @@ class Operation:
     def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
         """Bytes of a tensor that one token reads."""
         if weight.kind == "rows":
-            return row_bytes(info.type, info.shape[0])
+            return info.row_bytes
         return info.nbytes
+
+    def matrix_bytes(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """Bytes of its matrices that one token reads."""
+        read = (weight for weight in self.weights_read if weight.kind == "matrix")
+        return sum(self.bytes_of(weight, tensors[weight.name]) for weight in read)
 
     @property
     def multiplications(self) -> int:
@@ -489,8 +493,17 @@ class _OfExperts(Operation):
 
     def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
         """The rows of its experts; which they are depends on the token."""
+        return self._of_all(weight, info) * self.n_used // self.n_expert
+
+    def expert_bytes(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """Bytes of one expert's rows and biases, rounded up."""
+        of_all = sum(self._of_all(weight, tensors[weight.name]) for weight in self.weights_read)
+        return -(-of_all // self.n_expert)
+
+    def _of_all(self, weight: Weight, info: TensorInfo) -> int:
+        """Bytes of the rows of all experts that a tensor has."""
         stored = info.shape[0 if weight.name == self.bias else 1]
-        return info.nbytes * self._n_rows_of(stored) // stored * self.n_used // self.n_expert
+        return info.nbytes * self._n_rows_of(stored) // stored
 
     def _n_rows_of(self, stored: int) -> int:
         """Of an expert's matrix, of which so many rows are stored."""

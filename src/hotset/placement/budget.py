@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
-from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.cost import KV_BLOCKS, KVType
+from hotset.formats.quants import GGMLType
+from hotset.model.cost import Cost, KVType, kv_bytes
 from hotset.model.graph import Graph, cut_products
 from hotset.model.operations import (
     NO_LAYER,
@@ -168,8 +168,9 @@ def model_facts(
     by_channel = [0] * graph.n_layer  # at most: which of them are is decided when they have their places
     for op in cut_products(graph):
         by_channel[op.layer] += channel_bytes(op, tensors)
+    experts = Cost(graph, tensors).expert_bytes
     layers = tuple(
-        _layer_facts(parts[i], tensors, mode=mode, kv_type=kv_type, n_pages=n_pages).with_fixed(by_channel[i])
+        _layer_facts(parts[i], tensors, mode, kv_type, n_pages, experts[i]).with_fixed(by_channel[i])
         for i in range(graph.n_layer)
     )
     return ModelFacts(
@@ -229,26 +230,33 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
 
 
 def _layer_facts(
-    ops: list[Op], tensors: Mapping[str, TensorInfo], *, mode: FFNMode, kv_type: KVType, n_pages: int
+    ops: list[Op],
+    tensors: Mapping[str, TensorInfo],
+    mode: FFNMode,
+    kv_type: KVType,
+    n_pages: int,
+    expert_bytes: int,
 ) -> LayerFacts:
     attention = next(op for op in ops if isinstance(op, Attention))
     ffn = next(op for op in ops if isinstance(op, Ffn))
-    per_token = attention.n_head_kv * (attention.head_dim + attention.head_dim_v)
-    n_bytes, n_channels = KV_BLOCKS[kv_type]
-    kv_bytes = n_pages * PAGE_SIZE * (per_token * n_bytes // n_channels)
-    seen = min(n_pages * PAGE_SIZE // 2, attention.window or n_pages * PAGE_SIZE)
-    kv_read = seen * (per_token * n_bytes // n_channels)
-    if ffn.route is not None:
-        return _mixture_facts(ops, ffn, tensors, kv_bytes, kv_read)
+    per_token, n_tokens = kv_bytes(attention, kv_type), n_pages * PAGE_SIZE
+    kv, kv_read = n_tokens * per_token, int(attention.n_visible(n_tokens // 2 - 1)) * per_token
+    if ffn.route is not None and isinstance(ffn.up, ExpertLinear):  # whose experts stay on the host
+        parts = [op for op in (*ops, *ffn.primitives) if op is not ffn]
+        others = [op for op in parts if not isinstance(op, ExpertLinear | ExpertSum)]
+        return LayerFacts(
+            ffn.n_ff, 0, sum(op_bytes(op, tensors) for op in others), 0, 0, kv, kv_read, 0, 0,
+            expert_bytes=expert_bytes, n_experts=ffn.up.n_expert, n_used=ffn.up.n_used,
+        )  # fmt: skip
     down = ffn.down
     if not isinstance(down, TransposedLinear) or not ffn.has_zeros:
         fixed = sum(op_bytes(op, tensors) for op in ops)
-        return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0)
+        return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0)
     fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)
     fixed += 0 if ffn.norm is None else op_bytes(ffn.norm, tensors)
     first_row = _row(ffn.decides, tensors)
     second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
-    down_row = row_bytes(tensors[down.weight].type, tensors[down.weight].shape[0])
+    down_row = tensors[down.weight].row_bytes
     shared = -(-ffn.n_ff // 32) * WORD_BYTES + (tensors[down.scales].nbytes if down.scales else 0)
     rows = first_row + second_row + down_row
     neuron = rows + INDEX_BYTES
@@ -256,30 +264,12 @@ def _layer_facts(
     if mode == "predicted" and ffn.mask is None:
         mode = "dense"  # a layer whose neurons are all computed always has no mask
     always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
-    return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv_bytes, kv_read, always, rows - always)
-
-
-def _mixture_facts(
-    ops: list[Op], ffn: Ffn, tensors: Mapping[str, TensorInfo], kv_bytes: int, kv_read: int
-) -> LayerFacts:
-    """Of a layer whose experts stay on the host."""
-    parts = [op for op in ffn.primitives if isinstance(op, ExpertLinear | ExpertSum)]
-    others = [op for op in (*ops, *ffn.primitives) if op is not ffn and op not in parts]
-    up = ffn.up
-    assert isinstance(up, ExpertLinear)
-    # Gate and up may lie in one tensor.
-    names = dict.fromkeys(name for op in parts for name in (*op.weights, op.bias) if name)
-    of_all = sum(tensors[name].nbytes for name in names)
-    fixed = sum(op_bytes(op, tensors) for op in others)
-    return LayerFacts(
-        ffn.n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0,
-        expert_bytes=-(-of_all // up.n_expert), n_experts=up.n_expert, n_used=up.n_used,
-    )  # fmt: skip
+    return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv, kv_read, always, rows - always)
 
 
 def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of a neuron's row and its bias."""
-    return row_bytes(tensors[op.weight].type, op.x.width) + (FLOAT_BYTES if op.bias else 0)
+    return tensors[op.weight].row_bytes + (FLOAT_BYTES if op.bias else 0)
 
 
 def _vector(name: str | None, n: int) -> int:

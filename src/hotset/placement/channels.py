@@ -206,9 +206,8 @@ def plan_channels(
         if kept is None or ffn.gate is None or is_another_s:
             continue
         name = ffn.up_tensor
-        type = tensors[name].type
-        own = rates[_measured_as(type)]
-        n_bytes = row_bytes(type, up.x.width) * up.out.width  # of a token's experts
+        own = rates[_measured_as(tensors[name].type)]
+        n_bytes = up.matrix_bytes(tensors)  # of a token's experts
         by_neuron = _gain(name, kept, True, n_bytes, kept * n_bytes, own)
         split_s = _SPLIT * 2 * n_bytes / own.rows
         by_neuron = replace(by_neuron, kept_s=by_neuron.kept_s + split_s)

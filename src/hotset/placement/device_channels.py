@@ -89,7 +89,7 @@ def plan_device_channels(
     for op in cut_products(graph):
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
         if op.layer in rates and kept is not None and _can_be_by_channel(tensors[op.weight], op):
-            gains[op.weight] = _gain(op, tensors[op.weight].type, kept, rates[op.layer])
+            gains[op.weight] = _gain(op, tensors, kept, rates[op.layer])
     for ffn in graph.ffns:
         if ffn.layer in rates and ffn.route is None:
             _decide_ffn(ffn, tensors, thresholds, rates[ffn.layer], gains, is_split=ffn.layer in split)
@@ -113,7 +113,7 @@ def _decide_ffn(
     by_row: list[ChannelGain] = []
     if kept is not None:
         up = ops[-1]
-        own, n_bytes = rates[_measured_as(tensors[up.weight].type)], _bytes(up, tensors[up.weight].type)
+        own, n_bytes = rates[_measured_as(tensors[up.weight].type)], up.matrix_bytes(tensors)
         rows_s, read = n_bytes / own.rows, kept * n_bytes
         by_row.append(ChannelGain(up.weight, kept, True, n_bytes, read, rows_s, read / own.rows))
     by_channel = 0.0
@@ -129,12 +129,9 @@ def _can_be_by_channel(info: TensorInfo, op: Linear) -> bool:
     return can_be_by_channel(info.type, op.out.width)
 
 
-def _bytes(op: Linear, type: GGMLType) -> int:
-    return row_bytes(type, op.x.width) * op.out.width
-
-
-def _gain(op: Linear, type: GGMLType, kept: float, rates: Rates) -> ChannelGain:
-    n_bytes, own = _bytes(op, type), rates[_measured_as(type)]
+def _gain(op: Linear, tensors: Mapping[str, TensorInfo], kept: float, rates: Rates) -> ChannelGain:
+    n_bytes, type = op.matrix_bytes(tensors), tensors[op.weight].type
+    own = rates[_measured_as(type)]
     read = _read(type, op.x.width * op.out.width, n_bytes, kept)
     return ChannelGain(op.weight, kept, False, n_bytes, read, n_bytes / own.rows, read / own.channels)
 

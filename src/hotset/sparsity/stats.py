@@ -20,14 +20,11 @@ import numpy as np
 from hotset.backends.base import StepStats
 from hotset.backends.reference import selected
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Embed,
-    ExpertLinear,
     ExpertSum,
     Ffn,
-    Linear,
     Op,
     TransposedLinear,
 )
@@ -236,10 +233,12 @@ class _FFNCost:
         self.n_ff, self._n_embd = ffn.n_ff, ffn.up.x.width
         self.n_expert = 0 if ffn.route is None else ffn.route.x.width
         self._n_used = 1 if ffn.route is None else ffn.route.n_used
-        self._gate_row = 0 if ffn.gate is None else self._row(tensors, ffn.gate)
-        self._up_row = self._row(tensors, ffn.up)
+        self._gate_row = 0 if ffn.gate is None else tensors[ffn.gate.matrices[0]].row_bytes
+        self._up_row = tensors[ffn.up_tensor].row_bytes
         self._by_neuron = ffn.by_neuron or (isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron)
-        self._down_row = self._row(tensors, ffn.down)  # of a matrix by output: a row for each output
+        self._down_row = tensors[
+            ffn.down.matrices[0]
+        ].row_bytes  # of a matrix by output: a row for each output
         has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
         self._scales = 2 * self._n_embd if has_scales else 0
         self._predictor_bytes = self._predictor_parameters = 0
@@ -248,14 +247,6 @@ class _FFNCost:
             self._predictor_bytes += sum(n for _, n in op.bytes_read(tensors))
             self._predictor_parameters += op.multiplications
         self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff, self.n_expert) - self._predictor_bytes
-
-    @staticmethod
-    def _row(
-        tensors: Mapping[str, TensorInfo],
-        op: Linear | TransposedLinear | ExpertLinear | ExpertSum,
-    ) -> int:
-        info = tensors[op.weights[0] if isinstance(op, ExpertLinear | ExpertSum) else op.weight]
-        return row_bytes(info.type, info.shape[0])
 
     def experts(self, gate: int, up: int, n_tokens: int) -> float:
         """Whose weights a step read that read so many rows: of an expert all that decide are, unless scores

@@ -63,27 +63,24 @@ class Cuts:
 
 def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
     """Of a graph with a cutoff at every site."""
-
-    def size(op: Linear | TransposedLinear | ExpertLinear | ExpertSum) -> int:
-        return sum(n for name, n in op.bytes_read(weights.tensors) if name != op.bias)
-
-    ops = list(graph.primitives)
-    found = []
+    ops, tensors, found = list(graph.primitives), weights.tensors, []
     for layer, sites in enumerate(sites_of(graph)):
         of: dict[str, int] = {}
         for name in ("attn_in", "attn_out"):
             if (site := sites.get(name)) is not None:
-                of[name] = sum(size(op) for op in ops if isinstance(op, Linear) and op.x == site.out)
+                of[name] = sum(
+                    op.matrix_bytes(tensors) for op in ops if isinstance(op, Linear) and op.x == site.out
+                )
         ffn = next((op for op in graph.ops if isinstance(op, Ffn) and op.layer == layer), None)
         if ffn is not None and "ffn_in" in sites:
             for name, op in (("gate", ffn.gate), ("up", ffn.up), ("down", ffn.down)):
                 if isinstance(op, Linear | TransposedLinear):
-                    of[name] = size(op)
+                    of[name] = op.matrix_bytes(tensors)
         elif ffn is not None and "gate" in sites:
             if ffn.gate is not None and isinstance(ffn.up, ExpertLinear):
-                of["up"] = size(ffn.up)
+                of["up"] = ffn.up.matrix_bytes(tensors)
             if isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron:
-                of["down"] = size(ffn.down)
+                of["down"] = ffn.down.matrix_bytes(tensors)
         found.append(SiteBytes(**of))
     return found
 

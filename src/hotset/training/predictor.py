@@ -534,9 +534,9 @@ class _Training:
     def _cost(self, layer: int, ranks: tuple[int, ...], recall: float) -> float:
         """Bytes that a token reads for the predictor and for the rows that it selects, in streamed bytes."""
         decides = self.model.graph.ffns[layer].decides
-        info = self.model.weights.tensors[decides.weight]
+        row = self.model.weights.tensors[decides.weight].row_bytes
         rows = self.qualities[layer, ranks, recall].selected_share * self.config.n_ff[layer]
-        return self._n_bytes(layer, ranks[-1]) + GATHERED * rows * row_bytes(info.type, info.shape[0])
+        return self._n_bytes(layer, ranks[-1]) + GATHERED * rows * row
 
     def _quality(self, layer: int, recall: float) -> Quality:
         return self.qualities[layer, self.ranks[layer], recall]

@@ -23,7 +23,7 @@ from hotset.backends.base import COUNTS, LOGIT_GROUP
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import GGMLType, dequantize, row_bytes
+from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.fusion import Buffers, Fused, fuse
 from hotset.model.graph import Graph
@@ -77,7 +77,7 @@ def linear_facts(weights: WeightSource, op: Linear) -> Facts:
     """A matrix product: the rows of its weight, and of its bias."""
     info = weights.tensors[op.weight]
     first, last = op.first_row, op.first_row + op.out.width
-    row = row_bytes(info.type, info.shape[0])
+    row = info.row_bytes
     bias = None if op.bias is None else decoded_vector(weights, op.bias)[first:last]
     data = weights.data(op.weight)
     if not isinstance(data, _core.StoredRows):

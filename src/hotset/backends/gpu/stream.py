@@ -17,7 +17,6 @@ from torch import Tensor
 from hotset.backends.gpu.fallback import Held
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.weights import DeviceWeights
-from hotset.formats.quants import row_bytes
 from hotset.model.operations import Linear, TransposedLinear
 
 
@@ -67,14 +66,11 @@ class ColdRows:
         copies: CopyStream,
     ) -> None:
         self._weights, self._matrices = weights, matrices
+        tensors = weights.source.tensors
         self._neurons, self._n_ff = np.flatnonzero(cold), len(cold)
-        n_bytes = sum(self._row_bytes(op) for op in matrices.values() if op is not None)
+        n_bytes = sum(tensors[op.weight].row_bytes for op in matrices.values() if op is not None)
         self._step = max(part_bytes // n_bytes, 1)
         self._copies = copies
-
-    def _row_bytes(self, op: Linear | TransposedLinear) -> int:
-        info = self._weights.source.tensors[op.weight]
-        return row_bytes(info.type, info.shape[0])
 
     def parts(self) -> Iterator[dict[str, Any]]:
         """Arguments of sparse_ffn for some of the neurons: held, gate, up, down_t, gate_bias, up_bias.

@@ -11,7 +11,7 @@ from torch import Tensor
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.fallback import Held, RopeTable
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.formats.quants import dequantize, row_bytes
+from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.operations import Linear, Rope, TransposedLinear
 from hotset.offload.uploads import Lines, Uploads, matrix_rows
@@ -151,13 +151,7 @@ class DeviceWeights:
             (op.weight, op.first_row, op.out.width) if isinstance(op, Linear) else (op.weight, 0, op.x.width)
             for op in ops
         ]
-        first = self.source.tensors[ops[0].weight]
-        size = (
-            row_bytes(first.type, ops[0].x.width)
-            if isinstance(ops[0], Linear)
-            else first.nbytes // parts[0][2]
-        )
-        return matrix_rows(self.source, parts, size)
+        return matrix_rows(self.source, parts, self.source.tensors[ops[0].weight].row_bytes)
 
     def _keep(self, key: object, weight: DeviceMatrix | Tensor) -> None:
         self._kept[key] = weight
