@@ -40,7 +40,7 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.placement import channels, ram
+from hotset.placement import channel_rates, ram
 from hotset.placement.channels import ChannelRates, Workload
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 from hotset.training.predictor_files import write_merged
@@ -250,7 +250,7 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
     with (  # what the program itself takes is no part of the budget, which would hold these models many times
         mock.patch.object(ram, "own_memory", return_value=0),
         mock.patch.object(ram, "_PROGRAM", 0),
-        mock.patch.object(channels, "channel_rates", rates_of_channels),
+        mock.patch.object(channel_rates, "of_cpu", rates_of_channels),
     ):
         if way.tight:
             settings["ram_budget"] = fuzz_reads.least_budget(path, **settings)

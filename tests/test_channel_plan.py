@@ -17,7 +17,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
-from hotset.placement import channels
+from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelPlan, ChannelRates, Workload, plan_channels
 from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
@@ -109,25 +109,25 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         measured.append((n_threads, work))
         return ChannelRates(2e9, 1e9)
 
-    monkeypatch.setattr(channels, "_measure", measure)
+    monkeypatch.setattr(channel_rates, "_measure", measure)
     path = tmp_path / "machine.json"
     small, large = Workload(T.Q4_0, 256, 1 << 20), Workload(T.Q4_0, 4096, 1 << 27)
     other = Workload(T.Q6_K, 256, 1 << 20)
     rates = ChannelRates(2e9, 1e9)
     for _ in range(2):
-        assert channels.channel_rates([small, other], 3, path=path) == {T.Q4_0: rates, T.Q6_K: rates}
-    channels.channel_rates([large], 3, path=path)
+        assert channel_rates.of_cpu([small, other], 3, path=path) == {T.Q4_0: rates, T.Q6_K: rates}
+    channel_rates.of_cpu([large], 3, path=path)
     assert measured == [(3, small), (3, other), (3, large)]
     known = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"rows": "fast", "channels": -1} for key in known}))
-    channels.channel_rates([small], 3, path=path)
+    channel_rates.of_cpu([small], 3, path=path)
     assert measured[3:] == [(3, small)]
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
 def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
-    monkeypatch.setattr(channels, "_SECONDS", 0.001)
-    rates = channels._measure(1, Workload(type_, 256, 1 << 16))
+    monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
+    rates = channel_rates._measure(1, Workload(type_, 256, 1 << 16))
     assert rates.rows > 0
     assert rates.channels > 0
 
@@ -159,7 +159,7 @@ def test_rates_are_of_each_type(tmp_path: Path) -> None:
 
 
 def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
+    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [KEPT, {**KEPT, "attn_out": 0.1}]

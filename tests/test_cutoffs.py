@@ -29,7 +29,8 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Cutoff
 from hotset.offload.weight_store import StoredWeights, sizes_of
-from hotset.placement import channels
+from hotset.placement import channel_rates
+from hotset.placement.channels import ChannelRates
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
 
@@ -425,7 +426,7 @@ def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine that reads channels as quickly as rows, and nothing is kept of it."""
-    monkeypatch.setattr(channels, "_measure", lambda n_threads, work: channels.ChannelRates(1e9, 1e9))
+    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 

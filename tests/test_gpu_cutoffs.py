@@ -29,11 +29,9 @@ from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs  # noqa: E402
 from hotset.model.graph import cut_products  # noqa: E402
 from hotset.model.operations import Cutoff  # noqa: E402
-from hotset.placement import channels as of_cpu  # noqa: E402
-from hotset.placement import device_channels, machine  # noqa: E402
+from hotset.placement import channel_rates, machine  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
-from hotset.placement.channels import ChannelRates, Workload  # noqa: E402
-from hotset.placement.device_channels import plan_device_channels  # noqa: E402
+from hotset.placement.channels import ChannelRates, Workload, plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
 from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
 
@@ -250,8 +248,8 @@ def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_K, T.F16], ids=lambda t: t.name)
 def test_rates_are_those_of_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_channels, "_SECONDS", 0.001)
-    found = device_channels.measure(torch.device("cpu"), Workload(type_, 256, 1 << 16))
+    monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
+    found = channel_rates._measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
     assert found.rows > 0
     assert found.channels > 0
 
@@ -263,11 +261,11 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(work.type)
         return ChannelRates(2e9, 1e9)
 
-    monkeypatch.setattr(device_channels, "measure", measure)
-    monkeypatch.setattr(device_channels, "find_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(channel_rates, "_measure_device", measure)
+    monkeypatch.setattr(channel_rates, "find_device", lambda name: torch.device("meta"))
     works = (Workload(T.Q4_K, 256, 1 << 20), Workload(T.F16, 256, 1 << 20))
     for _ in range(2):
-        found = device_channels.device_rates("meta", works, path=tmp_path / "machine.json")
+        found = channel_rates.of_device("meta", works, path=tmp_path / "machine.json")
         assert found == dict.fromkeys((T.Q4_0, T.Q4_K), ChannelRates(2e9, 1e9))
     assert asked == [T.Q4_0, T.Q4_K]
 
@@ -277,7 +275,7 @@ def test_a_model_with_thresholds_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int | None
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(of_cpu, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
+    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     slow = replace(machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7)
     monkeypatch.setattr(machine, "STAND_IN", slow)
     gguf, expected = clearly(tmp_path, EVERY, "llama", cut=np.ones(12, np.bool_))

@@ -26,11 +26,14 @@ from hotset.placement.table import (
 )
 from hotset.report.placement import placement_table
 
-GPU = DeviceRates(read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6)
+GPU = DeviceRates(
+    cpu_read=50e9, cpu_gather=30e9, cpu_read_busy=45e9, cpu_gather_busy=27e9, cpu_many=0, cpu_read_link=0,
+    read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6, context=0, link=0, link_busy=0,
+)  # fmt: skip
 
 
 def rates(n_devices: int = 1, gpu: DeviceRates = GPU) -> Rates:
-    return Rates(50e9, 30e9, 45e9, 27e9, (gpu,) * n_devices)
+    return Rates((gpu,) * n_devices)
 
 
 def layer(n_ff: int, *, n_split: int | None = None, shared: int = 0, scale: int = 1) -> LayerFacts:

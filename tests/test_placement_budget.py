@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
 from hotset.placement.build import open_chain
 from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import Problem
-from hotset.placement.table import CPU, Budget, Device, LayerPlacement, Placement
+from hotset.placement.table import CPU, Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import choose, prepare
 
@@ -85,7 +86,7 @@ def test_a_device_never_holds_more_than_was_planned(
         facts = model_facts(graph, prepared.weights.tensors, mode=choice.mode, **options)
         masks = [rng.random(n_ff) < hot_share for n_ff in config.n_ff]
         places = tuple(LayerPlacement(0, mask) for mask in masks)
-        machine_rates = machine.rates_of([machine.STAND_IN])
+        machine_rates = Rates((machine.STAND_IN,))
         frequencies = [np.full(n_ff, 0.1) for n_ff in config.n_ff]
         problem = Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
         planned = problem.budget_of(list(places), 0)
@@ -282,7 +283,7 @@ def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], sentence: str) -
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    known = machine.Measured(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
+    known = DeviceRates(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
     monkeypatch.setattr(machine, "_measure", lambda device, n_threads: calls.append(device) or known)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("meta"))
     path = tmp_path / "machine.json"
@@ -319,8 +320,8 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.context == 0
     assert 0 < found.cpu_many < 1e14
     assert found.link == found.link_busy == 0  # the stand-in reads nothing over a link
-    assert machine.miss_rates(found) is None
-    assert machine.rates_of([found, found]).devices[1].read == found.read
+    assert found.misses is None
+    assert Rates((found, replace(found, cpu_read=1.0))).cpu_read == found.cpu_read
 
 
 def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,18 +350,18 @@ def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_computes_what_is_missing_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = machine.miss_rates(machine.STAND_IN)
+    rates = machine.STAND_IN.misses
     assert rates is not None
     assert (rates.cpu, rates.link) == (machine.STAND_IN.cpu_read_busy, machine.STAND_IN.link)
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "cpu")
-    assert machine.miss_rates(machine.STAND_IN) is None
+    assert machine.force_misses(machine.STAND_IN).misses is None
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "fetch")
-    forced = machine.miss_rates(machine.STAND_IN)
+    forced = machine.force_misses(machine.STAND_IN).misses
     assert forced is not None
     assert fetched_of(forced, 4, 1 << 20) == [0, 1, 2, 3, 4]
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", "gpu")
     with pytest.raises(InvalidRequestError, match="must be cpu or fetch, not 'gpu'"):
-        machine.miss_rates(machine.STAND_IN)
+        machine.force_misses(machine.STAND_IN)
 
 
 @pytest.mark.parametrize(("room", "n"), [(0, 1), (7.9, 1), (8, 2), (1000, 4)])

@@ -437,7 +437,8 @@ def _with_channels(decided: Decided) -> Decided:
     thresholds, placement, graph = decided.choice.thresholds, decided.placement, decided.graph
     if thresholds is None:
         return decided
-    from hotset.placement.channels import Workload, channel_rates, plan_channels
+    from hotset.placement import channel_rates
+    from hotset.placement.channels import Workload, plan_channels, with_devices
     from hotset.placement.table import CPU
 
     layers = range(graph.n_layer) if placement is None else placement.layers_of(CPU)
@@ -446,12 +447,11 @@ def _with_channels(decided: Decided) -> Decided:
     mixed = [ffn for ffn in graph.ffns if ffn.route is not None and ffn.layer not in layers]
     tensors, progress = decided.weights.tensors, decided.settings.progress
     works = Workload.of(Graph([*own.ops, *mixed], graph.values), tensors)
-    rates = channel_rates(works, decided.settings.n_threads, progress=progress)
+    rates = channel_rates.of_cpu(works, decided.settings.n_threads, progress=progress)
     plan = plan_channels(graph, tensors, thresholds, rates, layers)
-    if placement is not None:
-        from hotset.placement.device_channels import with_devices
-
-        plan = with_devices(plan, graph, tensors, thresholds, placement, progress=progress)
+    if placement is not None and (of_all := Workload.of(graph, tensors)):
+        found = [channel_rates.of_device(name, of_all, progress=progress) for name in placement.devices]
+        plan = with_devices(plan, graph, tensors, thresholds, placement, found)
     decided = replace(decided, channels=plan)
     if decided.ram is not None or not layers:
         return decided

@@ -7,8 +7,8 @@ a header and a hole in place of tensors.
     memory           bytes in all, and those that are available
     program          bytes that this process has in memory
     gpu              what placement/detect.py finds without torch; null: nothing
-    devices          by torch's name: their name, compute capability, bytes in all and free, a Measured of
-                     placement/machine.py
+    devices          by torch's name: their name, compute capability, bytes in all and free, a DeviceRates
+                     of placement/table.py
     cpu, disk        what machine.json has without a device, and a DiskRates of placement/disk.py
     channels         a ChannelRates of placement/channels.py, for every type
     commands         of this machine, beside COMMANDS
@@ -41,7 +41,8 @@ from hotset import _core
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.placement import channels, detect, machine
+from hotset.placement import channel_rates, detect, machine
+from hotset.placement.channels import ChannelRates
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
@@ -201,11 +202,12 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.cores.usable_cores": lambda: facts["cores"],
             "hotset.backends.cpu.backend.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.usable_cores": lambda: facts["cores"],
-            "hotset.placement.channels.usable_cores": lambda: facts["cores"],
+            "hotset.placement.channel_rates.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
-            "hotset.placement.channels.processor_name": lambda: facts["processor"],
+            "hotset.placement.channel_rates.processor_name": lambda: facts["processor"],
             "hotset.placement.detect.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
+            "hotset.cli.plan.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
             "hotset.placement.detect.missing_libraries": list,
             "hotset.placement.milp.TIME_LIMIT": 600.0,
             "torch.version.cuda": "12.8" if "cuda" in kinds else None,
@@ -222,7 +224,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             stack.enter_context(mock.patch(where, what))
         stack.enter_context(mock.patch.dict(os.environ, environment))
         (home / "machine.json").write_text(json.dumps(dict(_measured(facts, home))))
-        stack.enter_context(mock.patch.object(channels, "channel_rates", _channel_rates(facts)))
+        stack.enter_context(mock.patch.object(channel_rates, "of_cpu", _channel_rates(facts)))
         yield
 
 
@@ -236,5 +238,5 @@ def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _channel_rates(facts: dict[str, Any]) -> Any:
-    rates = channels.ChannelRates(**facts["channels"])
+    rates = ChannelRates(**facts["channels"])
     return lambda works, *_, **__: {work.type: rates for work in works}

@@ -303,7 +303,8 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
     """What lies beside a file for --sparsity threshold, and what it is expected to gain on this machine."""
     from hotset.errors import HotsetError
     from hotset.model.decoder import describe
-    from hotset.placement.channels import Workload, channel_rates, plan_channels
+    from hotset.placement import channel_rates
+    from hotset.placement.channels import Workload, plan_channels
     from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
     path = thresholds_path(gguf.path)
@@ -317,7 +318,7 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
         return {"path": str(path), "reason": str(error)}
     facts: dict[str, Any] = {"path": str(path), "mode": found.mode, "prompts": found.prompts, "gain": None}
     if found.knows_kept:
-        rates = channel_rates(Workload.of(graph, gguf.tensors))
+        rates = channel_rates.of_cpu(Workload.of(graph, gguf.tensors))
         plan = plan_channels(graph, gguf.tensors, found, rates)
         facts["gain"] = {
             "matrices": len(plan.gains),

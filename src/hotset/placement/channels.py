@@ -1,53 +1,39 @@
 """Which matrices are worth reading by channel: where the channels that are left take less time than all rows.
 
 What is left of a matrix's input is said by the file of thresholds (Thresholds.kept); how fast this machine
-reads rows, one after the other, and channels, here and there, is measured once and kept in machine.json. A
-matrix that would not gain stays as it is. One of which nothing is known is laid out, and each step reads it
-by channel only where few enough are left (csrc/ops/channel_input.h).
+reads rows, one after the other, and channels, here and there, by placement/channel_rates.py. A matrix that
+would not gain stays as it is. On the CPU one of which nothing is known is laid out, and each step reads it by
+channel only where few enough are left (csrc/ops/channel_input.h).
+
+A device has a matrix once, by row or by channel (backends/gpu/matrix.py), and every step reads it so. So one
+of which the file of thresholds does not say what is left stays as it is. Gate and up go together, for of
+gates alone by channel nothing would say which rows of up are needed before they are read; rows of up that a
+cut gate does not need are left out in passing, without a layout of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import math
-import mmap
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hotset import _core
-from hotset.backends.base import Batch
-from hotset.backends.cpu.backend import CpuBackend, new_runtime
-from hotset.cores import usable_cores
-from hotset.formats.channels import LAYOUT, TYPES_BY_CHANNEL, can_be_by_channel, copy_bytes, copy_shape
-from hotset.formats.gguf import TensorInfo
-from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.channels import TYPES_BY_CHANNEL, can_be_by_channel, copy_bytes
+from hotset.formats.quants import GGMLType
 from hotset.model.cutoffs import CutoffName
 from hotset.model.graph import Graph, cut_products
-from hotset.model.operations import Cutoff, Embed, Linear, SelectOutputs, Value
-from hotset.parameters import real_number
-from hotset.placement.machine import (
-    keep,
-    known,
-    machine_file,
-    processor_name,
-)
+from hotset.model.operations import Cutoff, Ffn, Linear, Value, has_zeros, one_matrix
+from hotset.placement.table import CPU
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.reporter import Reporter
+    from hotset.formats.gguf import TensorInfo
+    from hotset.placement.table import Placement
     from hotset.sparsity.thresholds import Thresholds
 
-_KEPT = 0.5
-_SECONDS = 0.4  # of the measurement
 _NARROWEST, _WIDEST = 256, 4096
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 27  # more than most caches hold
-_OTHERS = GGMLType.Q4_0  # the type whose rates are taken for those of types without a layout by channel
+OTHERS = GGMLType.Q4_0  # the type whose rates are taken for those of types without a layout by channel
+_BITS = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q4_1: 4, GGMLType.Q4_K: 4}  # of a code on a device
 _SPLIT = 0.2  # of the time of gate and up: what it costs to compute gates first, and then ups here and there
 _LIST_S = 1e-9  # for each input: to find which of them are not zero
 _LEAST_GAIN = 0.05  # of a matrix's time: for less a copy is not worth its room
@@ -80,14 +66,15 @@ class Workload:
         types = dict.fromkeys(_measured_as(info.type) for info in infos)
         return tuple(cls(type, width, n_bytes) for type in types)
 
-    def told(self) -> str:
-        """For a key of machine.json."""
-        return f"channels {LAYOUT} {self.type.name}, {self.width} wide, {self.n_bytes >> 20} MB"
-
 
 def _measured_as(type: GGMLType) -> GGMLType:
-    """The type whose rates are taken for those of another."""
-    return type if type in TYPES_BY_CHANNEL else _OTHERS
+    """The type whose rates are taken for those of another on the CPU."""
+    return type if type in TYPES_BY_CHANNEL else OTHERS
+
+
+def device_type(type: GGMLType) -> GGMLType:
+    """The same on a device, which has floats, and other types, by row alone."""
+    return type if type in _BITS else OTHERS
 
 
 def _power_of_two(n: int) -> int:
@@ -100,6 +87,9 @@ class ChannelRates:
 
     rows: float
     channels: float
+
+
+Rates = Mapping[GGMLType, ChannelRates]
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class ChannelPlan:
     rows.
 
     whole: up matrices of which every row is read, though gates are cut: leaving some out does not pay.
-    on_device: those that devices hold by channel (placement/device_channels.py).
+    on_device: those that devices hold by channel (with_devices).
     """
 
     gains: tuple[ChannelGain, ...]
@@ -179,7 +169,7 @@ def plan_channels(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
-    rates: Mapping[GGMLType, ChannelRates],
+    rates: Rates,
     layers: Collection[int] | None = None,
 ) -> ChannelPlan:
     """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less.
@@ -226,121 +216,87 @@ def _gain(
     return ChannelGain(tensor, kept, by_neuron, n_bytes, read, n_bytes / rates.rows, read / rates.channels)
 
 
-# -- how fast this machine reads rows and channels ------------------------------------------------
+# -- on devices ----------------------------------------------------------------------------------
 
 
-def channel_rates(
-    works: Iterable[Workload],
-    n_threads: int | None = None,
+def with_devices(
+    plan: ChannelPlan,
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    thresholds: Thresholds,
+    placement: Placement,
+    rates: Sequence[Rates],
+) -> ChannelPlan:
+    """A plan of the CPU's matrices with those of the devices, whose rates these are."""
+    of_layer = {i: rates[place.device] for i, place in enumerate(placement.layers) if place.device != CPU}
+    split = frozenset(i for i, place in enumerate(placement.layers) if place.is_split)
+    gains = plan_device_channels(graph, tensors, thresholds, of_layer, split)
+    on_device = frozenset(gain.tensor for gain in gains if gain.pays and not gain.by_neuron)
+    return replace(plan, gains=(*plan.gains, *gains), on_device=on_device)
+
+
+def plan_device_channels(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    thresholds: Thresholds,
+    rates: Mapping[int, Rates],
+    split: frozenset[int] = frozenset(),
+) -> list[ChannelGain]:
+    """What leaving out zeros gains in the layers of devices, matrix by matrix.
+
+    rates: of each of these layers those of its device. split: layers whose neurons are shared with the CPU.
+    """
+    cutoff_of = cutoffs_by_value(graph)
+    gains: dict[str, ChannelGain] = {}
+    for op in cut_products(graph):
+        kept = thresholds.kept(op.layer, cutoff_of[op.x])
+        if op.layer in rates and kept is not None and _can_be_on_device(tensors[op.weight], op):
+            gains[op.weight] = _gain_on_device(op, tensors, kept, rates[op.layer])
+    for ffn in graph.ffns:
+        if ffn.layer in rates and ffn.route is None:
+            _decide_ffn(ffn, tensors, thresholds, rates[ffn.layer], gains, is_split=ffn.layer in split)
+    return list(gains.values())
+
+
+def _decide_ffn(
+    ffn: Ffn,
+    tensors: Mapping[str, TensorInfo],
+    thresholds: Thresholds,
+    rates: Rates,
+    gains: dict[str, ChannelGain],
     *,
-    progress: Reporter | None = None,
-    path: Path | None = None,
-) -> dict[GGMLType, ChannelRates]:
-    """What is known of this CPU, measured where it is not. path: the file to keep it in."""
-    return {work.type: _rates(work, n_threads, progress, path) for work in works}
+    is_split: bool,
+) -> None:
+    """Of gate and up: both by channel, or the rows of up that the gate leaves."""
+    ops = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+    both = [gains.pop(op.weight) for op in ops if op.weight in gains]
+    one_by_one = has_zeros(ffn.gate_act.kind) or ffn.mask is not None or is_split
+    kept = thresholds.kept(ffn.layer, "gate") if ffn.gate_cut is not None and ffn.gate is not None else None
+    by_row: list[ChannelGain] = []
+    if kept is not None:
+        up = ops[-1]
+        n_bytes, own = up.matrix_bytes(tensors), rates[device_type(tensors[up.weight].type)].rows
+        by_row.append(_gain(up.weight, kept, True, n_bytes, kept * n_bytes, ChannelRates(own, own)))
+    by_channel = 0.0
+    if len(both) == len(ops) and not one_by_one and all(gain.pays for gain in both):
+        by_channel = sum(gain.rows_s - gain.kept_s for gain in both)
+    chosen = both if by_channel > sum(gain.rows_s - gain.kept_s for gain in by_row) else by_row
+    gains.update({gain.tensor: gain for gain in chosen})
 
 
-def _rates(
-    work: Workload, n_threads: int | None, progress: Reporter | None, path: Path | None
-) -> ChannelRates:
-    n_threads = n_threads or usable_cores()
-    path = path or machine_file()
-    version = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("hotset")
-    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), work.told(), version])
-    return measured_once(path, key, lambda: _measure(n_threads, work), "this machine", work, progress)
+def _can_be_on_device(info: TensorInfo, op: Linear) -> bool:
+    from hotset.backends.gpu import matrix
+
+    return matrix.can_be_by_channel(info.type, op.out.width)
 
 
-def measured_once(
-    path: Path,
-    key: str,
-    measure: Callable[[], ChannelRates],
-    who: str,
-    work: Workload,
-    progress: Reporter | None,
-) -> ChannelRates:
-    """What machine.json, at path, has under a key, or what `measure` finds, which is kept. who: reads."""
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
-        before = ChannelRates(**known(path)[key])
-        if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
-            return before
-    if progress is not None:
-        progress.say(f"Measuring how fast {who} reads rows and channels of {work.type.name}, once.")
-    measured = measure()
-    keep(path, key, asdict(measured))
-    return measured
+def _gain_on_device(op: Linear, tensors: Mapping[str, TensorInfo], kept: float, rates: Rates) -> ChannelGain:
+    n_bytes, type = op.matrix_bytes(tensors), tensors[op.weight].type
+    read = read_on_device(type, op.x.width * op.out.width, n_bytes, kept)
+    return _gain(op.weight, kept, False, n_bytes, read, rates[device_type(type)])
 
 
-class _Weights:
-    """Matrices of one type and width with their copies by channel, and an input half of which is zero: a
-    WeightSource."""
-
-    def __init__(self, type: GGMLType, width: int, n_matrices: int) -> None:
-        self.tensors: dict[str, TensorInfo] = {}
-        self._data: dict[str, np.ndarray] = {}
-        zero = np.random.default_rng(0).random(width) >= _KEPT
-        self._add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
-        info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
-        # Whatever such bytes stand for, as a float16 scale they are small and finite.
-        rows, copy = (np.full(n, 0x11, np.uint8) for n in (info.nbytes, sum(copy_bytes(info))))
-        for i in range(n_matrices):
-            self._add(f"{i}.weight", info.shape, type, rows)
-            self._add(f"{i}_c.blocks", copy_shape(info), GGMLType.I8, copy)
-
-    def _add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
-        flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        pages = mmap.mmap(-1, flat.nbytes)
-        if hasattr(
-            mmap, "MADV_NOHUGEPAGE"
-        ):  # NumPy's own memory is in huge pages, which a mapped file is not
-            with contextlib.suppress(OSError):
-                pages.madvise(mmap.MADV_NOHUGEPAGE)
-        self._data[name] = np.frombuffer(pages, np.uint8)
-        self._data[name][:] = flat
-        self.tensors[name] = TensorInfo(name, shape, type, self._data[name].nbytes, 0)
-
-    def data(self, name: str) -> np.ndarray:
-        return self._data[name]
-
-    def check(self) -> None:
-        pass  # memory stays as it is
-
-
-def _measure(n_threads: int, work: Workload) -> ChannelRates:
-    width = work.width
-    n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))
-    weights, graph = _Weights(work.type, width, n_matrices), Graph()
-    x = graph.add(Embed(graph.value("embedding", width), "x"))
-    outs = []
-    for i in range(n_matrices):
-        out = graph.value(f"out {i}", width)
-        linear = Linear(out, x, f"{i}.weight", by_channel=f"{i}_c.blocks")
-        outs.append(graph.add(linear))
-    graph.add(SelectOutputs(graph.value("logits", width), outs[-1]))
-    codes, scales = copy_bytes(weights.tensors["0.weight"])
-    n_bytes = {False: codes + scales, True: codes * _KEPT + scales}
-    zero = np.zeros(1, np.int32)
-    batch = Batch(zero, zero, zero, zero[None], zero)
-    runtime = new_runtime(n_threads)
-    opened: dict[bool, CpuBackend] = {}
-    try:
-        for sparse in (False, True):
-            opened[sparse] = CpuBackend(
-                weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=runtime,
-                channel_rates={work.type: 1 / _KEPT},
-            )  # fmt: skip
-            opened[sparse].step(batch)
-        # The least of each, in turn: whoever else is at work makes it no slower than it is.
-        least, until = {False: math.inf, True: math.inf}, time.perf_counter() + _SECONDS
-        while least[True] == math.inf or time.perf_counter() < until:
-            for sparse, backend in opened.items():
-                begun = time.perf_counter()
-                backend.step(batch)
-                least[sparse] = min(least[sparse], time.perf_counter() - begun)
-    finally:
-        for backend in opened.values():
-            backend.close()
-        runtime.close()
-    rates = {sparse: n_matrices * n_bytes[sparse] / least[sparse] for sparse in opened}
-    return ChannelRates(rates[False], rates[True])
+def read_on_device(type: GGMLType, n_weights: int, n_bytes: int, kept: float) -> float:
+    """Of so many bytes of weights those of the channels that are kept, and all scales."""
+    codes = n_weights * _BITS[type] // 8 if type in _BITS else n_bytes
+    return n_bytes - codes * (1 - kept)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotset import _core
 from hotset.errors import ReadError
-from hotset.placement.machine import keep, known, machine_file, processor_name
+from hotset.placement.machine import once, processor_name
 from hotset.reporter import Reporter
 
 _SIZES = (4096, 16384, 65536, 524288)
@@ -70,14 +71,17 @@ def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | N
     """What is known of the disk of a file, measured where it is not; path: where it is kept."""
     if file.stat().st_size < _SMALLEST_FILE:
         return USUAL
-    path = path or machine_file()
     key = f"{processor_name()} | disk {os.stat(file).st_dev} | {os.cpu_count()} threads"
-    if key in (all_ := known(path)):
-        with contextlib.suppress(TypeError, ValueError, IndexError):
-            made = DiskRates(**all_[key])
-            return DiskRates(made.ring, made.depth, tuple((int(a), float(b)) for a, b in made.rates))
-    if progress is not None:
-        progress.say("Measuring how this disk is read best, once.")
+
+    def kept(found: dict[str, Any]) -> DiskRates:
+        rates = tuple((int(size), float(rate)) for size, rate in found["rates"])
+        return DiskRates(found["ring"], found["depth"], rates)
+
+    said = "Measuring how this disk is read best, once."
+    return once(key, kept, lambda: _measure(file), said, progress, path)
+
+
+def _measure(file: Path) -> DiskRates:
     best: DiskRates | None = None
     for ring, depth in _CANDIDATES:
         try:
@@ -89,5 +93,4 @@ def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | N
         if best is None or rates[1][1] > best.rates[1][1]:
             best = DiskRates(ring, depth, rates)
     assert best is not None
-    keep(path, key, asdict(best))
     return best

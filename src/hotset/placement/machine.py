@@ -1,13 +1,4 @@
-"""How fast this machine is, measured once: what placement reckons with.
-
-    cpu_read         bytes per second of an FFN's matrices when every row is computed, one after the other
-    cpu_gather       the same of a tenth of the neurons, here and there, as cold ones that fire are
-    *_busy           while the device works too: both may share memory, power and the bus
-    read, read_busy  of a device's matrices, by its matrix-vector kernel
-    launch, sync     seconds of a kernel that does nothing, and of a round trip to the CPU (handshake.py)
-    link             of experts that a kernel copies from the host's memory (gpu/experts_fetch.py), 0: none
-    link_busy        the same while the CPU reads; cpu_read_link: cpu_read meanwhile
-    cpu_many         bytes times tokens, of products for many tokens
+"""How fast this machine is, measured once: what placement reckons with (table.DeviceRates).
 
 All are measured with the operations that run later, on weights of Q4_0. The results are kept in machine.json
 in the folder of the store, under a key that names the processor, its threads and kernels, the device and the
@@ -18,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import statistics
 import sys
@@ -26,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -51,9 +43,8 @@ from hotset.model.operations import (
     SelectOutputs,
     TransposedLinear,
 )
-from hotset.offload.misses import MissRates
 from hotset.placement.cards import Card
-from hotset.placement.table import DeviceRates, Rates
+from hotset.placement.table import DeviceRates
 from hotset.storage.store import home
 
 if TYPE_CHECKING:
@@ -70,28 +61,10 @@ _MANY = 64  # tokens: of a prompt that want one expert
 _SECONDS = 0.3  # of each measurement
 _TURNS = 4  # over the matrices of a device, between two waits for it
 _TYPE = GGMLType.Q4_0
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One device beside this CPU, as machine.json keeps it; context: bytes its runtime takes by itself."""
-
-    cpu_read: float
-    cpu_gather: float
-    cpu_read_busy: float
-    cpu_gather_busy: float
-    read: float
-    read_busy: float
-    launch: float
-    sync: float
-    context: int
-    cpu_many: float
-    link: float
-    link_busy: float
-    cpu_read_link: float
-
-
-STAND_IN = Measured(
+STAND_IN = DeviceRates(
     cpu_read=50e9,
     cpu_gather=30e9,
     cpu_read_busy=45e9,
@@ -113,12 +86,12 @@ STAND_IN = Measured(
 _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 
 
-def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> Measured:
+def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> DeviceRates:
     """A card that is not in this machine, beside this CPU: the CPU's rates are measured once, the card's
     follow from its data sheet, and how both disturb each other is that of STAND_IN."""
     cpu = _cpu_rates(n_threads, progress)
     read, link = _OF_BANDWIDTH * card.bandwidth * 1e9, _OF_LINK * card.link * 1e9
-    return Measured(
+    return DeviceRates(
         cpu_read=cpu["read"],
         cpu_gather=cpu["gather"],
         cpu_read_busy=cpu["read"] * STAND_IN.cpu_read_busy / STAND_IN.cpu_read,
@@ -139,50 +112,30 @@ def _cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, fl
     """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
     bytes times tokens per second of products for many tokens ("many")."""
     n_threads = n_threads or usable_cores()
-    path, key = machine_file(), f"{processor_name()} | {n_threads} threads | {_core.isa()} | without a device"
-    found = known(path).get(key)
-    if isinstance(found, dict) and found.keys() == {"read", "gather", "many"}:
-        return found
-    if progress is not None:
-        progress.say("Measuring this processor, once.")
-    with _Cpu(n_threads) as cpu:
-        measured = {
-            "read": cpu.rate(_SECONDS, sparse=False),
-            "gather": cpu.rate(_SECONDS, sparse=True),
-            "many": cpu.many(_SECONDS),
-        }
-    keep(path, key, measured)
-    return measured
+    key = f"{processor_name()} | {n_threads} threads | {_core.isa()} | without a device"
+
+    def kept(found: dict[str, float]) -> dict[str, float]:
+        return {name: found[name] for name in ("read", "gather", "many")}
+
+    def measure() -> dict[str, float]:
+        with _Cpu(n_threads) as cpu:
+            read, gather = cpu.rate(_SECONDS, sparse=False), cpu.rate(_SECONDS, sparse=True)
+            return {"read": read, "gather": gather, "many": cpu.many(_SECONDS)}
+
+    return once(key, kept, measure, "Measuring this processor, once.", progress)
 
 
-def rates_of(measured: Sequence[Measured]) -> Rates:
-    """What placement takes: the CPU as it is beside the busiest of the devices."""
-    return Rates(
-        cpu_read=max(m.cpu_read for m in measured),
-        cpu_gather=max(m.cpu_gather for m in measured),
-        cpu_read_busy=min(m.cpu_read_busy for m in measured),
-        cpu_gather_busy=min(m.cpu_gather_busy for m in measured),
-        devices=tuple(DeviceRates(m.read, m.read_busy, m.launch, m.sync, miss_rates(m)) for m in measured),
-    )
-
-
-def miss_rates(measured: Measured) -> MissRates | None:
-    """By which the experts that a device lacks are divided; None: the CPU computes all of them.
-
-    HOTSET_EXPERT_MISSES forces one side: cpu, or fetch, as far as spare slots reach.
-    """
-    import os
-
-    forced = os.environ.get("HOTSET_EXPERT_MISSES")
-    if forced not in (None, "", "cpu", "fetch"):
+def force_misses(rates: DeviceRates) -> DeviceRates:
+    """HOTSET_EXPERT_MISSES forces who computes experts that a device lacks: cpu, or fetch, as far as spare
+    slots reach. Raises InvalidRequestError for anything else."""
+    forced = os.environ.get("HOTSET_EXPERT_MISSES") or ""
+    changed = {
+        "": rates, "cpu": replace(rates, link=0.0),
+        "fetch": replace(rates, cpu_many=1.0),  # which makes each expert dear
+    }  # fmt: skip
+    if forced not in changed:
         raise InvalidRequestError(f"HOTSET_EXPERT_MISSES must be cpu or fetch, not {forced!r}")
-    if measured.link <= 0 or forced == "cpu":
-        return None
-    rates = MissRates(
-        measured.cpu_read_busy, min(measured.cpu_read_link, measured.cpu_read_busy), measured.cpu_many,
-        measured.link, min(measured.link_busy, measured.link),
-    )  # fmt: skip
-    return replace(rates, cpu=1.0, cpu_beside=1.0, many=1.0) if forced == "fetch" else rates
+    return changed[forced]
 
 
 def measure(
@@ -192,7 +145,7 @@ def measure(
     progress: Reporter | None = None,
     anew: bool = False,
     path: Path | None = None,
-) -> Measured:
+) -> DeviceRates:
     """What is known of a device beside this CPU, measured where it is not (or `anew`); of a card that is not
     here, estimated.
 
@@ -205,20 +158,13 @@ def measure(
     if found.type == "cpu":
         return STAND_IN
     n_threads = n_threads or usable_cores()
-    path = path or machine_file()
-    key = device_key(found, n_threads)
-    before = known(path)
-    if not anew and key in before:
-        with contextlib.suppress(TypeError):  # of a version that measured other things
-            return Measured(**before[key])
-    if progress is not None:
-        progress.say(f"Measuring this machine with {device}, once.")
-    measured = _measure(found, n_threads)
-    keep(path, key, asdict(measured))
-    return measured
+    return once(
+        device_key(found, n_threads), lambda kept: DeviceRates(**kept), lambda: _measure(found, n_threads),
+        f"Measuring this machine with {device}, once.", progress, path, anew=anew,
+    )  # fmt: skip
 
 
-def _measure(device: torch.device, n_threads: int) -> Measured:
+def _measure(device: torch.device, n_threads: int) -> DeviceRates:
     with _Context(device) as context, _Cpu(n_threads) as cpu:
         loop = _DeviceLoop(device)
         cpu_read, cpu_gather = cpu.rate(_SECONDS, sparse=False), cpu.rate(_SECONDS, sparse=True)
@@ -235,21 +181,11 @@ def _measure(device: torch.device, n_threads: int) -> Measured:
                 cpu_read_link = cpu.rate(_SECONDS, sparse=False)
             link_busy = linked.rate
     # Noise must not make anything faster for being disturbed.
-    return Measured(
-        cpu_read,
-        cpu_gather,
-        min(cpu_read, cpu_read_busy),
-        min(cpu_gather, cpu_gather_busy),
-        read,
-        min(read, busy.rate),
-        launch,
-        sync,
-        context.n_bytes,
-        cpu_many,
-        link_rate,
-        min(link_rate, link_busy),
-        min(cpu_read, cpu_read_link),
-    )
+    return DeviceRates(
+        cpu_read, cpu_gather, min(cpu_read, cpu_read_busy), min(cpu_gather, cpu_gather_busy),
+        read, min(read, busy.rate), launch, sync, context.n_bytes,
+        cpu_many, link_rate, min(link_rate, link_busy), min(cpu_read, cpu_read_link),
+    )  # fmt: skip
 
 
 def _round_trip(device: torch.device) -> float:
@@ -262,8 +198,6 @@ def _round_trip(device: torch.device) -> float:
 def handshake(device: str, path: Path | None = None) -> ChosenKind:
     """How a device takes turns with the CPU (gpu/handshake.py): as it was found out once, on a CUDA device by
     processes that take some seconds, and kept in machine.json; or as HOTSET_HANDSHAKE says."""
-    import os
-
     import torch
 
     from hotset.backends.gpu.handshake import ChosenKind, choose_kind
@@ -285,37 +219,43 @@ def handshake(device: str, path: Path | None = None) -> ChosenKind:
 # -- the CPU -------------------------------------------------------------------------------------
 
 
-class _Weights:
-    """FFNs whose every neuron fires, so that a mask alone decides, as a WeightSource."""
+class HeldWeights:
+    """Tensors in memory, as a WeightSource."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._data: dict[str, np.ndarray] = {}
-        rng = np.random.default_rng(0)
-        self._add("x", np.full((2, _WIDTH), 1e-3, np.float32))
-        for i in range(_N_LAYER):
-            scores = np.where(rng.random((2, _N_FF)) < _ACTIVE, 1.0, -1.0).astype(np.float32)
-            self._add(f"blk.{i}.scores", scores)
-            for part in ("gate", "up", "down"):
-                self._add_matrix(f"blk.{i}.{part}")
 
-    def _add(self, name: str, values: np.ndarray) -> None:
-        self.tensors[name] = TensorInfo(name, values.shape[::-1], GGMLType.F32, values.nbytes, 0)
+    def add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
+        self.tensors[name] = TensorInfo(name, shape, type, values.nbytes, 0)
         self._data[name] = values.view(np.uint8).reshape(-1)
-
-    def _add_matrix(self, name: str) -> None:
-        layout = TYPES[_TYPE].block
-        assert layout is not None
-        blocks = np.empty(_N_FF * _WIDTH // 32, layout)
-        blocks["d"], blocks["qs"] = 2.0**-12, 0x99  # every value is 2^-12
-        self.tensors[name] = TensorInfo(name, (_WIDTH, _N_FF), _TYPE, blocks.nbytes, 0)
-        self._data[name] = blocks.view(np.uint8).reshape(-1)
 
     def data(self, name: str) -> np.ndarray:
         return self._data[name]
 
     def check(self) -> None:
         pass  # memory stays as it is
+
+
+def _ffn_weights() -> HeldWeights:
+    """Of FFNs whose every neuron fires, so that a mask alone decides."""
+    weights, rng = HeldWeights(), np.random.default_rng(0)
+    weights.add("x", (_WIDTH, 2), GGMLType.F32, np.full((2, _WIDTH), 1e-3, np.float32))
+    for i in range(_N_LAYER):
+        scores = np.where(rng.random((2, _N_FF)) < _ACTIVE, 1.0, -1.0).astype(np.float32)
+        weights.add(f"blk.{i}.scores", (_N_FF, 2), GGMLType.F32, scores)
+        for part in ("gate", "up", "down"):
+            weights.add(f"blk.{i}.{part}", (_WIDTH, _N_FF), _TYPE, _matrix(_N_FF))
+    return weights
+
+
+def _matrix(n_rows: int) -> np.ndarray:
+    """The bytes of rows of _WIDTH values, each 2^-12."""
+    layout = TYPES[_TYPE].block
+    assert layout is not None
+    blocks = np.empty(n_rows * _WIDTH // 32, layout)
+    blocks["d"], blocks["qs"] = 2.0**-12, 0x99
+    return blocks.view(np.uint8).reshape(-1)
 
 
 def _ffn_graph() -> Graph:
@@ -355,7 +295,7 @@ class _Cpu:
     """The CPU backend on synthetic FFNs."""
 
     def __init__(self, n_threads: int) -> None:
-        weights, graph = _Weights(), _ffn_graph()
+        weights, graph = _ffn_weights(), _ffn_graph()
         self._runtime = new_runtime(n_threads)
         self._backends = {
             sparse: CpuBackend(weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=self._runtime)
@@ -400,13 +340,19 @@ def cpu_rate(n_threads: int, seconds: float = 0.3) -> float:
 
 def median_seconds(work: Callable[[], object], seconds: float) -> float:
     """Of calls one after the other, for so many seconds in all."""
-    times: list[float] = []
+    return statistics.median(*times_in_turn([work], seconds))
+
+
+def times_in_turn(works: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """Seconds of each call of each work, in turn, for so many seconds in all, and three times at least."""
+    times: list[list[float]] = [[] for _ in works]
     until = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < until:
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    while len(times[-1]) < 3 or time.perf_counter() < until:
+        for work, own in zip(works, times, strict=True):
+            begun = time.perf_counter()
+            work()
+            own.append(time.perf_counter() - begun)
+    return times
 
 
 # -- a device ------------------------------------------------------------------------------------
@@ -469,11 +415,7 @@ class _DeviceLoop(_Loop):
         n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
         n_bytes = n_rows * row_bytes(_TYPE, _WIDTH)
         n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
-        layout = TYPES[_TYPE].block
-        assert layout is not None
-        blocks = np.empty(n_rows * _WIDTH // 32, layout)
-        blocks["d"], blocks["qs"] = 2.0**-12, 0x99
-        data = blocks.view(np.uint8).reshape(-1)
+        data = _matrix(n_rows)
         self._matrices = [
             DeviceMatrix.from_bytes(data, _TYPE, n_rows, _WIDTH, device) for _ in range(n_matrices)
         ]
@@ -676,6 +618,29 @@ def known(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError, FormatError):  # none yet, or damaged: measured again
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def once(
+    key: str,
+    kept: Callable[[Any], T],
+    measure: Callable[[], T],
+    said: str,
+    progress: Reporter | None = None,
+    path: Path | None = None,
+    *,
+    anew: bool = False,
+) -> T:
+    """What machine.json, at path, has under a key, as `kept` makes it of what is there, or what is measured
+    now and kept. kept: raises where that is damaged, or of another version. said: before it is measured."""
+    path = path or machine_file()
+    if not anew:
+        with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
+            return kept(known(path)[key])
+    if progress is not None:
+        progress.say(said)
+    measured = measure()
+    keep(path, key, measured if isinstance(measured, dict) else asdict(cast(Any, measured)))
+    return measured
 
 
 def keep(path: Path, key: str, measured: Mapping[str, Any]) -> None:

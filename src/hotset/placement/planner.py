@@ -30,7 +30,7 @@ from hotset.memory import free_memory
 from hotset.model.decoder import describe
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.cards import Card
-from hotset.placement.machine import measure, rates_of
+from hotset.placement.machine import force_misses, measure
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.reporter import Reporter
@@ -97,13 +97,13 @@ def place(
         _limit(device, one.context, settings.vram_budget)
         for device, one in zip(devices, measured, strict=True)
     ]
-    rates = rates_of(measured)
+    rates = Rates(tuple(map(force_misses, measured)))
     frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
     notes: list[str] = []
     n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.layers)
     is_short = n_bytes > free_memory() and any(_is_cuda(one) for one in devices)
     if n_bytes and (limited or is_short):
-        rates = replace(rates, devices=tuple(replace(device, misses=None) for device in rates.devices))
+        rates = replace(rates, devices=tuple(replace(device, link=0.0) for device in rates.devices))
         why = (
             "a budget of memory leaves them in the file" if limited else "its memory is too small to pin them"
         )

@@ -336,7 +336,7 @@ class Problem:
         ]  # fmt: skip
         cached = [own.n / max(n_all, 1) for own, n_all in zip(slots, n_experts, strict=True)]
         devices = tuple(
-            rates if own.n_spare else replace(rates, misses=None)
+            rates if own.n_spare else replace(rates, link=0.0)
             for rates, own in zip(self.rates.devices, slots, strict=True)
         )
         rates = replace(self.rates, devices=devices)

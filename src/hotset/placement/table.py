@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -112,34 +113,67 @@ class Placement:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """How fast a device is. read, read_busy: bytes per second of matrices, alone and while the CPU works too.
-    launch: seconds of one kernel before its first byte, in a captured step. sync: seconds of a round trip to
-    the CPU. misses: how fast experts are had that it lacks; None: the CPU computes them.
-    """
+    """How fast a device is, and this CPU beside it, as machine.json keeps it (placement/machine.py).
 
-    read: float
-    read_busy: float
-    launch: float
-    sync: float
-    misses: MissRates | None = None
-
-    @property
-    def ffn_launch(self) -> float:
-        """Seconds of the launches of one sparse FFN."""
-        return FFN_KERNELS * self.launch
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second of the CPU, alone and while devices work too: of rows one after the other (read) and
-    of rows here and there (gather); and the devices.
+    cpu_read, cpu_gather: bytes per second of rows one after the other, and of rows here and there; *_busy:
+    while the other side works too. read, read_busy: of the device's matrices. launch: seconds of one kernel
+    before its first byte, in a captured step. sync: of a round trip to the CPU. context: bytes that the
+    device's runtime takes by itself. cpu_many: bytes times tokens of products for many tokens. link: of
+    experts that the device copies from the host's memory, 0: it does not; link_busy: while the CPU reads;
+    cpu_read_link: cpu_read meanwhile.
     """
 
     cpu_read: float
     cpu_gather: float
     cpu_read_busy: float
     cpu_gather_busy: float
+    read: float
+    read_busy: float
+    launch: float
+    sync: float
+    context: int
+    cpu_many: float
+    link: float
+    link_busy: float
+    cpu_read_link: float
+
+    @property
+    def ffn_launch(self) -> float:
+        """Seconds of the launches of one sparse FFN."""
+        return FFN_KERNELS * self.launch
+
+    @cached_property
+    def misses(self) -> MissRates | None:
+        """By which the experts that a device lacks are divided; None: the CPU computes all of them."""
+        if self.link <= 0:
+            return None
+        return MissRates(
+            self.cpu_read_busy, min(self.cpu_read_link, self.cpu_read_busy), self.cpu_many,
+            self.link, min(self.link_busy, self.link),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of all devices, and of the CPU as it is beside the busiest of them."""
+
     devices: tuple[DeviceRates, ...]
+
+    @cached_property
+    def cpu_read(self) -> float:
+        return max(device.cpu_read for device in self.devices)
+
+    @cached_property
+    def cpu_gather(self) -> float:
+        return max(device.cpu_gather for device in self.devices)
+
+    @cached_property
+    def cpu_read_busy(self) -> float:
+        return min(device.cpu_read_busy for device in self.devices)
+
+    @cached_property
+    def cpu_gather_busy(self) -> float:
+        return min(device.cpu_gather_busy for device in self.devices)
 
 
 @dataclass(frozen=True)
