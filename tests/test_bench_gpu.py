@@ -27,7 +27,7 @@ from ledger import Ledger, run_within
 
 import hotset
 from hotset.errors import OutOfMemoryError
-from hotset.placement import machine, table
+from hotset.placement import machine, planner, table
 
 STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
 
@@ -260,7 +260,7 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     """A context of 500 MB beside a model of some kilobytes: half of the model is no budget."""
     measured = machine.measure
     monkeypatch.setattr(
-        machine, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
+        planner, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
     )
     n_vocab = len(vocabulary()["tokenizer.ggml.tokens"])
     path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())

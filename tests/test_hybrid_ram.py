@@ -34,7 +34,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.overlay import Overlay  # noqa: E402
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.loading import decide, open_model  # noqa: E402
+from hotset.loader.build import open_model, plan_model  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
@@ -253,7 +253,7 @@ def beside(path: Path, what: str, **more: Any) -> dict[str, Any]:
 
 def least_of(path: Path, settings: dict[str, Any]) -> int:
     with open_model(path, LoadSettings(**settings, ram_budget=1)) as opened:
-        decided = decide(opened)
+        decided = plan_model(opened)
         decided.weights.close()
     assert decided.ram is not None
     return decided.ram.least
@@ -329,7 +329,7 @@ def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
 ) -> None:
     settings = beside(model, "neurons")
     least = least_of(model, settings)
-    monkeypatch.setattr("hotset.loading.free_memory", lambda: int(least / 0.9) + 1)
+    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
     with pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"):
         loaded = hotset.load(model, **settings)
@@ -340,7 +340,7 @@ def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
 
 def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers of the CPU its keys and values are in the budget."""
-    monkeypatch.setattr("hotset.loading._SMALLEST_DEFAULT_N_CTX", 64)
+    monkeypatch.setattr("hotset.loader.build.SMALLEST_DEFAULT_N_CTX", 64)
     settings = beside(model, "layers")
     shortest = least_of(model, settings | {"n_ctx": 64})
     assert shortest < least_of(model, settings | {"n_ctx": 256})

@@ -30,7 +30,7 @@ LAYERS = (
     ("settings",),
     ("placement",),
     ("engine", "convert", "report"),
-    ("generation", "loading"),
+    ("generation", "loader"),
     ("api",),
     ("evaluation", "training", "server"),
     ("scale",),
@@ -135,8 +135,9 @@ SLOW = {
 }  # fmt: skip
 # ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
 LOADED_BY_EVERY_START = {
-    "api", "loading", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress",
-    "cli.run", "placement.detect", "sparsity.modes", "sparsity.profile", "sparsity.sidecar", "storage.names",
+    "api", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress", "cli.run",
+    "loader.build", "loader.decide", "placement.detect", "sparsity.modes", "sparsity.profile",
+    "sparsity.sidecar", "storage.names",
 }  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
 
 
 def test_the_api_is_what_a_model_does() -> None:
-    """How one is opened, decided on and built stands in loading.py."""
+    """How one is opened, decided on and built stands in loader/."""
     assert len((ROOT / "api.py").read_text("utf-8").splitlines()) < 500
 
 

@@ -17,7 +17,7 @@ import hotset
 from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
-from hotset.loading import decide, open_model
+from hotset.loader.build import open_model, plan_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
 from hotset.settings import LoadSettings
@@ -42,7 +42,7 @@ def tokens_of(model: hotset.Model) -> list[int]:
 
 def least_of(model: Path, **settings: Any) -> int:
     with open_model(model, LoadSettings(ram_budget=1, **settings)) as opened:
-        decided = decide(opened)
+        decided = plan_model(opened)
         decided.weights.close()
     assert decided.ram is not None
     return decided.ram.least
@@ -98,14 +98,14 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = least_of(model, n_ctx=64, max_batch=4)
-    monkeypatch.setattr("hotset.loading.free_memory", lambda: int(least / 0.9) + 1)
+    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
     with (
         pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"),
         hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded,
     ):
         assert loaded.ram is not None
-    monkeypatch.setattr("hotset.loading.free_memory", lambda: least // 2)
+    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: least // 2)
     with hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded:
         assert loaded.ram is None  # it would not fit: the system does what it can
 

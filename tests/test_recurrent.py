@@ -417,17 +417,17 @@ def test_show_and_devices_know_of_states(path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_states_count_as_the_cache_does(gguf: GGUFFile) -> None:
-    from hotset import loading
+    from hotset.loader.decide import context
 
     config = config_from_gguf(gguf)
     cost = Cost(describe(config, gguf.tensors), gguf.tensors)
     cost.state_bytes = 10_000_000
 
     free = 1000 + 256 * cost.kv_bytes_per_token("f16") + 12 * cost.state_bytes
-    assert loading._context(LoadSettings(n_ctx=256), config, cost, free, 1000) == 256
-    assert loading._context(LoadSettings(), config, cost, free, 1000) == 256
+    assert context(LoadSettings(n_ctx=256), config, cost, free, 1000) == 256
+    assert context(LoadSettings(), config, cost, free, 1000) == 256
     with pytest.raises(OutOfMemoryError, match="lower n_ctx"):
-        loading._context(LoadSettings(n_ctx=256), config, cost, free - 2000, 1000)
+        context(LoadSettings(n_ctx=256), config, cost, free - 2000, 1000)
 
 
 def test_too_few_slots_are_a_sentence(gguf: GGUFFile) -> None:

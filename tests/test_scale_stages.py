@@ -35,7 +35,8 @@ from hotset.errors import (
     StepCancelledError,
 )
 from hotset.formats.gguf import open_gguf
-from hotset.loading import Opened, decide, open_model
+from hotset.loader.build import open_model, plan_model
+from hotset.loader.decide import Opened
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
@@ -363,15 +364,15 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
 def test_whoever_cuts_a_model_over_machines_needs_no_memory_for_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("hotset.loading.free_memory", lambda: 1)
+    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: 1)
     with pytest.raises(OutOfMemoryError, match="a context of 128 tokens needs a cache"):
-        decide(open_model(path, SETTINGS))
+        plan_model(open_model(path, SETTINGS))
     with warnings.catch_warnings(), closing(open_model(path, SETTINGS).gguf) as gguf:
         warnings.simplefilter("error")
-        decided = decide(Opened(SETTINGS, gguf, config_from_gguf(gguf), ()), mapped=True)
+        decided = plan_model(Opened(SETTINGS, gguf, config_from_gguf(gguf), ()), mapped=True)
         assert (decided.n_ctx, decided.ram) == (128, None)
         asked = Opened(replace(SETTINGS, n_ctx=None), gguf, config_from_gguf(gguf), ())
-        assert decide(asked, mapped=True).n_ctx == decided.config.n_ctx_train
+        assert plan_model(asked, mapped=True).n_ctx == decided.config.n_ctx_train
 
 
 def test_an_error_arrives_as_it_was():

@@ -16,7 +16,7 @@ from test_api_sparse import write_sparse
 import hotset
 from hotset import LoadSettings
 from hotset.cli import options
-from hotset.loading import build, decide, open_model
+from hotset.loader.build import build, open_model, plan_model
 from hotset.reporter import Reporter
 
 
@@ -123,7 +123,7 @@ def test_open_decide_build(tmp_path: Path) -> None:
     file = write_sparse(tmp_path / "m.gguf", dialect="gguf")
     with open_model(file, LoadSettings(backend="reference")) as opened:
         assert opened.devices == ()
-        decided = decide(opened.with_settings(n_ctx=70, n_seqs=2))
+        decided = plan_model(opened.with_settings(n_ctx=70, n_seqs=2))
         assert (decided.n_ctx, decided.n_pages) == (70, 4)
         assert (decided.choice.mode, decided.placement) == ("exact", None)
         same, backend = build(decided)

@@ -30,7 +30,8 @@ from hotset.generation import (
     sampling_params,
     template_variables,
 )
-from hotset.loading import Decided, Opened, build, decide, open_backend, open_model
+from hotset.loader.build import build, open_backend, open_model, plan_model
+from hotset.loader.decide import Decided, Opened
 from hotset.parameters import shown
 from hotset.settings import LoadSettings, ModelPath, taking
 
@@ -64,7 +65,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = decide(opened)
+        decided = plan_model(opened)
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -81,7 +82,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = decide(opened)
+        decided = plan_model(opened)
         decided.weights.close()
         return decided.placement
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # as pytest does for the tests
 
 import hotset
 from hotset.errors import DeviceError, ReadError
-from hotset.loading import decide, open_model
+from hotset.loader.build import open_model, plan_model
 from hotset.placement import ram
 from hotset.settings import LoadSettings
 
@@ -141,7 +141,7 @@ def least_budget(path: Path, **settings: Any) -> float:
     """In GiB: the smallest that works."""
     settings = {"n_ctx": N_CTX, "backend": "cpu", **settings}
     with open_model(path, LoadSettings(**settings, ram_budget=1e3)) as opened:
-        decided = decide(opened)
+        decided = plan_model(opened)
         decided.weights.close()
     assert decided.ram is not None
     return decided.ram.least / 2**30

@@ -199,6 +199,7 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.memory._LIMITS": (),
             "hotset.storage.store.usable_memory": lambda: memory.total,
             "hotset.placement.ram.own_memory": lambda: facts["program"],
+            "hotset.loader.build.own_memory": lambda: facts["program"],
             "hotset.cores.usable_cores": lambda: facts["cores"],
             "hotset.backends.cpu.backend.usable_cores": lambda: facts["cores"],
             "hotset.placement.machine.usable_cores": lambda: facts["cores"],

@@ -17,7 +17,7 @@ from hotset.errors import DeviceError
 from hotset.files import check_target
 from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
-from hotset.loading import decide, open_model
+from hotset.loader.build import open_model, plan_model
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
 from hotset.placement.detect import detect_gpu
 from hotset.placement.table import CPU
@@ -148,7 +148,7 @@ def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Plac
     with open_model(path, own) as opened:
         if card is not None:
             opened = replace(opened, settings=settings, devices=(card,))
-        decided = decide(opened)
+        decided = plan_model(opened)
         decided.weights.close()
     if decided.ram is None:
         return decided.placement, None

@@ -18,7 +18,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
-from hotset.loading import open_model
+from hotset.loader.build import open_model
 from hotset.report.bars import percent
 from hotset.report.layers import expert_table, profile_table
 from hotset.scale.profile import profile_on_ray

@@ -14,7 +14,7 @@ from hotset.cli.profile import loaded_exact, mean_share, sequences
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
-from hotset.loading import open_model
+from hotset.loader.build import open_model
 from hotset.report.activity import GRID, PUBLISHED, Observer, curves_of, median
 from hotset.report.bars import percent
 from hotset.report.experts import drift_of, hotness_of

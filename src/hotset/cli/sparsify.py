@@ -22,7 +22,7 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
-from hotset.loading import open_model
+from hotset.loader.build import open_model
 from hotset.report.bars import percent
 from hotset.settings import LoadSettings
 from hotset.storage import resolve

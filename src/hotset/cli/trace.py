@@ -14,7 +14,7 @@ from hotset.cli.profile import sequences
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target
-from hotset.loading import open_model
+from hotset.loader.build import open_model
 from hotset.report.layers import replay_table
 from hotset.sparsity.recorder import record
 from hotset.sparsity.replay import SHARES, policies, replay

@@ -16,6 +16,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import OutOfMemoryError
+from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
@@ -80,11 +81,13 @@ class RamPlan:
         }
 
 
-def context_that_fits(limit: int, graph: Graph, weights: Overlay, kv_bytes: int, *, sparse: bool) -> int:
-    """Tokens of a context, of kv_bytes each, that leave most of a limit to rows, and none to stream; whole
+def context_that_fits(
+    n_bytes: int, graph: Graph, tensors: Mapping[str, TensorInfo], kv_bytes: int, *, sparse: bool
+) -> int:
+    """Tokens of a context, of kv_bytes each, that leave most of n_bytes to rows, and none to stream; whole
     pages."""
-    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
-    left = limit - own_memory() - sizes.resident - sizes.least
+    sizes = sizes_of(graph, tensors, sparse=sparse)
+    left = n_bytes - sizes.resident - sizes.least
     return max(int(left * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE, 0)
 
 

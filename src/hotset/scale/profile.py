@@ -18,7 +18,7 @@ import numpy as np
 
 from hotset.api import load_opened
 from hotset.errors import InvalidRequestError
-from hotset.loading import open_model
+from hotset.loader.build import open_model
 from hotset.scale.cluster import check_installed, connect, machines
 from hotset.scale.shards import check_mark, on_machines, parts_of
 from hotset.settings import LoadSettings

@@ -32,7 +32,8 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.escaping import clause
-from hotset.loading import Decided, decide, open_model
+from hotset.loader.build import open_model, plan_model
+from hotset.loader.decide import Decided
 from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
@@ -70,7 +71,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
     opened = open_model(model, replace(settings, backend="cpu"))
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = decide(opened, mapped=True)
+        decided = plan_model(opened, mapped=True)
         undone.callback(decided.weights.close)
         if decided.n_states:
             raise UnsupportedModelError(

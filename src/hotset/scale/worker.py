@@ -24,7 +24,7 @@ from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.loading import decide, open_model
+from hotset.loader.build import open_model, plan_model
 from hotset.placement.machine import cpu_rate
 from hotset.scale.frames import Bounds, Channel, Failed, Kind, LinkError, Message, Passed, encode
 from hotset.scale.links import ENTERS, LEAVES, LOST, START_SECONDS, Address, Inlet, joined
@@ -78,7 +78,7 @@ class StageWorker:
                 raise InvalidRequestError(
                     f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
                 )
-            decided = decide(opened, mapped=True)
+            decided = plan_model(opened, mapped=True)
             self._undone.callback(decided.weights.close)
             self._stage = CpuBackend(
                 decided.weights,

@@ -43,7 +43,7 @@ from hotset.formats.gguf import Dialect, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.formats.quants import TYPES, GGMLType, fitting, quantize, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
-from hotset.loading import build, open_model
+from hotset.loader.build import build, open_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import Add, LayerNorm

@@ -38,7 +38,7 @@ from hotset.backends.torch.graph import TorchGraph
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target, write_whole
-from hotset.loading import build, open_model
+from hotset.loader.build import build, open_model
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.reporter import Reporter

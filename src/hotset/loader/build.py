@@ -1,0 +1,351 @@
+"""From a name to what computes it: files are opened, this machine is measured, a backend is built.
+
+    opened = open_model("model.gguf", LoadSettings(n_ctx=512))
+    decided = plan_model(opened)
+    decided, backend = build(decided)
+
+What is decided on the way, decide.py says. Whoever calls them closes what they gave.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hotset.backends.base import Backend
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.errors import (
+    DeviceError,
+    HotsetError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
+from hotset.formats.gguf import open_gguf
+from hotset.formats.source import WeightSource
+from hotset.loader.decide import (
+    SMALLEST_DEFAULT_N_CTX,
+    Decided,
+    MachineFacts,
+    Opened,
+    cache_bytes,
+    channel_work,
+    cpu_graph,
+    cpu_layers,
+    decide,
+    with_channels,
+    with_ram,
+)
+from hotset.memory import free_memory, own_memory
+from hotset.model.config import config_from_gguf
+from hotset.model.cost import Cost
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum
+from hotset.placement import detect
+from hotset.settings import LoadSettings, ModelPath
+from hotset.sparsity.modes import Choice, choose, open_channels, prepare
+from hotset.sparsity.profile import Profile, profile_path
+from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.thresholds import Thresholds, thresholds_path
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hotset.offload.weight_store import StoredWeights
+    from hotset.placement.cards import Card
+    from hotset.placement.ram import RamPlan
+    from hotset.placement.table import Placement
+
+_CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
+
+
+def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
+    """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
+
+    Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
+    ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
+    """
+    devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
+    if unused is not None:
+        _warn(unused)
+    path = Path(model)
+    if not path.is_file():
+        from hotset.storage import resolve
+
+        path = resolve(model)
+    gguf = open_gguf(path)
+    try:
+        config = config_from_gguf(gguf, activation=settings.activation)
+    except BaseException:
+        gguf.close()
+        raise
+    return Opened(settings, gguf, config, devices)
+
+
+def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
+    """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
+    context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
+
+    Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
+    where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
+    the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
+    """
+    settings, gguf, config = opened.settings, opened.gguf, opened.config
+    thresholds = _thresholds(opened)
+    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
+    profile = _profile(settings, choice, opened.devices)
+    counted = profile if choice.spec is not None else None
+    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, by_channel=False)
+    try:
+        machine = MachineFacts(math.inf if mapped else free_memory(), own_memory())
+        decided = decide(opened, choice, prepared, machine)
+        if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
+            asked = f"a context of {settings.n_ctx} tokens"
+            _warn(f"{asked} is longer than the {usual} that the model was trained for")
+        if thresholds is None and (unused := thresholds_path(gguf.path)).is_file():
+            decided.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
+        return _with_channels(_shared_out(decided, opened.devices, profile))
+    except BaseException:
+        prepared.weights.close()
+        raise
+
+
+def build(decided: Decided) -> tuple[Decided, Backend]:
+    """The backend that computes what was decided; without the placement, where nobody asked for a device and
+    that which was found cannot be used. `weights` and file stay the caller's."""
+    placement, settings = decided.placement, decided.settings
+    options: dict[str, Any] = {
+        "n_pages": decided.n_pages,
+        "max_batch": settings.max_batch if decided.ram is None else decided.ram.max_batch,
+        "kv_type": settings.kv_type,
+        "n_threads": settings.n_threads,
+        "sparse": decided.is_sparse,
+    }
+    if placement is not None:
+        from hotset.placement.build import open_placed
+
+        if settings.progress is not None:
+            settings.progress.planned(placement)
+        try:
+            stored = _stored(decided)
+            backend = open_placed(
+                placement, stored or decided.weights, decided.graph, channels=decided.channels, **options
+            )
+            if stored is not None:
+                stored.start_counting()
+            return replace(decided, stored=stored), _ready(decided, backend)
+        except _CANNOT_PLACE as error:
+            if settings.asks_for_a_device:
+                raise
+            _say_unplaced(error)
+            decided = replace(decided, placement=None)
+            if decided.ram is not None:
+                decided = replace(decided, ram=_plan_ram(decided))
+            decided = _with_channels(decided)
+    name = "cpu" if settings.backend == "auto" else settings.backend
+    if decided.channels is not None and name == "cpu":
+        options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
+    if decided.n_states:
+        options["n_states"] = decided.n_states
+    if (stored := _stored(decided)) is not None:
+        backend = open_backend("cpu", stored, decided.graph, **options)
+        return replace(decided, stored=stored), _ready(decided, backend)
+    return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
+
+
+def _stored(decided: Decided) -> StoredWeights | None:
+    """The weights that the CPU computes with under a budget of memory; None without one."""
+    if decided.ram is None:
+        return None
+    from hotset.placement.ram import open_stored
+
+    return open_stored(
+        decided.ram, decided.weights, decided.graph, sparse=decided.is_sparse, needed=_needed(decided),
+        placement=decided.placement,
+    )  # fmt: skip
+
+
+def _ready(decided: Decided, backend: Backend) -> Backend:
+    """Vectors, and devices, have copies of what was read: of a file that was cut meanwhile they are wrong.
+    What is read from now on are large matrices."""
+    try:
+        decided.weights.check()
+        if decided.ram is None:
+            decided.weights.ask_for_large_pages()
+            _map_experts(decided)
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+def _map_experts(decided: Decided) -> None:
+    """What a dense model reads is mapped by its first token. Experts come one by one: without this hundreds
+    of tokens pay for the first use of their pages, up to a tenth of their time (docs/decisions/019)."""
+    parts = [part for ffn in decided.graph.ffns for part in (ffn.gate, ffn.up, ffn.down)]
+    experts = [part for part in parts if isinstance(part, ExpertLinear | ExpertSum)]
+    for name in dict.fromkeys(name for part in experts for name in part.weights):
+        decided.weights.map_cached(name)
+
+
+def open_backend(
+    name: str, weights: WeightSource, graph: Graph, *, n_threads: int | None, **options: Any
+) -> Backend:
+    """A backend without a device: "cpu" or "reference". options: of both."""
+    if name == "cpu":
+        return CpuBackend(weights, graph, n_threads=n_threads, **options)
+    from hotset.backends.reference import ReferenceBackend
+
+    return ReferenceBackend(weights, graph, **options)
+
+
+def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:
+    """With what goes on which device, and what this machine's memory is for. Beside devices a context that
+    nobody asked for is the default, or, where a budget has no room for that, the smallest."""
+    may_shrink = bool(devices) and decided.settings.n_ctx is None
+    placed = replace(decided, placement=_placement(decided, devices, profile))
+    if decided.limit is None:
+        return placed
+    try:
+        return with_ram(placed, _plan_ram(placed))
+    except OutOfMemoryError:
+        if not may_shrink or decided.n_ctx <= SMALLEST_DEFAULT_N_CTX:
+            raise
+    shorter = decided.with_context(SMALLEST_DEFAULT_N_CTX)
+    placed = replace(shorter, placement=_placement(shorter, devices, profile))
+    return with_ram(placed, _plan_ram(placed))
+
+
+def _plan_ram(decided: Decided) -> RamPlan | None:
+    """What of the limit of memory is for what; None where nobody asked for a budget, and the model does not
+    fit in what is free."""
+    from hotset.placement.disk import measure_disk
+    from hotset.placement.ram import plan_ram
+
+    settings, cost, limit = decided.settings, decided.cost, decided.limit
+    assert limit is not None
+    if decided.placement is not None:
+        from hotset.placement.build import host_part
+
+        cost = Cost(host_part(decided.placement, decided.graph).graph, decided.weights.tensors)
+    disk = measure_disk(decided.gguf.path, progress=settings.progress)
+    try:
+        planned = plan_ram(
+            limit, decided.weights, decided.graph, disk, sparse=decided.is_sparse,
+            cache_bytes=cache_bytes(settings, cost, decided.n_ctx), n_states=decided.n_states,
+            max_batch=settings.max_batch, n_threads=settings.n_threads, n_pages=decided.n_pages,
+            placement=decided.placement,
+        )  # fmt: skip
+    except OutOfMemoryError:
+        if settings.ram_budget is not None:
+            raise
+        return None
+    if settings.ram_budget is None:
+        _warn(
+            f"the model's {human_size(decided.gguf.nbytes)} are more than what is free: what has no room is "
+            f"read as it is needed, within {limit / 2**30:.1f} GiB (--ram-budget)"
+        )
+    return planned
+
+
+def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Placement | None:
+    if not devices:
+        return None
+    from hotset.placement.planner import place
+
+    try:
+        return place(
+            decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
+            decided.settings, devices, n_pages=decided.n_pages, profile=profile,
+            limited=decided.limit is not None,
+        )  # fmt: skip
+    except _CANNOT_PLACE as error:
+        if decided.settings.asks_for_a_device:
+            raise
+        _say_unplaced(error)
+    return None
+
+
+def _needed(decided: Decided) -> dict[int, np.ndarray]:
+    """How often neurons, or experts, are needed, under a budget: by the profile that was named, or that lies
+    beside the model."""
+    from hotset.placement.ram import needed_by_profile
+
+    settings, config = decided.settings, decided.config
+    path = profile_path(decided.gguf.path) if settings.profile is None else Path(settings.profile)
+    if not path.is_file():
+        return {}
+    profile, model = Profile.open(path), fingerprint(decided.gguf)
+    if settings.profile is not None:
+        profile.check_model(model, config.n_ff)
+    elif not profile.is_of(model, config.n_ff):
+        return {}
+    decided.notes.append(f"{path} says which rows are in memory first")
+    return needed_by_profile(profile, decided.graph)
+
+
+def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Card]) -> Profile | None:
+    """The activation profile of a file; refused where nothing would use it."""
+    if settings.profile is None:
+        return None
+    serves = choice.spec is not None or settings.ram_budget is not None
+    if not serves and (choice.mode == "dense" or not devices):
+        raise InvalidRequestError(
+            f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
+        )
+    if not Path(settings.profile).is_file():
+        raise InvalidRequestError(f"there is no profile {settings.profile}; make one with 'hotset profile'")
+    return Profile.open(settings.profile)
+
+
+def _with_channels(decided: Decided) -> Decided:
+    """With what is left out of the inputs of which matrices, and the copies by channel that the CPU reads;
+    under a budget of its memory, which has no room for them, without these."""
+    thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
+    if thresholds is None:
+        return decided
+    from hotset.placement import channel_rates
+
+    of_cpu, of_devices = channel_work(decided)
+    rates = channel_rates.of_cpu(of_cpu, settings.n_threads, progress=settings.progress)
+    devices = placement.devices if placement is not None and of_devices else ()
+    found = [channel_rates.of_device(name, of_devices, progress=settings.progress) for name in devices]
+    decided = with_channels(decided, thresholds, rates, found)
+    if decided.ram is not None or decided.channels is None or not cpu_layers(decided):
+        return decided
+    weights, chosen = decided.weights, decided.channels.chosen
+    copies = open_channels(
+        decided.gguf, cpu_graph(decided), weights, chosen, decided.notes, settings.progress
+    )
+    return decided.changed(weights=weights.under(*copies))
+
+
+def _thresholds(opened: Opened) -> Thresholds | None:
+    """Those that were asked for; None where the mode does not cut.
+
+    Raises ModelNotFoundError, FormatError, and InvalidRequestError for those of another model.
+    """
+    if not opened.settings.cuts:
+        return None
+    found = Thresholds.open(opened.settings.thresholds or thresholds_path(opened.gguf.path))
+    found.check_model(opened.gguf, opened.config.n_layer)
+    return found
+
+
+def _say_unplaced(error: HotsetError) -> None:
+    """A GPU that nobody asked for and that cannot be used costs a line, and the CPU computes alone."""
+    _warn(f"the GPU is not used: {error} (--no-gpu: without this line)")
+
+
+def _warn(sentence: str) -> None:
+    """A warning of the line that called hotset."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hotset."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, stacklevel=level)

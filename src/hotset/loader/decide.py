@@ -1,0 +1,270 @@
+"""What is loaded of a model, from settings, facts of its files and facts of the machine.
+
+Nothing is opened, measured or written here: build.py gathers the facts and acts on what is decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.engine.engine import CutTokens
+from hotset.errors import ContextLengthError, OutOfMemoryError
+from hotset.formats.gguf import GGUFFile
+from hotset.formats.overlay import Overlay
+from hotset.model.config import ModelConfig
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.predictor import Predictor
+from hotset.settings import LoadSettings
+from hotset.sparsity.modes import Choice, Prepared
+from hotset.sparsity.thresholds import Thresholds
+
+if TYPE_CHECKING:
+    from hotset.offload.weight_store import StoredWeights
+    from hotset.placement.cards import Card
+    from hotset.placement.channels import ChannelPlan, Rates, Workload
+    from hotset.placement.ram import RamPlan
+    from hotset.placement.table import Placement
+
+DEFAULT_N_CTX = 4096
+SMALLEST_DEFAULT_N_CTX = 512
+_KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
+_SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model file and the facts of its architecture. devices: to place it on; none: the CPU alone."""
+
+    settings: LoadSettings
+    gguf: GGUFFile
+    config: ModelConfig
+    devices: tuple[str | Card, ...]
+
+    def with_settings(self, **changes: Any) -> Opened:
+        """The same file, to be loaded otherwise: where settings depend on what is in it."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gguf.close()
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
+    program: bytes that this process has without it."""
+
+    free: float
+    program: int
+
+
+@dataclass(frozen=True)
+class Decided:
+    """All that was decided about a model before anything of it computes.
+
+    n_states: slots of the cache for recurrent states, 0 where there are none.
+    config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
+    a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
+    sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
+    limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
+    the weights that were read then, once it is built. channels: what leaving out the zeros of cutoffs is
+    expected to gain.
+    """
+
+    settings: LoadSettings
+    gguf: GGUFFile
+    config: ModelConfig
+    choice: Choice
+    weights: Overlay
+    graph: Graph
+    cost: Cost
+    n_ctx: int
+    n_pages: int
+    n_states: int
+    notes: list[str]
+    limit: int | None = None
+    placement: Placement | None = None
+    predictor: Predictor | None = None
+    ram: RamPlan | None = None
+    stored: StoredWeights | None = None
+    channels: ChannelPlan | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.choice.mode != "dense"
+
+    @property
+    def cut(self) -> CutTokens:
+        """Which tokens lose their small values (engine.Engine)."""
+        if not self.graph.is_cut:
+            return "none"
+        thresholds = self.choice.thresholds
+        prompts = self.settings.sparse_prompts or (thresholds is not None and thresholds.prompts)
+        return "all" if prompts else "answers"
+
+    def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
+        """The same model, with a predictor whose tensors are among `weights`."""
+        changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor)
+        return replace(changed, cost=Cost(changed.graph, weights.tensors))
+
+    def with_thresholds(self, thresholds: Thresholds) -> Decided:
+        """The same model with its small values cut, in addition to the mode that it has."""
+        return self.changed(choice=replace(self.choice, mode="threshold", thresholds=thresholds))
+
+    def changed(self, **changes: Any) -> Decided:
+        """With other facts, and the graph that they describe."""
+        new = replace(self, **changes)
+        graph = describe(new.config, new.weights.tensors, new.predictor, new.choice.cutoffs)
+        return replace(new, graph=graph)
+
+    def with_context(self, n_ctx: int) -> Decided:
+        """With a context of so many tokens, and the cache and the rotation of it."""
+        sizes: dict[str, Any] = {
+            "n_ctx": n_ctx, "n_pages": _n_pages(self.settings, n_ctx),
+            "n_states": _n_states(self.settings, self.cost, n_ctx),
+        }  # fmt: skip
+        config = self.config.for_context(n_ctx)
+        return replace(self, **sizes) if config is self.config else self.changed(config=config, **sizes)
+
+
+def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineFacts) -> Decided:
+    """The graph of a step, what it costs, the bound of its memory, and how long a context fits.
+
+    prepared: for the choice. Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError.
+    """
+    settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
+    graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
+    cost, limit = Cost(graph, weights.tensors), ram_limit(settings, gguf.nbytes, machine.free)
+    n_ctx = context(settings, config, cost, machine.free, gguf.nbytes if limit is None else 0)
+    decided = Decided(
+        settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
+        predictor=prepared.predictor,
+    )  # fmt: skip
+    if limit is not None and settings.n_ctx is None and not opened.devices:
+        n_ctx = _context_beside_rows(decided, limit - machine.program)
+    return decided.with_context(n_ctx)
+
+
+def ram_limit(settings: LoadSettings, n_bytes: int, free: float) -> int | None:
+    """Bytes that a model of n_bytes may have in memory; None: its files are mapped."""
+    if math.isinf(free):
+        return None
+    if settings.ram_budget is not None:
+        return int(settings.ram_budget * 2**30)
+    if settings.backend == "reference" or n_bytes <= free:
+        return None
+    return int(free * _SHARE_OF_FREE)
+
+
+def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
+    """A default context that leaves most of n_bytes to rows."""
+    from hotset.placement.ram import context_that_fits
+
+    settings, cost = decided.settings, decided.cost
+    n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes
+    kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
+    tensors = decided.weights.tensors
+    fitting = context_that_fits(n_bytes, decided.graph, tensors, kv_bytes, sparse=decided.is_sparse)
+    return min(decided.n_ctx, max(fitting, SMALLEST_DEFAULT_N_CTX))
+
+
+def with_ram(decided: Decided, ram: RamPlan | None) -> Decided:
+    """With a plan of this machine's memory."""
+    placement = decided.placement
+    if ram is not None and placement is not None and (ram.streamed or ram.rows < ram.all_rows):
+        note = (
+            "what has no room in this machine's memory is read from the disk, which no predicted time counts"
+        )
+        placement = replace(placement, notes=(*placement.notes, note))
+    return replace(decided, ram=ram, placement=placement)
+
+
+def cpu_layers(decided: Decided) -> Collection[int]:
+    """Those that the CPU computes as a whole."""
+    from hotset.placement.table import CPU
+
+    placement = decided.placement
+    return range(decided.graph.n_layer) if placement is None else placement.layers_of(CPU)
+
+
+def cpu_graph(decided: Decided) -> Graph:
+    """Of these layers."""
+    layers, graph = cpu_layers(decided), decided.graph
+    return Graph([op for op in graph.ops if op.layer in layers], graph.values)
+
+
+def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload, ...]]:
+    """What the CPU, and what devices, must be measured with before `with_channels`."""
+    from hotset.placement.channels import Workload
+
+    graph, layers, tensors = decided.graph, cpu_layers(decided), decided.weights.tensors
+    # Of a mixture on a device the experts are the CPU's.
+    mixed = [ffn for ffn in graph.ffns if ffn.route is not None and ffn.layer not in layers]
+    of_cpu = Workload.of(Graph([*cpu_graph(decided).ops, *mixed], graph.values), tensors)
+    return of_cpu, () if decided.placement is None else Workload.of(graph, tensors)
+
+
+def with_channels(
+    decided: Decided, thresholds: Thresholds, of_cpu: Rates, of_devices: Sequence[Rates]
+) -> Decided:
+    """With what leaving out the zeros of cutoffs is expected to gain where each layer is. of_devices: of each
+    device of the placement; none where none of its matrices has zeros."""
+    from hotset.placement.channels import plan_channels, with_devices
+
+    graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement
+    plan = plan_channels(graph, tensors, thresholds, of_cpu, cpu_layers(decided))
+    if placement is not None and of_devices:
+        plan = with_devices(plan, graph, tensors, thresholds, placement, of_devices)
+    return replace(decided, channels=plan)
+
+
+def context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float, file_bytes: int) -> int:
+    """The context length to use: what was asked, or the default that fits in the free memory."""
+    asked, n_ctx_max = settings.n_ctx, config.n_ctx_max
+    if asked is None:
+        most = min(config.n_ctx_train, DEFAULT_N_CTX)
+        lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)
+        fitting = (n for n in lengths if cache_bytes(settings, cost, n) <= free - file_bytes)
+        return min(most, max(next(fitting, 0), SMALLEST_DEFAULT_N_CTX))
+    if n_ctx_max is not None and asked > n_ctx_max:
+        raise ContextLengthError(
+            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
+            f"lower n_ctx to {n_ctx_max}"
+        )
+    if (n_bytes := cache_bytes(settings, cost, asked)) > free:
+        raise OutOfMemoryError(
+            f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
+        )
+    return asked
+
+
+def cache_bytes(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
+    """Of keys, values and recurrent states."""
+    kv_bytes = settings.n_seqs * n_ctx * cost.kv_bytes_per_token(settings.kv_type)
+    return kv_bytes + _n_states(settings, cost, n_ctx) * cost.state_bytes
+
+
+def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
+    """Of the cache."""
+    return settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+
+
+def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
+    """Slots for recurrent states: as many as take the memory of keys and values, but enough for n_seqs
+    sequences and some prefixes, and no more than max_sequences and every page can use."""
+    if not cost.state_bytes:
+        return 0
+    n_pages = _n_pages(settings, n_ctx)
+    kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
+    least = 2 * (settings.n_seqs + 1) + _KEPT_STATES
+    most = 2 * (settings.max_sequences + 1) + n_pages
+    return max(least, min(most, kv_bytes // cost.state_bytes))
