@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
-    from hotset.placement.ram import RamPlan
+    from hotset.placement.ram import HostMemory, RamPlan
     from hotset.placement.table import Placement
 
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
@@ -159,16 +159,18 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
     return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
 
 
+def _host_memory(decided: Decided) -> HostMemory:
+    from hotset.placement.ram import HostMemory
+
+    return HostMemory(
+        decided.weights, decided.graph, decided.settings, sparse=decided.is_sparse, n_pages=decided.n_pages,
+        n_states=decided.n_states, placement=decided.placement,
+    )  # fmt: skip
+
+
 def _stored(decided: Decided) -> StoredWeights | None:
     """The weights that the CPU computes with under a budget of memory; None without one."""
-    if decided.ram is None:
-        return None
-    from hotset.placement.ram import open_stored
-
-    return open_stored(
-        decided.ram, decided.weights, decided.graph, sparse=decided.is_sparse, needed=_needed(decided),
-        placement=decided.placement,
-    )  # fmt: skip
+    return None if decided.ram is None else _host_memory(decided).open(decided.ram, _needed(decided))
 
 
 def _ready(decided: Decided, backend: Backend) -> Backend:
@@ -226,22 +228,13 @@ def _plan_ram(decided: Decided) -> RamPlan | None:
     """What of the limit of memory is for what; None where nobody asked for a budget, and the model does not
     fit in what is free."""
     from hotset.placement.disk import measure_disk
-    from hotset.placement.ram import plan_ram
 
-    settings, cost, limit = decided.settings, decided.cost, decided.limit
+    settings, limit, host = decided.settings, decided.limit, _host_memory(decided)
     assert limit is not None
-    if decided.placement is not None:
-        from hotset.placement.build import host_part
-
-        cost = Cost(host_part(decided.placement, decided.graph).graph, decided.weights.tensors)
+    n_bytes = cache_bytes(settings, Cost(host.graph, decided.weights.tensors), decided.n_ctx)
     disk = measure_disk(decided.gguf.path, progress=settings.progress)
     try:
-        planned = plan_ram(
-            limit, decided.weights, decided.graph, disk, sparse=decided.is_sparse,
-            cache_bytes=cache_bytes(settings, cost, decided.n_ctx), n_states=decided.n_states,
-            max_batch=settings.max_batch, n_threads=settings.n_threads, n_pages=decided.n_pages,
-            placement=decided.placement,
-        )  # fmt: skip
+        planned = host.plan(limit, disk, n_bytes)
     except OutOfMemoryError:
         if settings.ram_budget is not None:
             raise

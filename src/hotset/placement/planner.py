@@ -91,8 +91,8 @@ def place(
         max_batch=settings.max_batch,
     )  # fmt: skip
     facts = replace(facts, layers=_with_caches(facts, graph, weights, devices))
-    n_threads, progress = settings.n_threads, settings.progress
-    measured = [measure(device, n_threads=n_threads, progress=progress) for device in devices]
+    of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
+    measured = [measure(device, **of_cpu) for device in devices]
     limits = [
         _limit(device, one.context, settings.vram_budget)
         for device, one in zip(devices, measured, strict=True)
@@ -110,7 +110,7 @@ def place(
         notes.append(f"experts are not fetched from this machine: {why}")
     split_neurons = settings.split_neurons and mode != "dense"  # where every neuron is computed none is cold
     if split_neurons and any(layer.n_split for layer in facts.layers):
-        counted, note = _profile_of(gguf, config, weights, profile, n_threads, progress)
+        counted, note = _profile_of(gguf, config, weights, profile, settings)
         frequencies = [counted.frequencies(i) for i in range(config.n_layer)]
         notes.append(note)
     if settings.gpu_index is not None:
@@ -189,8 +189,7 @@ def _profile_of(
     config: ModelConfig,
     weights: Overlay,
     given: Profile | None,
-    n_threads: int | None,
-    progress: Reporter | None,
+    settings: LoadSettings,
 ) -> tuple[Profile, str]:
     """How often each neuron fires, and a sentence on where that comes from."""
     model = sidecar.fingerprint(gguf)
@@ -212,7 +211,7 @@ def _profile_of(
         found = Profile.open(kept)
         if found.is_of(model, config.n_ff):
             return found, how
-    found = _run_builtin(gguf, config, weights, model, n_threads, progress)
+    found = _run_builtin(gguf, config, weights, model, settings)
     with contextlib.suppress(OSError, HotsetError):  # counted again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
         found.save(kept)
@@ -224,8 +223,7 @@ def _run_builtin(
     config: ModelConfig,
     weights: Overlay,
     model: str,
-    n_threads: int | None,
-    progress: Reporter | None,
+    settings: LoadSettings,
 ) -> Profile:
     """Counts over the built-in text, computed on the CPU with every neuron that fires."""
     from importlib.resources import files
@@ -233,14 +231,14 @@ def _run_builtin(
     text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
     tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
     n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
-    progress = progress or Reporter()
+    progress = settings.progress or Reporter()
     progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
     backend = CpuBackend(
         weights,
         describe(config, weights.tensors),
         n_pages=-(-n_tokens // PAGE_SIZE),
         max_batch=_STEP,
-        n_threads=n_threads,
+        n_threads=settings.n_threads,
         sparse=True,
     )
     try:

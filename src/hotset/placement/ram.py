@@ -26,7 +26,9 @@ from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset import _core
     from hotset.placement.table import Placement
+    from hotset.settings import LoadSettings
     from hotset.sparsity.profile import Profile
 
 _PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
@@ -91,56 +93,93 @@ def context_that_fits(
     return max(int(left * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE, 0)
 
 
-def plan_ram(
-    limit: int,
-    weights: Overlay,
-    graph: Graph,
-    disk: DiskRates,
-    *,
-    sparse: bool,
-    cache_bytes: int,
-    n_states: int,
-    max_batch: int,
-    n_threads: int | None,
-    n_pages: int = 1,
-    placement: Placement | None = None,
-) -> RamPlan:
-    """What goes where within `limit` bytes. placement: what is on devices; cache_bytes are then those of the
-    CPU's layers. Raises OutOfMemoryError with the smallest limit that works."""
-    beside = _Beside.of(placement, graph, max_batch)
-    sizes = beside.sizes(weights, sparse)
-    weights.let_go()
-    program = own_memory() + _PROGRAM + graph.result.width * _PER_TOKEN
-    if placement is not None and any(name != "cpu" for name in placement.devices):
-        program += _OF_DEVICES
+class HostMemory:
+    """What the CPU has of a model, alone or beside the devices of a placement, and the memory that it takes.
 
-    def workspace_of(n_tokens: int, n_bytes: int) -> int:
-        return _workspace(
-            weights, graph, beside, sizes, disk, n_bytes, sparse=sparse, n_states=n_states,
-            max_batch=n_tokens, n_threads=n_threads, n_pages=n_pages,
+    graph: of that. n_pages, n_states: of the cache. step: tokens that a step has at most, unless all has
+    room: long ones need buffers only where layers are the CPU's.
+    """
+
+    def __init__(
+        self,
+        weights: Overlay,
+        graph: Graph,
+        settings: LoadSettings,
+        *,
+        sparse: bool,
+        n_pages: int,
+        n_states: int = 0,
+        placement: Placement | None = None,
+    ) -> None:
+        self._weights, self._whole, self._settings, self._placement = weights, graph, settings, placement
+        self._sparse, self._n_pages, self._n_states = sparse, n_pages, n_states
+        self.graph, self._step = graph, STEP
+        self._helped: Helped = {}
+        if placement is not None:
+            part = host_part(placement, graph)
+            self.graph, self._helped = part.graph, part.helped
+            self._step = STEP if part.n_layers else max(settings.max_batch, STEP)
+
+    def plan(self, limit: int, disk: DiskRates, cache_bytes: int) -> RamPlan:
+        """What goes where within `limit` bytes. cache_bytes: of the CPU's layers. Raises OutOfMemoryError
+        with the smallest limit that works."""
+        sizes = sizes_of(
+            self.graph, self._weights.tensors, sparse=self._sparse, step=self._step, helped=self._helped
+        )
+        self._weights.let_go()
+        program = own_memory() + _PROGRAM + self._whole.result.width * _PER_TOKEN
+        devices = () if self._placement is None else self._placement.devices
+        program += _OF_DEVICES if any(name != "cpu" for name in devices) else 0
+        max_batch = self._settings.max_batch
+        step = min(max_batch, self._step)
+        workspace = self._workspace(disk, sizes, step, sizes.least_of_all)
+        fixed = program + cache_bytes + workspace
+        least = fixed + sizes.least_of_all
+        if limit < least:
+            beside = f", beside what is on {', '.join(devices)}" if devices else ""
+            raise OutOfMemoryError(
+                f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
+                f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "
+                f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for "
+                f"the program{beside}); raise --ram-budget, or lower the context"
+            )
+        if step < max_batch and limit - fixed >= sizes.all:
+            larger = self._workspace(disk, sizes, max_batch, sizes.all)
+            if limit - program - cache_bytes - larger >= sizes.all:
+                step, workspace = max_batch, larger
+                fixed = program + cache_bytes + workspace
+        shares = share_out(sizes, min(limit - fixed, sizes.all))
+        return RamPlan(
+            limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
+            cache_bytes, workspace, least, step, disk,
         )  # fmt: skip
 
-    step = min(max_batch, beside.step)
-    workspace = workspace_of(step, sizes.least_of_all)
-    fixed = program + cache_bytes + workspace
-    least = fixed + sizes.least_of_all
-    if limit < least:
-        raise OutOfMemoryError(
-            f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
-            f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "
-            f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
-            f"program{beside.told}); raise --ram-budget, or lower the context"
-        )
-    if step < max_batch and limit - fixed >= sizes.all:
-        larger = workspace_of(max_batch, sizes.all)
-        if limit - program - cache_bytes - larger >= sizes.all:
-            step, workspace = max_batch, larger
-            fixed = program + cache_bytes + workspace
-    shares = share_out(sizes, min(limit - fixed, sizes.all))
-    return RamPlan(
-        limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
-        cache_bytes, workspace, least, step, disk,
-    )  # fmt: skip
+    def open(self, planned: RamPlan, needed: Mapping[int, np.ndarray] | None = None) -> StoredWeights:
+        """The weights of a plan, read. needed: see StoredWeights."""
+        n_bytes = planned.resident + planned.rows + planned.ring
+        return self._stored(n_bytes, planned.disk.reader(), gap=planned.disk.gap, needed=needed)
+
+    def _stored(self, n_bytes: int, reader: _core.Reader, **options: Any) -> StoredWeights:
+        return StoredWeights(
+            self._weights, self.graph, n_bytes, sparse=self._sparse, reader=reader, step=self._step,
+            helped=self._helped, **options,
+        )  # fmt: skip
+
+    def _workspace(self, disk: DiskRates, sizes: Sizes, max_batch: int, n_bytes: int) -> int:
+        """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
+        nothing is written."""
+        reader = disk.reader()
+        empty = self._stored(n_bytes, reader, gap=0, empty=True)
+        given: dict[str, Any] = {
+            "max_batch": max_batch, "sparse": self._sparse, "n_threads": self._settings.n_threads,
+        }  # fmt: skip
+        if self._placement is not None:
+            taken = host_workspace(self._placement, empty, self._whole, n_pages=self._n_pages, **given)
+        else:
+            backend = CpuBackend(empty, self._whole, n_pages=1, n_states=self._n_states, **given)
+            taken = backend.workspace_bytes
+            backend.close()
+        return taken + reader.buffer_bytes + sizes.tables
 
 
 def needed_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
@@ -155,83 +194,3 @@ def needed_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
         for layer, of in counts.items()
         if of is not None
     }
-
-
-def open_stored(
-    planned: RamPlan,
-    weights: Overlay,
-    graph: Graph,
-    *,
-    sparse: bool,
-    needed: Mapping[int, np.ndarray] | None = None,
-    placement: Placement | None = None,
-) -> StoredWeights:
-    """The weights of a plan, read; with the placement that it was made for. needed: see StoredWeights."""
-    beside = _Beside.of(placement, graph, planned.max_batch)
-    return StoredWeights(
-        weights, beside.graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
-        reader=planned.disk.reader(), gap=planned.disk.gap, needed=needed, helped=beside.helped,
-        step=beside.step,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What the CPU has of a model, beside devices or alone. placement: None: all. step: tokens that a step
-    has at most, unless all has room: long ones need buffers only where layers are the CPU's."""
-
-    placement: Placement | None
-    graph: Graph
-    helped: Helped
-    step: int
-
-    @classmethod
-    def of(cls, placement: Placement | None, graph: Graph, max_batch: int) -> _Beside:
-        if placement is None:
-            return cls(None, graph, {}, STEP)
-        part = host_part(placement, graph)
-        return cls(placement, part.graph, part.helped, STEP if part.n_layers else max(max_batch, STEP))
-
-    @property
-    def told(self) -> str:
-        """For a sentence: what is not counted."""
-        return "" if self.placement is None else ", beside what is on " + ", ".join(self.placement.devices)
-
-    def sizes(self, weights: Overlay, sparse: bool) -> Sizes:
-        return sizes_of(self.graph, weights.tensors, sparse=sparse, step=self.step, helped=self.helped)
-
-
-def _workspace(
-    weights: Overlay,
-    graph: Graph,
-    beside: _Beside,
-    sizes: Sizes,
-    disk: DiskRates,
-    n_bytes: int,
-    *,
-    sparse: bool,
-    n_states: int,
-    max_batch: int,
-    n_threads: int | None,
-    n_pages: int,
-) -> int:
-    """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
-    nothing is written."""
-    reader = disk.reader()
-    empty = StoredWeights(
-        weights, beside.graph, n_bytes, sparse=sparse, reader=reader, gap=0, empty=True, step=beside.step,
-        helped=beside.helped,
-    )  # fmt: skip
-    if beside.placement is not None:
-        taken = host_workspace(
-            beside.placement, empty, graph, n_pages=n_pages, max_batch=max_batch, sparse=sparse,
-            n_threads=n_threads,
-        )  # fmt: skip
-        return taken + reader.buffer_bytes + sizes.tables
-    backend = CpuBackend(
-        empty, graph, n_pages=1, n_states=n_states, max_batch=max_batch, n_threads=n_threads, sparse=sparse
-    )
-    try:
-        return backend.workspace_bytes + reader.buffer_bytes + sizes.tables
-    finally:
-        backend.close()
