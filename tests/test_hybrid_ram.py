@@ -300,7 +300,7 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
     planned, weights = loaded.ram, loaded.stored
     assert planned is not None
     assert weights is not None
-    assert weights.resident.nbytes <= planned.resident + 128
+    assert weights.resident.nbytes <= planned.weights + 128
     assert isinstance(loaded.backend, ChainBackend)
     services = [stage._cold for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._cold]
     own = [stage for stage in loaded.backend.stages if isinstance(stage, CpuBackend)]

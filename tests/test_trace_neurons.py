@@ -295,7 +295,7 @@ def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: py
     settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "backend": "cpu", "max_batch": 1}
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:
         assert roomy.ram is not None
-        fixed = roomy.ram.total - roomy.ram.rows
+        fixed = roomy.ram.total - roomy.ram.neurons
         room = roomy.ram.all_rows * 4 // 5  # half of it is room for the larger layer
     with hotset.load(model, **settings, ram_budget=(fixed + room) / 2**30) as under:
         assert under.ram is not None
@@ -303,7 +303,7 @@ def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: py
         prompt = list(range(3, 13))
         answer = under.generate(prompt, max_tokens=9, temperature=0, ignore_eos=True)
         ids = [*prompt, *answer.tokens][: 10 + 8]  # the last token is never computed
-        rows, counts = under.ram.rows, under.stored.counts()
+        rows, counts = under.ram.neurons, under.stored.counts()
     with hotset.load(model, **settings) as mapped:
         trace = record(mapped.tap_steps, mapped.graph, mapped.weights, np.array(ids), model="m", name="n")
     assert isinstance(trace, NeuronTrace)

@@ -27,7 +27,7 @@ from hotset.sparsity.thresholds import Thresholds
 if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
-    from hotset.placement.channels import ChannelPlan, Rates, Workload
+    from hotset.placement.channels import ChannelPlan, TypeRates, Workload
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
 
@@ -179,7 +179,7 @@ def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
 def with_ram(decided: Decided, ram: RamPlan | None) -> Decided:
     """With a plan of this machine's memory."""
     placement = decided.placement
-    if ram is not None and placement is not None and (ram.streamed or ram.rows < ram.all_rows):
+    if ram is not None and placement is not None and (ram.streamed or ram.neurons < ram.all_rows):
         note = (
             "what has no room in this machine's memory is read from the disk, which no predicted time counts"
         )
@@ -213,7 +213,7 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 
 
 def with_channels(
-    decided: Decided, thresholds: Thresholds, of_cpu: Rates, of_devices: Sequence[Rates]
+    decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
     """With what leaving out the zeros of cutoffs is expected to gain where each layer is. of_devices: of each
     device of the placement; none where none of its matrices has zeros."""

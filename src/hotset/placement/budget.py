@@ -45,13 +45,14 @@ ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
 
 
 @dataclass(frozen=True)
-class DeviceBudget:
-    """Planned bytes of one device, by kind, and the limit that they stay within.
+class MemoryBudget:
+    """Planned bytes of one device, or of this machine's memory, by kind, and the limit that they stay within.
 
-    weights: of layers and output: attention, norms, predictors, FFNs that are not split. neurons: the rows of
-    hot neurons. experts: slots of an expert cache, and those into which a step fetches. kv: keys and values
-    of its layers. workspace: intermediates, logits, what streams through. context: what the device's runtime
-    takes before the first tensor.
+    weights: that always stay: attention, norms, predictors, FFNs that are not split, output. neurons: the
+    rows of hot neurons, or room for those that are read as they are needed. experts: slots of an expert
+    cache, and those into which a step fetches. kv: keys and values of its layers, and recurrent states.
+    workspace: intermediates, logits, what streams through. context: what the device's runtime takes before
+    the first tensor, or the program without the model. ring: room for weights that are read in every step.
     """
 
     device: str
@@ -62,10 +63,12 @@ class DeviceBudget:
     workspace: int = 0
     context: int = 0
     experts: int = 0
+    ring: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.neurons + self.experts + self.kv + self.workspace + self.context
+        held = self.weights + self.neurons + self.experts + self.kv + self.ring
+        return held + self.workspace + self.context
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Budget:
     pinned: of the host's those that must stay in memory, since devices read them there.
     """
 
-    devices: tuple[DeviceBudget, ...]
+    devices: tuple[MemoryBudget, ...]
     host: int = 0
     stream: int = 0
     pinned: int = 0

@@ -25,7 +25,7 @@ from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn
 from hotset.offload.uploads import Uploads
 from hotset.offload.weight_store import Helped, StoredWeights
 from hotset.placement import machine
-from hotset.placement.budget import FLOAT_BYTES, DeviceBudget
+from hotset.placement.budget import FLOAT_BYTES, MemoryBudget
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
@@ -196,11 +196,11 @@ def mixed_layers(graph: Graph) -> set[int]:
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
 
 
-def _weight_bytes(planned: Sequence[DeviceBudget]) -> int:
+def _weight_bytes(planned: Sequence[MemoryBudget]) -> int:
     return sum(budget.weights + budget.neurons for budget in planned)
 
 
-def _planned_for(piece: _Piece, pieces: list[_Piece], placement: Placement) -> Sequence[DeviceBudget]:
+def _planned_for(piece: _Piece, pieces: list[_Piece], placement: Placement) -> Sequence[MemoryBudget]:
     """The budget of a device that has one piece; of several it is not known which takes how much."""
     alone = sum(other.device == piece.device for other in pieces) == 1
     return placement.budget.devices[piece.device :][:1] if placement.budget and alone else ()
@@ -385,7 +385,7 @@ class DeviceMemory:
     CUDA device, `reserved`, all that torch took there at most.
     """
 
-    planned: DeviceBudget
+    planned: MemoryBudget
     measured: dict[str, int]
 
     @property

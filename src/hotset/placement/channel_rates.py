@@ -27,7 +27,7 @@ from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
 from hotset.parameters import real_number
-from hotset.placement.channels import OTHERS, ChannelRates, Rates, Workload, device_type, read_on_device
+from hotset.placement.channels import OTHERS, ChannelRates, TypeRates, Workload, device_type, read_on_device
 from hotset.placement.machine import (
     STAND_IN,
     HeldWeights,
@@ -54,7 +54,7 @@ def of_cpu(
     *,
     progress: Reporter | None = None,
     path: Path | None = None,
-) -> Rates:
+) -> TypeRates:
     """What is known of this CPU, measured where it is not. path: the file to keep it in."""
     n_threads, version = n_threads or usable_cores(), ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -69,7 +69,7 @@ def of_cpu(
 
 def of_device(
     device: str, works: tuple[Workload, ...], *, progress: Reporter | None = None, path: Path | None = None
-) -> Rates:
+) -> TypeRates:
     """What is known of a device, measured where it is not; of the types of the matrices of `works`, and of
     that which stands for others. Raises DeviceError for one that fails."""
     found = find_device(device)

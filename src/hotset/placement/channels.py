@@ -89,7 +89,7 @@ class ChannelRates:
     channels: float
 
 
-Rates = Mapping[GGMLType, ChannelRates]
+TypeRates = Mapping[GGMLType, ChannelRates]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def plan_channels(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
-    rates: Rates,
+    rates: TypeRates,
     layers: Collection[int] | None = None,
 ) -> ChannelPlan:
     """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less.
@@ -225,7 +225,7 @@ def with_devices(
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     placement: Placement,
-    rates: Sequence[Rates],
+    rates: Sequence[TypeRates],
 ) -> ChannelPlan:
     """A plan of the CPU's matrices with those of the devices, whose rates these are."""
     of_layer = {i: rates[place.device] for i, place in enumerate(placement.layers) if place.device != CPU}
@@ -239,7 +239,7 @@ def plan_device_channels(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
-    rates: Mapping[int, Rates],
+    rates: Mapping[int, TypeRates],
     split: frozenset[int] = frozenset(),
 ) -> list[ChannelGain]:
     """What leaving out zeros gains in the layers of devices, matrix by matrix.
@@ -262,7 +262,7 @@ def _decide_ffn(
     ffn: Ffn,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
-    rates: Rates,
+    rates: TypeRates,
     gains: dict[str, ChannelGain],
     *,
     is_split: bool,
@@ -290,7 +290,9 @@ def _can_be_on_device(info: TensorInfo, op: Linear) -> bool:
     return matrix.can_be_by_channel(info.type, op.out.width)
 
 
-def _gain_on_device(op: Linear, tensors: Mapping[str, TensorInfo], kept: float, rates: Rates) -> ChannelGain:
+def _gain_on_device(
+    op: Linear, tensors: Mapping[str, TensorInfo], kept: float, rates: TypeRates
+) -> ChannelGain:
     n_bytes, type = op.matrix_bytes(tensors), tensors[op.weight].type
     read = read_on_device(type, op.x.width * op.out.width, n_bytes, kept)
     return _gain(op.weight, kept, False, n_bytes, read, rates[device_type(type)])

@@ -9,7 +9,7 @@ import numpy as np
 
 from hotset.errors import InvalidRequestError
 from hotset.offload.misses import Fetching, fetched_of, n_spare, tokens_to_stream
-from hotset.placement.budget import Budget, DeviceBudget, ModelFacts
+from hotset.placement.budget import Budget, MemoryBudget, ModelFacts
 from hotset.placement.table import (
     CPU,
     Device,
@@ -119,7 +119,7 @@ class Problem:
         used = int(n * mean) + (most if n else 0) + spare * each
         return ExpertSlots(n, spare, used + beside if used else 0)
 
-    def budget_of(self, candidate: Candidate, d: int) -> DeviceBudget:
+    def budget_of(self, candidate: Candidate, d: int) -> MemoryBudget:
         """Planned bytes of a device."""
         device, facts = self.devices[d], self.facts
         weights = neurons = kv = stream = 0
@@ -135,7 +135,7 @@ class Problem:
         if candidate[-1].device == d:
             weights += facts.output_bytes
         workspace = facts.workspace_bytes + stream + device.spare
-        return DeviceBudget(device.name, device.limit, weights, neurons, kv, workspace, device.context)
+        return MemoryBudget(device.name, device.limit, weights, neurons, kv, workspace, device.context)
 
     def fits(self, candidate: Candidate) -> bool:
         budgets = [self.budget_of(candidate, d) for d in {place.device for place in candidate} - {CPU}]

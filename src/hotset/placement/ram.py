@@ -21,6 +21,7 @@ from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
 from hotset.offload.weight_store import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
+from hotset.placement.budget import MemoryBudget
 from hotset.placement.build import host_part, host_workspace
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
@@ -40,33 +41,19 @@ _GIB = 1 << 30
 _SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
 
-@dataclass(frozen=True)
-class RamPlan:
-    """Bytes, by kind, and the limit that they stay within.
+@dataclass(frozen=True, kw_only=True)
+class RamPlan(MemoryBudget):
+    """What of this machine's memory is for what.
 
-    program: of this process without the model. resident: weights that always stay. rows: room for rows of
-    neurons that are read as they are needed; all_rows: what all of these take. ring: room for weights that
-    stream; streamed: what each step reads of these. kv: keys and values, and recurrent states.
-    workspace: intermediates, buffers of reads, and tables of where rows are. least: the smallest limit that
-    works. max_batch: tokens of a step at most. disk: how the file is read.
+    all_rows: what all rows of neurons take. streamed: what each step reads of the weights that stream. least:
+    the smallest limit that works. max_batch: tokens of a step at most. disk: how the file is read.
     """
 
-    limit: int
-    program: int
-    resident: int
-    rows: int
     all_rows: int
-    ring: int
     streamed: int
-    kv: int
-    workspace: int
     least: int
     max_batch: int
     disk: DiskRates
-
-    @property
-    def total(self) -> int:
-        return self.program + self.resident + self.rows + self.ring + self.kv + self.workspace
 
     @property
     def seconds_streaming(self) -> float:
@@ -75,12 +62,13 @@ class RamPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        kinds = ("limit", "total", "program", "resident", "rows", "all_rows", "ring", "streamed", "kv")
-        return {kind: getattr(self, kind) for kind in (*kinds, "workspace", "least", "max_batch")} | {
-            "reads": "io_uring" if self.disk.ring else "threads",
-            "depth": self.disk.depth,
+        return {
+            "limit": self.limit, "total": self.total, "program": self.context, "resident": self.weights,
+            "rows": self.neurons, "all_rows": self.all_rows, "ring": self.ring, "streamed": self.streamed,
+            "kv": self.kv, "workspace": self.workspace, "least": self.least, "max_batch": self.max_batch,
+            "reads": "io_uring" if self.disk.ring else "threads", "depth": self.disk.depth,
             "disk_rates": {str(size): round(rate) for size, rate in self.disk.rates},
-        }
+        }  # fmt: skip
 
 
 def context_that_fits(
@@ -150,13 +138,14 @@ class HostMemory:
                 fixed = program + cache_bytes + workspace
         shares = share_out(sizes, min(limit - fixed, sizes.all))
         return RamPlan(
-            limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
-            cache_bytes, workspace, least, step, disk,
+            "cpu", limit, shares.resident, shares.rows, cache_bytes, workspace, program,
+            ring=shares.streaming.ring, all_rows=sizes.most, streamed=shares.streamed, least=least,
+            max_batch=step, disk=disk,
         )  # fmt: skip
 
     def open(self, planned: RamPlan, needed: Mapping[int, np.ndarray] | None = None) -> StoredWeights:
         """The weights of a plan, read. needed: see StoredWeights."""
-        n_bytes = planned.resident + planned.rows + planned.ring
+        n_bytes = planned.weights + planned.neurons + planned.ring
         return self._stored(n_bytes, planned.disk.reader(), gap=planned.disk.gap, needed=needed)
 
     def _stored(self, n_bytes: int, reader: _core.Reader, **options: Any) -> StoredWeights:

@@ -46,8 +46,8 @@ def disk_line(facts: dict[str, Any]) -> str:
 
 def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
     """What of memory is for what."""
-    share = f"{human_size(ram.rows)} of {human_size(ram.all_rows)}"
-    row = [human_size(ram.program), human_size(ram.resident), share]
+    share = f"{human_size(ram.neurons)} of {human_size(ram.all_rows)}"
+    row = [human_size(ram.context), human_size(ram.weights), share]
     row += [human_size(ram.ring), human_size(ram.kv)]
     row += [human_size(ram.workspace), human_size(ram.total), human_size(ram.limit), human_size(ram.least)]
     columns = [">program", ">weights that stay", ">rows of neurons", ">ring", ">cache", ">workspace"]

@@ -10,7 +10,7 @@ from hotset.report.bars import percent
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.placement.budget import DeviceBudget
+    from hotset.placement.budget import MemoryBudget
     from hotset.placement.build import DeviceMemory
 
 KINDS = ("weights", "neurons", "experts", "kv", "workspace", "context")
@@ -150,7 +150,7 @@ def memory_dict(memory: Sequence[DeviceMemory]) -> list[dict[str, Any]]:
     ]
 
 
-def _budget_dict(planned: DeviceBudget) -> dict[str, Any]:
+def _budget_dict(planned: MemoryBudget) -> dict[str, Any]:
     bytes_of = {kind: getattr(planned, kind) for kind in KINDS}
     return {"device": planned.device, "limit": planned.limit, **bytes_of, "total": planned.total}
 
