@@ -20,6 +20,7 @@ from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
+from hotset.offload.weight_store import sizes_of
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import Choice, Prepared
 from hotset.sparsity.thresholds import Thresholds
@@ -35,6 +36,7 @@ DEFAULT_N_CTX = 4096
 SMALLEST_DEFAULT_N_CTX = 512
 _KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
 _SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
+_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
 
 @dataclass(frozen=True)
@@ -165,14 +167,12 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float) -> int | None:
 
 
 def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
-    """A default context that leaves most of n_bytes to rows."""
-    from hotset.placement.ram import context_that_fits
-
+    """A default context that leaves most of n_bytes to rows, and none to stream; whole pages."""
     settings, cost = decided.settings, decided.cost
-    n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes
+    sizes = sizes_of(decided.graph, decided.weights.tensors, sparse=decided.is_sparse)
+    n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes + sizes.resident + sizes.least
     kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
-    tensors = decided.weights.tensors
-    fitting = context_that_fits(n_bytes, decided.graph, tensors, kv_bytes, sparse=decided.is_sparse)
+    fitting = int(n_bytes * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE
     return min(decided.n_ctx, max(fitting, SMALLEST_DEFAULT_N_CTX))
 
 

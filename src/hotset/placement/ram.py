@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import OutOfMemoryError
-from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
 from hotset.model.graph import Graph
@@ -38,7 +36,6 @@ _OF_DEVICES = (
     384 << 20
 )  # and for kernels that are compiled and loaded, and what a driver pins, of a real device
 _GIB = 1 << 30
-_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +66,6 @@ class RamPlan(MemoryBudget):
             "reads": "io_uring" if self.disk.ring else "threads", "depth": self.disk.depth,
             "disk_rates": {str(size): round(rate) for size, rate in self.disk.rates},
         }  # fmt: skip
-
-
-def context_that_fits(
-    n_bytes: int, graph: Graph, tensors: Mapping[str, TensorInfo], kv_bytes: int, *, sparse: bool
-) -> int:
-    """Tokens of a context, of kv_bytes each, that leave most of n_bytes to rows, and none to stream; whole
-    pages."""
-    sizes = sizes_of(graph, tensors, sparse=sparse)
-    left = n_bytes - sizes.resident - sizes.least
-    return max(int(left * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE, 0)
 
 
 class HostMemory:
