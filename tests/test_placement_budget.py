@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -440,3 +441,22 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
         assert np.allclose(stats.gate_rows / machine._N_FF, machine._ACTIVE, atol=0.02)
         assert (stats.down_rows == stats.gate_rows).all()
     assert threads(0) == 0
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_mixture_counts_its_experts_once_and_all_else_on_the_device(
+    tmp_path: Path, one_by_one: bool
+) -> None:
+    path = write_llama(
+        tmp_path / "m.gguf", experts=(8, 3), one_by_one=one_by_one, n_ff_shared=0 if one_by_one else 64,
+        type_of=lambda _: GGMLType.Q8_0,
+    )  # fmt: skip
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        facts = model_facts(graph, gguf.tensors, mode="dense", kv_type="f16", n_pages=1, max_batch=1)
+        for i, layer in enumerate(facts.layers):
+            own = {name: info for name, info in gguf.tensors.items() if name.startswith(f"blk.{i}.")}
+            experts = {name for name in own if re.search(r"_exps\.|\.ffn_(gate|up|down)\.\d", name)}
+            assert layer.n_experts * layer.expert_bytes == sum(own[name].nbytes for name in experts)
+            rest = [info.nbytes for name, info in own.items() if name not in experts]
+            assert sum(rest) <= layer.fixed_bytes < sum(rest) + 512 * len(rest)
