@@ -14,7 +14,6 @@ from test_placement import layer, model, place_budget, power_law, rates
 torch = pytest.importorskip("torch")
 
 from hotset.backends.gpu import arena as arenas  # noqa: E402
-from hotset.backends.gpu import devices  # noqa: E402
 from hotset.backends.gpu.arena import Arena  # noqa: E402
 from hotset.backends.gpu.stream import CopyStream  # noqa: E402
 from hotset.errors import OutOfMemoryError  # noqa: E402
@@ -121,8 +120,8 @@ def test_two_parts_are_there_at_a_time_on_one_stream_of_copies(monkeypatch: pyte
 
 
 def test_a_plan_spares_what_torch_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "find_device", torch.device)
-    monkeypatch.setattr(devices, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(planner, "find_device", torch.device)
+    monkeypatch.setattr(planner, "free_bytes", lambda device: 8 << 30)
     on_cuda, stand_in = planner._limit("cuda:0", 5 << 20, 2.0), planner._limit("cpu", 0, 2.0)
     assert (on_cuda.limit, on_cuda.context) == (2 << 30, 5 << 20)
     assert 64 << 20 <= on_cuda.spare <= 96 << 20

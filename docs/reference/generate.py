@@ -64,12 +64,12 @@ def cli_reference() -> str:
         function = spread(getattr(import_module(f"hotset.cli.{module}"), name))
         text = inspect.getdoc(function) or ""
         rows.append(f"| [`{verb}`](#{verb}) | {escaped(text.splitlines()[0])} |")
-        parts.append(subcommand(verb, function, text))
+        parts.append(section(verb, function, text))
     index = "| subcommand | |\n|---|---|\n" + "\n".join(rows) + "\n"
     return "\n".join([CLI_HEAD, index, *parts])
 
 
-def subcommand(verb: str, function: Any, text: str) -> str:
+def section(verb: str, function: Any, text: str) -> str:
     arguments, panels = [], {}
     usage = [f"hotset {verb}", "[OPTIONS]"]
     for parameter in inspect.signature(function).parameters.values():
