@@ -115,13 +115,13 @@ reference: $(VENV)/.dev
 	$(BIN)/python docs/reference/generate.py
 
 # Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
-# the team of threads.
+# the thread pool.
 kernel-test: $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build build/kernels --target kernel_test plan_test team_test
+	$(BIN)/cmake --build build/kernels --target kernel_test plan_test thread_pool_test
 	build/kernels/kernel_test
 	build/kernels/plan_test
-	build/kernels/team_test
+	build/kernels/thread_pool_test
 
 # The same for AArch64, cross-compiled and run under qemu.
 test-neon: $(VENV)/.dev
@@ -129,21 +129,21 @@ test-neon: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -c 'import cross; print(cross.compiler(), cross.emulator(), sep="\n")' | \
 	  { read -r CXX_AARCH64; read -r QEMU_AARCH64; export CXX_AARCH64 QEMU_AARCH64; sh csrc/tests/run_neon.sh; }
 
-# Under the address and undefined-behaviour sanitizers: kernels, plan and team by themselves, then the tests that run the native
+# Under the address and undefined-behaviour sanitizers: kernels, plan and pool by themselves, then the tests that run the native
 # plan, in an environment of their own whose extension is instrumented and whose libraries are those of .venv.
 # `make sanitize-suite` runs every test so (an hour), or those of TESTS=...
 SANITIZE := build/sanitize
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
 NATIVE_TESTS := tests/test_plan_bounds.py tests/test_cpu_backend.py tests/test_sparse_cpu.py tests/test_kernels.py \
-  tests/test_numerics.py tests/test_fuzz_shapes.py tests/test_cold.py tests/test_planes.py tests/test_quantize.py
+  tests/test_numerics.py tests/test_fuzz_shapes.py tests/test_cpu_worker.py tests/test_planes.py tests/test_quantize.py
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build $(SANITIZE)/native --target kernel_test plan_test team_test
+	$(BIN)/cmake --build $(SANITIZE)/native --target kernel_test plan_test thread_pool_test
 	$(SANITIZE)/native/kernel_test
 	$(SANITIZE)/native/plan_test
-	$(SANITIZE)/native/team_test
+	$(SANITIZE)/native/thread_pool_test
 	$(SANITIZED) $(SANITIZE)/venv/bin/python -m pytest $(NATIVE_TESTS)
 
 sanitize-suite: $(SANITIZE)/venv/.installed $(VENV)/.dev

@@ -109,7 +109,7 @@ class Subject:
     path: Path
     bundled: Path
     dense: Path | None
-    is_mixture: bool
+    is_moe: bool
 
     @property
     def size(self) -> int:
@@ -336,8 +336,8 @@ def verdicts(bench: Bench, subjects: list[Subject]) -> list[list[str]]:
         half = [run for run in mine if run.share == 0.5]
         ours = max((run.ts or 0.0 for run in half if run.bytes_per_token is not None), default=0.0)
         for how, gain, wanted in (
-            ("hotset, mapped", GAIN, not subject.is_mixture),
-            ("llama.cpp, mapped", EXPERT_GAIN, subject.is_mixture),
+            ("hotset, mapped", GAIN, not subject.is_moe),
+            ("llama.cpp, mapped", EXPERT_GAIN, subject.is_moe),
         ):
             theirs = next((run.ts for run in half if run.how == how and run.ts), None)
             if wanted and theirs:
@@ -382,9 +382,9 @@ def prepare(args: argparse.Namespace) -> list[Subject]:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with open_gguf(path) as file:
             is_plain, architecture = file.dialect == "gguf", file.architecture
-            is_mixture = bool(file.metadata.get(f"{architecture}.expert_count"))
+            is_moe = bool(file.metadata.get(f"{architecture}.expert_count"))
         theirs = dense[0] if dense else path if is_plain else None
-        subjects.append(Subject(path, bundled, theirs, is_mixture))
+        subjects.append(Subject(path, bundled, theirs, is_moe))
     return subjects
 
 

@@ -7,7 +7,7 @@
 
 namespace hotset {
 
-// The phases of one step, and its tokens: what a slot of the team holds.
+// The phases of one step, and its tokens: what a slot of the thread pool holds.
 class Plan::Step : public Job {
   public:
     struct Phase {
@@ -102,7 +102,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
     if (!turn) return false;
-    const int slot = turn.team().free_slot();
+    const int slot = turn.pool().free_slot();
     Step& step = *steps_[slot];
     StepTokens& t = step.tokens;
     t.n_tokens = n_tokens;
@@ -141,7 +141,7 @@ bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut)
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, nullptr);
     if (!turn) return false;
-    const int slot = turn.team().free_slot();
+    const int slot = turn.pool().free_slot();
     StepTokens& t = steps_[slot]->tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
@@ -158,7 +158,8 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
         const int n_phases = op->n_phases(step.tokens);
         for (int phase = 0; phase < n_phases; phase++) {
             const int n = op->n_chunks(phase, step.tokens);
-            // Arrays of the team have room for so many: a mistake in an operation must not become a write
+            // Arrays of the thread pool have room for so many: a mistake in an operation must not become a
+            // write
             // past them.
             if (n < 0 || n > kMaxChunks)
                 throw std::logic_error("operation " + std::to_string(i) + " cuts phase " +
@@ -169,7 +170,7 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
     }
     step.reached_ns.resize(step.phases.size() + 1);
     failure_ = nullptr;
-    const bool done = turn.team().run(slot, step, cancel_, poll, this);
+    const bool done = turn.pool().run(slot, step, cancel_, poll, this);
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (!done) return false;
     latest_ = &step;

@@ -1,8 +1,8 @@
 // The list of operations of one forward step, and its executor.
 //
-// A plan is built once from the description of a model (backends/cpu/backend.py lowers it) and run once per step: one
-// call, no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers. After
-// `select`, values have a row per *output* token instead of a row per token.
+// A plan is built once from the description of a model (backends/cpu/backend.py lowers it) and run once per
+// step: one call, no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers.
+// After `select`, values have a row per *output* token instead of a row per token.
 #pragma once
 
 #include <atomic>
@@ -270,7 +270,7 @@ class Plan {
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Op>> ops_;
-    std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
+    std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the thread pool
     const Step* latest_ = nullptr;
     mutable std::atomic<bool> cancel_{false};  // of the step in flight
     mutable std::exception_ptr failure_;       // of the same

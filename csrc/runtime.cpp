@@ -9,13 +9,13 @@ namespace {
 constexpr char kClosed[] = "the threads of this runtime have ended; make another";
 }
 
-Runtime::State::State(int n_threads, const Scratch& bytes) : team(n_threads) {
+Runtime::State::State(int n_threads, const Scratch& bytes) : pool(n_threads) {
     allocate(bytes, {});
 }
 
 void Runtime::State::allocate(const Scratch& bytes, const Scratch& before) {
-    for (int i = 0; i < team.n_threads(); i++) {
-        Worker& worker = team.worker(i);
+    for (int i = 0; i < pool.n_threads(); i++) {
+        Worker& worker = pool.worker(i);
         if (bytes.kernel > before.kernel) worker.kernel_scratch = Memory(bytes.kernel);
         if (bytes.results > before.results) worker.results = Memory(bytes.results);
         if (bytes.inputs > before.inputs) worker.inputs = Memory(bytes.inputs);
@@ -55,7 +55,7 @@ Runtime::State& Runtime::state() {
 void Runtime::reserve(const Scratch& bytes) {
     std::atomic<bool> never{false};
     const Turn turn(*this, never, nullptr);
-    turn.team().leave_all();
+    turn.pool().leave_all();
     const Scratch before = bytes_;
     const Scratch after = {std::max(bytes.kernel, before.kernel), std::max(bytes.results, before.results),
                            std::max(bytes.inputs, before.inputs), std::max(bytes.shared, before.shared)};
@@ -66,7 +66,7 @@ void Runtime::reserve(const Scratch& bytes) {
 
 void Runtime::leave(const void* owner) {
     State* state = state_.load();
-    if (state->born == n_forks()) state->team.leave(owner);
+    if (state->born == n_forks()) state->pool.leave(owner);
 }
 
 void Runtime::close() {
@@ -74,13 +74,13 @@ void Runtime::close() {
     State* state = state_.load();
     if (state->born != n_forks() || state->holder.load() == std::this_thread::get_id()) return;
     const std::lock_guard lock(state->mutex);
-    state->team.stop();
+    state->pool.stop();
 }
 
 Runtime::Turn::Turn(Runtime& runtime, std::atomic<bool>& cancel, const Poll* poll) : state_(runtime.state()) {
     if (state_.holder.load() == std::this_thread::get_id())
         throw std::logic_error("a step is running in this very thread; let it end first");
-    while (!state_.mutex.try_lock_for(std::chrono::nanoseconds(Team::kPoll_ns))) {
+    while (!state_.mutex.try_lock_for(std::chrono::nanoseconds(ThreadPool::kPoll_ns))) {
         if (poll && (*poll)()) cancel.store(true);
         if (cancel.load()) return;
     }

@@ -1,4 +1,4 @@
-// What all plans of one processor share: the team of threads and the memory in which it works.
+// What all plans of one processor share: the thread pool and the memory in which it works.
 //
 // One runtime serves a process half (the CPU of a model): its plain plan, its plans with taps, and the cold
 // services beside devices. They take turns, a step at a time, so that no two teams want the same cores and no
@@ -39,7 +39,8 @@ class Runtime {
     // The right to run a step, and its floating point, while it lives.
     class Turn;
 
-    // Returns when no thread reads what belongs to `owner` (see Team::run), none of whose steps is running.
+    // Returns when no thread reads what belongs to `owner` (see ThreadPool::run), none of whose steps is
+    // running.
     void leave(const void* owner);
     // Waits for a step that runs, and ends the threads; no step can run any more. Safe to call twice. Out of
     // a step's own poll (a signal handler) the threads end with the last who holds the runtime.
@@ -54,7 +55,7 @@ class Runtime {
         const uint64_t born = n_forks();
         std::timed_mutex mutex;
         std::atomic<std::thread::id> holder{};
-        Team team;
+        ThreadPool pool;
     };
     State& state();  // throws std::logic_error once it was closed
 
@@ -76,7 +77,7 @@ class Runtime::Turn {
     Turn(const Turn&) = delete;
 
     explicit operator bool() const { return taken_; }
-    Team& team() const { return state_.team; }
+    ThreadPool& pool() const { return state_.pool; }
 
   private:
     const DefaultFloats floats_;

@@ -176,10 +176,10 @@ void Worker::poll_at(int64_t now) {
     if (!poll_ || now < next_poll_ns_) return;
     // The flag is the owner's: const for all but the step itself.
     if ((*poll_)()) const_cast<std::atomic<bool>*>(slot_->cancel)->store(true);
-    next_poll_ns_ = now_ns() + Team::kPoll_ns;
+    next_poll_ns_ = now_ns() + ThreadPool::kPoll_ns;
 }
 
-Team::Team(int n_threads) {
+ThreadPool::ThreadPool(int n_threads) {
     for (int i = 0; i < n_threads; i++) {
         workers_.push_back(std::make_unique<Worker>());
         workers_.back()->index_ = i;
@@ -202,11 +202,11 @@ Team::Team(int n_threads) {
     }
 }
 
-Team::~Team() {
+ThreadPool::~ThreadPool() {
     stop();
 }
 
-void Team::stop() {
+void ThreadPool::stop() {
     stop_.store(true);
     generation_.fetch_add(1);
     generation_.notify_all();
@@ -214,13 +214,13 @@ void Team::stop() {
     threads_.clear();
 }
 
-bool Team::anyone_in(const Slot* slot) const {
+bool ThreadPool::anyone_in(const Slot* slot) const {
     for (const auto& worker : workers_)
         if (worker->inside_.load() == slot) return true;
     return false;
 }
 
-int Team::free_slot() const {
+int ThreadPool::free_slot() const {
     for (;;) {
         for (const auto& slot : slots_)
             // A thread may be about to enter the current slot; any other it can only have entered already.
@@ -229,7 +229,7 @@ int Team::free_slot() const {
     }
 }
 
-void Team::leave(const void* owner) {
+void ThreadPool::leave(const void* owner) {
     for (const auto& slot : slots_) {
         if (slot->owner.load() != owner) continue;
         // From here on nobody enters it: whoever announced itself later finds that it is not current.
@@ -239,14 +239,14 @@ void Team::leave(const void* owner) {
     }
 }
 
-void Team::leave_all() {
+void ThreadPool::leave_all() {
     current_.store(nullptr);
     for (const auto& slot : slots_)
         while (anyone_in(slot.get())) std::this_thread::yield();
 }
 
-bool Team::run(int slot_index, const Job& job, std::atomic<bool>& cancel, const Poll* poll,
-               const void* owner) {
+bool ThreadPool::run(int slot_index, const Job& job, std::atomic<bool>& cancel, const Poll* poll,
+                     const void* owner) {
     if (job.n_phases() == 0) return true;
     Slot& slot = *slots_[slot_index];
     slot.job = &job;
@@ -270,7 +270,7 @@ bool Team::run(int slot_index, const Job& job, std::atomic<bool>& cancel, const 
 }
 
 // Ends a cancelled step where it stands. True: it came to its end all the same.
-bool Team::abandon(Slot& slot) {
+bool ThreadPool::abandon(Slot& slot) {
     for (;;) {
         const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
         if (epoch >= slot.end_epoch) return true;
@@ -295,7 +295,7 @@ bool Team::abandon(Slot& slot) {
     }
 }
 
-void Team::serve(Worker& worker) {
+void ThreadPool::serve(Worker& worker) {
     uint32_t seen = 0;
     for (;;) {
         const int64_t start = now_ns();
@@ -321,7 +321,7 @@ void Team::serve(Worker& worker) {
 }
 
 // Claims and runs a chunk of the range of thread `owner`; false when none is left, or the step is cancelled.
-bool Team::claim(Worker& worker, Slot& slot, int owner) {
+bool ThreadPool::claim(Worker& worker, Slot& slot, int owner) {
     if (slot.cancel->load(std::memory_order_relaxed)) return false;
     auto range_of = [&](uint64_t ticket) {
         const int n = slot.job->n_chunks(int((ticket >> kTicketBits) - slot.first_epoch));
@@ -348,7 +348,7 @@ bool Team::claim(Worker& worker, Slot& slot, int owner) {
 }
 
 // Returns when the step is over; the thread that called `run`, also when it is cancelled.
-void Team::participate(Worker& worker, Slot& slot) {
+void ThreadPool::participate(Worker& worker, Slot& slot) {
     worker.slot_ = &slot;
     for (;;) {
         const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
@@ -371,7 +371,7 @@ void Team::participate(Worker& worker, Slot& slot) {
 }
 
 // Until the phase is over, or the step.
-void Team::sleep_until_over(Slot& slot, uint64_t epoch) {
+void ThreadPool::sleep_until_over(Slot& slot, uint64_t epoch) {
     slot.n_asleep.fetch_add(1);
     slot.epoch.wait(epoch);
     slot.n_asleep.fetch_sub(1);
@@ -379,7 +379,8 @@ void Team::sleep_until_over(Slot& slot, uint64_t epoch) {
 
 // All chunks of the phase are claimed, since `start`. Waits for the next phase, and fetches what this thread
 // will read there; a chunk that takes much longer than our own did is computed again here.
-void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t start, int64_t patience_ns) {
+void ThreadPool::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t start,
+                              int64_t patience_ns) {
     auto over = [&] { return slot.epoch.load(std::memory_order_acquire) != epoch; };
     auto cancelled = [&] { return slot.cancel->load(std::memory_order_relaxed); };
     if (over()) return;

@@ -1,4 +1,4 @@
-// One team of workers that executes the phases of a step.
+// One thread pool that executes the phases of a step.
 //
 // A phase is a number of independent chunks. Each thread claims the chunks of its own range one at a time, so
 // that it streams through adjacent memory, then those that others have left. The thread that commits the last
@@ -20,7 +20,8 @@
 // itself, so that nobody can commit any more, waits for copies in progress, and leaves at once: a thread that
 // is still computing a chunk finds it taken, and joins the next step when it is through.
 //
-// A child of the process has no team: it forgets the object, which must not be destroyed there, and makes its
+// A child of the process has no thread pool: it forgets the object, which must not be destroyed there, and
+// makes its
 // own (runtime.h).
 #pragma once
 
@@ -89,7 +90,7 @@ std::thread start_thread(const std::string& what, std::function<void()> body);
 // What the thread that called `run` asks now and then while the step goes on: whether to cancel it.
 using Poll = std::function<bool()>;
 
-class Team;
+class ThreadPool;
 struct Slot;
 
 // What one thread owns, in lines of its own.
@@ -111,10 +112,10 @@ class alignas(64) Worker {
     // milliseconds, about once each.
     bool cancelled();
 
-    int index() const { return index_; }  // among the threads of its team
+    int index() const { return index_; }  // among the threads of its thread pool
 
   private:
-    friend class Team;
+    friend class ThreadPool;
     void poll_at(int64_t now);
 
     int index_ = 0;
@@ -165,11 +166,11 @@ struct Slot {
     void raise_epoch(uint64_t new_epoch);
 };
 
-class Team {
+class ThreadPool {
   public:
-    explicit Team(int n_threads);  // throws ThreadError
-    ~Team();
-    Team(const Team&) = delete;
+    explicit ThreadPool(int n_threads);  // throws ThreadError
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
 
     int n_threads() const { return int(workers_.size()); }
     int n_slots() const { return int(slots_.size()); }
@@ -177,7 +178,8 @@ class Team {
 
     // A slot that no thread is in and that was not the last to run. Its data may be written until `run`.
     int free_slot() const;
-    // Runs all phases of the job; the caller is one of the team. Not reentrant. poll: null, or asked every
+    // Runs all phases of the job; the caller is one of the thread pool. Not reentrant. poll: null, or
+    // asked every
     // kPoll_ns by this thread. True: all phases are complete. False: `cancel` became true, by `poll` or by
     // anyone, before they were; nothing of the job is written after the return. owner: see `leave`.
     bool run(int slot, const Job& job, std::atomic<bool>& cancel, const Poll* poll, const void* owner);

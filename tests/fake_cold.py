@@ -1,4 +1,4 @@
-"""A cold service in NumPy: what the CPU's half of a split layer must hand back, by the reference's own ops.
+"""A CPU worker in NumPy: what the CPU's half of a split layer must hand back, by the reference's own ops.
 
 Checks the protocol on the way: one post per layer and step, then one collect, nothing outside a step.
 """
@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hotset.backends.gpu.handshake import ColdCounts
+from hotset.backends.gpu.cpu_offload import CpuWorkerCounts
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import TransposedLinear
 
 
-class FakeCold:
+class FakeCpuWorker:
     """Sums the rows of cold neurons that `bits` names, without bias or residual."""
 
     def __init__(
@@ -75,11 +75,13 @@ class FakeCold:
         self._done.remove(layer)
         return self._out[layer][: self._n_tokens]
 
-    def counts(self) -> ColdCounts:
+    def counts(self) -> CpuWorkerCounts:
         """All of them zero but the neurons that were asked for in all steps together, of the first layer."""
         zeros = np.zeros(len(self.layers), np.int64)
         selected = zeros + np.eye(len(zeros), 1, dtype=np.int64)[:, 0] * self.n_selected
-        return ColdCounts(tuple(sorted(self.layers)), zeros, selected, *(zeros,) * 4, zeros.astype(float))
+        return CpuWorkerCounts(
+            tuple(sorted(self.layers)), zeros, selected, *(zeros,) * 4, zeros.astype(float)
+        )
 
     def cancel(self, reason: str) -> None:
         raise AssertionError("the fake waits for nobody")

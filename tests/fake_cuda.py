@@ -31,7 +31,8 @@ Work = tuple[str, Callable[[], None]]
 
 
 class FakeCuda:
-    """The Driver of backends/gpu/handshake.py. log: what was put on the stream, as the driver was called."""
+    """The Driver of backends/gpu/cpu_offload.py. log: what was put on the stream, as the driver was
+    called."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import test_cutoffs
 import test_gpu_cutoffs
-from fake_cold import FakeCold
+from fake_cold import FakeCpuWorker
 from interpreted_triton import patch_once
 from test_cpu_backend import batch, logits_of, tokens
 from test_cutoffs import EVERY, graph_of
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
         runs: dict[str, Any] = {model: whole}
         if model in SPLIT:
             hot = {0: np.arange(N_FF) % 3 == 0}
-            cold = FakeCold(ready.weights, graph, hot, 16)
+            cold = FakeCpuWorker(ready.weights, graph, hot, 16)
             runs[f"{model}-split"] = GpuStage(ready.weights, graph, hot=hot, cold=cold, **given)  # type: ignore[arg-type]
         for name, backend in runs.items():
             error = np.abs(run(backend, cuts, ids) - expected).max() / np.abs(expected).max()

@@ -1,6 +1,6 @@
 """Every Triton kernel against its fallback, in Triton's interpreter; test_gpu_triton.py runs this file.
 
-It is not collected by itself: Triton decides when it is imported whether it interprets, so this needs a
+It is not gathered by itself: Triton decides when it is imported whether it interprets, so this needs a
 process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
 
 With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check). With
@@ -35,7 +35,7 @@ from test_gpu_kernels import (
 )
 
 from hotset.backends.gpu import exact, experts_kernel, fallback, triton_kernels
-from hotset.backends.gpu.handshake import CudaDriver
+from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
 from hotset.backends.torch import functions

@@ -29,7 +29,7 @@ _BLOCK = 64 << 20
 SUSPECTS = [
     "test_mapped.py",
     "test_runtime.py",
-    "test_cold.py",
+    "test_cpu_worker.py",
     "test_driver.py",
     "test_server_faults.py",
     "test_server_connections.py",

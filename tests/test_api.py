@@ -323,7 +323,7 @@ def test_a_template_without_bos_gets_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("messages", "sentence"),
+    ("messages", "message"),
     [
         ([], "messages must be a list"),
         ("hello", "messages must be a list"),
@@ -335,8 +335,8 @@ def test_a_template_without_bos_gets_one(tmp_path: Path):
     ],
     ids=str,
 )
-def test_messages_that_are_none(model: hotset.Model, messages: Any, sentence: str):
-    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+def test_messages_that_are_none(model: hotset.Model, messages: Any, message: str):
+    with pytest.raises(hotset.InvalidRequestError, match=message):
         model.chat(messages)
 
 
@@ -424,7 +424,7 @@ def test_what_is_no_prompt_is_a_sentence(model: hotset.Model, prompt: Any):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"text": 5}, "measured over a text, not 5"),
         ({"n_ctx": "64"}, "n_ctx must be a whole number"),
@@ -436,8 +436,8 @@ def test_what_is_no_prompt_is_a_sentence(model: hotset.Model, prompt: Any):
     ],
     ids=str,
 )
-def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str, Any], sentence: str):
-    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str, Any], message: str):
+    with pytest.raises(hotset.InvalidRequestError, match=message):
         model.perplexity(**{"text": "x" * 999, "n_ctx": 64, **options})
 
 
@@ -508,7 +508,7 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"n_ctx": 0}, "n_ctx must be at least 1, not 0"),
         ({"n_threads": 1.5}, "n_threads must be a whole number"),
@@ -521,8 +521,8 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
     ],
     ids=str,
 )
-def test_load_checks_its_parameters(path: Path, options: dict[str, Any], sentence: str):
-    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+def test_load_checks_its_parameters(path: Path, options: dict[str, Any], message: str):
+    with pytest.raises(hotset.InvalidRequestError, match=message):
         hotset.load(path, **{"backend": "reference", **options})
 
 

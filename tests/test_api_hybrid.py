@@ -88,7 +88,7 @@ def test_a_model_that_fits_is_wholly_on_the_device(model: Path, expected: np.nda
 
 
 @pytest.mark.parametrize("n_gpu_layers", [None, 2])
-def test_a_mixture_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_layers: int | None) -> None:
+def test_a_moe_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_layers: int | None) -> None:
     path = write_llama(
         tmp_path / "experts.gguf", experts=(8, 2), n_layer=3, n_ff_shared=64,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
@@ -106,23 +106,23 @@ def test_a_mixture_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_la
 
 
 @pytest.fixture
-def mixture(tmp_path: Path) -> Path:
+def moe_layer(tmp_path: Path) -> Path:
     return write_llama(
-        tmp_path / "mixture.gguf", experts=(8, 2), n_layer=3, n_ff=128,
+        tmp_path / "moe_layer.gguf", experts=(8, 2), n_layer=3, n_ff=128,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_what_a_budget_leaves_are_slots_for_experts(mixture: Path, share: float) -> None:
-    whole = hotset.plan(mixture, device="cpu", vram_budget=1.0, **SMALL)
+def test_what_a_budget_leaves_are_slots_for_experts(moe_layer: Path, share: float) -> None:
+    whole = hotset.plan(moe_layer, device="cpu", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.expert_slots == (24,)
     assert whole.budget is not None
     planned = whole.budget.devices[0]
     assert planned.experts > 24 * 3 * 128 * 64 * 4
     gib = (planned.total - (1 - share) * planned.experts) / GIB
-    with hotset.load(mixture, device="cpu", vram_budget=gib, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="cpu", vram_budget=gib, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
         [n_slots] = placement.expert_slots
@@ -136,7 +136,7 @@ def test_what_a_budget_leaves_are_slots_for_experts(mixture: Path, share: float)
         found = [loaded.logits("Hello there").copy() for _ in range(3)]
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total <= gib * GIB
-    with hotset.load(mixture, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
         expected = loaded.logits("Hello there")
         for logits in found:
             np.testing.assert_array_equal(logits, expected)
@@ -144,16 +144,16 @@ def test_what_a_budget_leaves_are_slots_for_experts(mixture: Path, share: float)
 
 @pytest.mark.parametrize("forced", ["", "cpu", "fetch"])
 def test_a_plan_says_who_computes_what_is_missing(
-    mixture: Path, forced: str, monkeypatch: pytest.MonkeyPatch
+    moe_layer: Path, forced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = hotset.plan(mixture, device="cpu", vram_budget=1.0, **SMALL)
+    whole = hotset.plan(moe_layer, device="cpu", vram_budget=1.0, **SMALL)
     assert whole is not None
     assert whole.budget is not None
     assert whole.fetching == (None,)  # all experts have a slot
     planned = whole.budget.devices[0]
     gib = (planned.total - 0.4 * planned.experts) / GIB
     monkeypatch.setenv("HOTSET_EXPERT_MISSES", forced)
-    with hotset.load(mixture, device="cpu", vram_budget=gib, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="cpu", vram_budget=gib, **SMALL) as loaded:
         placement = loaded.placement
         assert placement is not None
         [n_slots], [fetching] = placement.expert_slots, placement.fetching
@@ -176,18 +176,18 @@ def test_a_plan_says_who_computes_what_is_missing(
             assert memory.planned.experts * 0.8 < memory.measured["experts"] <= memory.planned.experts
         assert counts.on_cpu > 0 or forced != "cpu"
         assert counts.on_cpu == 0 or forced != "fetch"
-    with hotset.load(mixture, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+    with hotset.load(moe_layer, device="cpu", vram_budget=1.0, **SMALL) as loaded:
         expected = loaded.logits("Hello there, and more of a prompt")
     for logits in found:
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_a_line_tells_what_became_of_experts(mixture: Path) -> None:
+def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
     from test_cli import hotset as outside
     from test_cli import inside
 
     device = ("--device", "cpu", "--vram-budget", 1, "-c", 128)
-    asked = ("run", mixture, "Hello there", "-n", 6, "--temp", 0, *device)
+    asked = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, *device)
     said = inside(*asked).stderr
     assert "experts were in the cache" in said
     facts = json.loads(inside(*asked, "--json").stdout)
@@ -197,17 +197,17 @@ def test_a_line_tells_what_became_of_experts(mixture: Path) -> None:
     assert 0 < experts["hit_rate"] < 1
     assert experts["read"] == 0
     assert facts["placement"]["devices"][0]["experts"] > 0
-    budgeted = ("run", mixture, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
+    budgeted = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
     experts = json.loads(outside(*budgeted, "--json").stdout)["experts"]  # (this process is larger than that)
     assert experts["hits"] + experts["read"] > 0  # all that has room may have been read before
     assert experts["on_cpu"] == experts["fetched"] == 0
     assert "experts were in the cache" in outside(*budgeted).stderr
-    alone = inside("run", mixture, "Hello there", "-n", 2, "--temp", 0, "--no-gpu")
+    alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--no-gpu")
     assert alone.returncode == 0, alone.stderr
     assert "experts were" not in alone.stderr
 
 
-def test_a_server_counts_experts(mixture: Path) -> None:
+def test_a_server_counts_experts(moe_layer: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
     async def work(client: Any, _: Any) -> None:
@@ -219,7 +219,9 @@ def test_a_server_counts_experts(mixture: Path) -> None:
         plan = (await client.get("/plan")).json()
         assert plan["placement"]["devices"][0]["experts"] > 0
 
-    tiny_server.run(mixture, work, load={"n_ctx": 64, "backend": "auto", "device": "cpu", "vram_budget": 1.0})
+    tiny_server.run(
+        moe_layer, work, load={"n_ctx": 64, "backend": "auto", "device": "cpu", "vram_budget": 1.0}
+    )
 
 
 def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"sparsity": "half"}, "the sparsity mode 'half' is not known"),
         ({"predictor": "oracle"}, "the predictor 'oracle' is not known"),
@@ -115,8 +115,8 @@ def test_every_predictor_can_be_asked_for(published: Path, backend: Any):
     ],
     ids=str,
 )
-def test_what_a_model_cannot_do_is_a_sentence(plain: Path, options: dict[str, Any], sentence: str):
-    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+def test_what_a_model_cannot_do_is_a_sentence(plain: Path, options: dict[str, Any], message: str):
+    with pytest.raises(hotset.InvalidRequestError, match=message):
         hotset.load(plain, backend="reference", **options)
 
 

@@ -174,13 +174,13 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
     whole = tensors.pop(name)
-    for more, sentence in (
+    for more, message in (
         ({}, r"blk\.1\.ffn_up_exps\.weight of 4 experts, not of 5"),
         ({name: whole[:-1]}, "w3.weight of the checkpoint is .159, 96."),
         ({name: whole, name.replace(".3.", ".7."): whole}, "experts"),
     ):
         save_file(tensors | {k: v.clone() for k, v in more.items()}, folder / "model.safetensors")
-        with pytest.raises(FormatError, match=sentence):
+        with pytest.raises(FormatError, match=message):
             convert_hf(folder, tmp_path / "m.gguf", "f32")
 
 

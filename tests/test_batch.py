@@ -429,8 +429,8 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_is_kept(path: Path, tm
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "ExceptionGroup" not in done.stderr
-    [sentence] = [line for line in done.stderr.splitlines() if "cannot be written" in line]
-    assert str(out) in sentence
+    [message] = [line for line in done.stderr.splitlines() if "cannot be written" in line]
+    assert str(out) in message
     assert "the same command goes on" in " ".join(done.stderr.split())
     kept = out.read_bytes()
     assert 0 < len(kept) <= 3000

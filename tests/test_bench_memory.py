@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import memory
 
 
-def subject(is_mixture: bool) -> memory.Subject:
-    return memory.Subject(Path("m.gguf"), Path("m.bundled.gguf"), None, is_mixture)
+def subject(is_moe: bool) -> memory.Subject:
+    return memory.Subject(Path("m.gguf"), Path("m.bundled.gguf"), None, is_moe)
 
 
 def run_of(how: str, ts: float | None, share: float = 0.5, **more: Any) -> memory.Run:
@@ -23,9 +23,9 @@ def run_of(how: str, ts: float | None, share: float = 0.5, **more: Any) -> memor
     return memory.Run("m.gguf", how, share, ts=ts, **facts)
 
 
-def verdicts(is_mixture: bool, *runs: memory.Run) -> dict[str, tuple[str, str]]:
+def verdicts(is_moe: bool, *runs: memory.Run) -> dict[str, tuple[str, str]]:
     bench = argparse.Namespace(rows=list(runs))
-    return {row[1]: (row[2], row[3]) for row in memory.verdicts(bench, [subject(is_mixture)])}  # type: ignore[arg-type]
+    return {row[1]: (row[2], row[3]) for row in memory.verdicts(bench, [subject(is_moe)])}  # type: ignore[arg-type]
 
 
 def test_what_was_promised_is_held_against_what_was_seen() -> None:

@@ -1,4 +1,4 @@
-"""bench/split_experts.py: a mixture made of a dense model is that model where a token has all experts."""
+"""bench/split_experts.py: an MoE layer made of a dense model is that model where a token has all experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the router is trained with torch")
 
-from test_trace import mixture
+from test_trace import moe_layer
 
 import hotset
 from hotset.formats.quants import GGMLType
@@ -29,8 +29,8 @@ def split(path: Path, target: Path, **options: Any) -> None:
         Splitter(argparse.Namespace(**settings)).write(model, ROWS, target)
 
 
-def test_with_all_its_experts_the_mixture_is_the_dense_model(tmp_path: Path) -> None:
-    path = mixture(tmp_path / "dense.gguf", experts=None, type_of=lambda _: GGMLType.F16)
+def test_with_all_its_experts_the_moe_is_the_dense_model(tmp_path: Path) -> None:
+    path = moe_layer(tmp_path / "dense.gguf", experts=None, type_of=lambda _: GGMLType.F16)
     split(path, tmp_path / "all.gguf")
     split(path, tmp_path / "some.gguf", used=1, shared=0)
     logits = {}

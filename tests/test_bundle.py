@@ -124,10 +124,10 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sentence", HOSTILE)
-def test_keys_that_contradict_the_tensors_are_a_sentence(tmp_path: Path, sentence: str) -> None:
+@pytest.mark.parametrize("message", HOSTILE)
+def test_keys_that_contradict_the_tensors_are_a_sentence(tmp_path: Path, message: str) -> None:
     gguf = bundled(write(tmp_path, "llama", T.Q4_0))
-    key, value = HOSTILE[sentence]
+    key, value = HOSTILE[message]
     out = tmp_path / "hostile.gguf"
     writer = GGUFWriter(out, gguf.architecture, PAGE, gguf.dialect)
     writer.add(key, value)
@@ -136,5 +136,5 @@ def test_keys_that_contradict_the_tensors_are_a_sentence(tmp_path: Path, sentenc
         n_bytes = gguf.tensors[f"blk.{layer}.ffn_up.weight"].stride
         writer.add_tensor(f"blk.{layer}.ffn_bundle.weight", np.zeros((736, n_bytes), np.uint8), T.I8)
     writer.write()
-    with pytest.raises(FormatError, match=sentence):
+    with pytest.raises(FormatError, match=message):
         open_gguf(out)

@@ -556,7 +556,7 @@ def test_a_model_with_predictors_is_cut_in_addition(text: str, tmp_path: Path) -
             assert loaded.sparsity.mode == "threshold"
 
 
-def test_a_mixture_is_cut(text: str, tmp_path: Path) -> None:
+def test_a_moe_is_cut(text: str, tmp_path: Path) -> None:
     model, out = write_bytes(tmp_path / "m.gguf", experts=(4, 2)), tmp_path / "out.json"
     found = calibrate_thresholds(model, text, out, ThresholdSettings(share=0.3, **QUICK))
     assert (
@@ -604,10 +604,10 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
     with pytest.raises(HotsetError, match="stays below 0"):
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
     assert not (tmp_path / "o.json").exists()
-    mixture = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
+    moe_layer = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
     settings = ThresholdSettings(share=0.5, only=("ffn_in", "down_in"), **QUICK)
     with pytest.raises(InvalidRequestError, match="nowhere to cut ffn_in, down_in: of experts gates alone"):
-        calibrate_thresholds(mixture, text, tmp_path / "o.json", settings)
+        calibrate_thresholds(moe_layer, text, tmp_path / "o.json", settings)
 
 
 @pytest.mark.parametrize(
@@ -656,7 +656,7 @@ def test_the_table(
     assert shown.stat().st_size > 1000
 
 
-def test_the_verb(path: Path, text: str, tmp_path: Path) -> None:
+def test_the_subcommand(path: Path, text: str, tmp_path: Path) -> None:
     file, out = tmp_path / "text.txt", tmp_path / "t.json"
     file.write_text(text)
     quick = ["-c", 32, "--tokens", 256, "--measured", 512, "-o", out]

@@ -24,7 +24,7 @@ from fake_hub import FakeHub
 from tiny_gguf import write_llama
 
 import hotset as hotset_package
-from hotset.cli.console import tell_error
+from hotset.cli.console import print_error
 from hotset.formats.quants import GGMLType
 
 try:
@@ -265,7 +265,7 @@ def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
 
 
 def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
+    print_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
     assert capsys.readouterr().err == "error: the cache has no room; lower -c, or use -ctk q8_0. -t too.\n"
     for name in (
         "There is no model 'n_ctx'",
@@ -273,7 +273,7 @@ def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.Captu
         "a/n_ctx/b has no file",
         "my-n_ctx-2 is old",
     ):
-        tell_error(name)
+        print_error(name)
         assert capsys.readouterr().err == f"error: {name}.\n"
 
 
@@ -364,8 +364,8 @@ def test_a_mistake_is_told_without_a_traceback(
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(model.read_bytes()[:3000])
-    for verb in (["run", broken, "hi"], ["show", broken]):
-        done = inside(*verb)
+    for subcommand in (["run", broken, "hi"], ["show", broken]):
+        done = inside(*subcommand)
         assert done.returncode == 1
         assert len(done.stderr.strip().splitlines()) == 1
 
@@ -384,9 +384,20 @@ def test_a_fault_of_hotset_asks_for_a_report(model: Path, tmp_path: Path) -> Non
 
 
 def test_help_and_version() -> None:
-    for verb in ("run", "pull", "list", "rm", "show", "bench", "perplexity", "eval", "doctor", "convert"):
-        assert verb in inside("--help").stdout
-        assert inside(verb, "-h").returncode == 0
+    for subcommand in (
+        "run",
+        "pull",
+        "list",
+        "rm",
+        "show",
+        "bench",
+        "perplexity",
+        "eval",
+        "doctor",
+        "convert",
+    ):
+        assert subcommand in inside("--help").stdout
+        assert inside(subcommand, "-h").returncode == 0
     assert re.match(r"hotset \S+\n$", hotset("--version").stdout)
     for words, options in [
         (["help"], ["--help"]),
@@ -400,26 +411,28 @@ def test_help_and_version() -> None:
         assert (done.returncode, done.stdout) == (0, inside(*options).stdout)
 
 
-def test_options_are_declared_once_and_shared_by_the_verbs() -> None:
-    """What several verbs take has one spelling, one help and one default, and one name in Python."""
-    from hotset.cli.main import VERBS, app
+def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
+    """What several subcommands take has one spelling, one help and one default, and one name in Python."""
+    from hotset.cli.main import SUBCOMMANDS, app
 
     group = typer.main.get_command(app)
     found: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for verb in VERBS:
-        command = group.get_command(None, verb)  # type: ignore[attr-defined]
+    for subcommand in SUBCOMMANDS:
+        command = group.get_command(None, subcommand)  # type: ignore[attr-defined]
         for parameter in command.params:
             for name in getattr(parameter, "opts", []):
                 facts = (parameter.name, parameter.help, parameter.default, tuple(parameter.opts))
-                found.setdefault(name, {})[verb] = facts
+                found.setdefault(name, {})[subcommand] = facts
     shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
               "--reset-gpu-index", "--disable-gpu-index", "--no-gpu"]  # fmt: skip
     # The --device of two is torch's, and the --sparsity of one a share to be reached.
     others = ("sparsify", "train-predictor", "calibrate")
     for name in shared:
-        verbs = {verb: facts for verb, facts in found[name].items() if verb not in others}
-        assert len(verbs) >= 3, name
-        assert len(set(verbs.values())) == 1, verbs
+        subcommands = {
+            subcommand: facts for subcommand, facts in found[name].items() if subcommand not in others
+        }
+        assert len(subcommands) >= 3, name
+        assert len(set(subcommands.values())) == 1, subcommands
     assert found["--reset-gpu-index"]["run"][0] == "reset_gpu_index"
     assert "reset_gpu_index" in inspect.signature(hotset_package.load).parameters
 
@@ -930,8 +943,9 @@ def test_run_imports_no_more_than_it_needs(model: Path) -> None:
 
 
 def test_plain_values_are_what_the_library_makes_of_them() -> None:
-    """Options of all verbs, whether they take a value by themselves or ask: one value or one sentence."""
-    from hotset.cli.main import VERBS, app
+    """Options of all subcommands, whether they take a value by themselves or ask: one value or one
+    message."""
+    from hotset.cli.main import SUBCOMMANDS, app
     from hotset.cli.values import _Taking
 
     group: Any = typer.main.get_command(app)
@@ -946,8 +960,8 @@ def test_plain_values_are_what_the_library_makes_of_them() -> None:
             return type(error), error.format_message()
         return type(made), repr(made)
 
-    for verb in VERBS:
-        command = group.get_command(None, verb)
+    for subcommand in SUBCOMMANDS:
+        command = group.get_command(None, subcommand)
         context = typer.Context(command)
         for option in command.params:
             taking = option.process_value
@@ -955,7 +969,7 @@ def test_plain_values_are_what_the_library_makes_of_them() -> None:
                 n_plain += 1
                 for value in values:
                     assert outcome(taking, context, value) == outcome(taking._ask, context, value), (
-                        verb,
+                        subcommand,
                         option,
                     )
     assert n_plain > 100

@@ -40,7 +40,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def result(*arguments: object) -> Any:
-    """The JSON that a verb prints."""
+    """The JSON that a subcommand prints."""
     done = inside(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

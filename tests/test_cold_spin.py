@@ -1,4 +1,5 @@
-"""The handshake's two Triton kernels in the interpreter, against the native service; test_gpu_aot.py compiles
+"""The host-device synchronisation's two Triton kernels in the interpreter, against the native service;
+test_gpu_aot.py compiles
 them. In a process of its own: Triton decides once whether it interprets.
 """
 
@@ -21,7 +22,7 @@ INTERPRETED = """
 import sys
 from pathlib import Path
 import numpy as np
-from test_cold import ask, inputs, random_bits, service, write
+from test_cpu_worker import ask, inputs, random_bits, service, write
 from fake_cuda import FakeCuda
 from hotset.errors import DeviceError
 

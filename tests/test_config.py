@@ -241,7 +241,7 @@ def test_a_number_may_lie_at_either_end_of_its_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "sentence"),
+    ("keys", "message"),
     [
         ({"block_count": None}, "llama.block_count is missing"),
         ({"block_count": 0}, "outside 1 to"),
@@ -281,14 +281,14 @@ def test_a_number_may_lie_at_either_end_of_its_range() -> None:
         ),
     ],
 )
-def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
+def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match="llama") as error:
         config_from_gguf(file(**keys))
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("keys", "sentence"),
+    ("keys", "message"),
     [
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ({"expert_count": 1025}, "1025 experts, and at most 1024"),
@@ -302,8 +302,8 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=sentence):
+def test_what_cannot_run_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         config_from_gguf(file(**keys))
 
 
@@ -349,7 +349,7 @@ def test_layers_with_a_gated_delta_net() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "sentence"),
+    ("keys", "error", "message"),
     [
         ({"ssm__inner_size": 97}, FormatError, "ssm.inner_size is 97 for 6 heads"),
         ({"ssm__group_count": 4}, FormatError, "ssm.group_count is 4 for 6 heads"),
@@ -364,8 +364,8 @@ def test_layers_with_a_gated_delta_net() -> None:
         ({"full_attention_interval": 9}, UnsupportedModelError, "no layer .* has attention"),
     ],
 )
-def test_delta_nets_that_make_no_sense(keys: dict, error: type[HotsetError], sentence: str) -> None:
-    with pytest.raises(error, match=sentence):
+def test_delta_nets_that_make_no_sense(keys: dict, error: type[HotsetError], message: str) -> None:
+    with pytest.raises(error, match=message):
         config_from_gguf(file("qwen35", **DELTA | keys))
 
 
@@ -494,7 +494,7 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
     graph = describe(config, complete())
     assert graph.result.name == "logits"
     assert len({value.name for value in graph.values}) == len(graph.values)
-    for name, replaced, sentence in [
+    for name, replaced, message in [
         ("blk.1.ffn_up.weight", None, r"lacks the tensor blk.1.ffn_up.weight \[64, 96\]"),
         ("blk.1.ffn_gate.weight", None, r"lacks the tensor blk.1.ffn_gate.weight \[64, 96\]"),
         ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight is \[64, 64\], but the file's keys say \[64, 32\]"),
@@ -505,7 +505,7 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
             "1 tensors that no llama model uses, such as blk.0.ffn_gate_inp",
         ),
     ]:
-        with pytest.raises(UnsupportedModelError, match=sentence):
+        with pytest.raises(UnsupportedModelError, match=message):
             describe(config, complete(**{name: replaced}))
 
 
@@ -652,7 +652,7 @@ def test_a_threshold_must_be_a_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shapes", "sentence"),
+    ("kind", "shapes", "message"),
     [
         ("mlp", {}, r"lacks the tensor blk\.0\.fc1\.weight of its predictor"),
         ("mlp", {"fc1": (64, 8)}, r"lacks the tensor blk\.0\.fc2\.weight \[8, 96\]"),
@@ -662,11 +662,11 @@ def test_a_threshold_must_be_a_number(value: Any) -> None:
     ],
 )
 def test_a_predictor_that_does_not_fit_is_refused(
-    kind: PredictorKind, shapes: dict[str, tuple[int, ...]], sentence: str
+    kind: PredictorKind, shapes: dict[str, tuple[int, ...]], message: str
 ) -> None:
     config = config_from_gguf(file(), activation="relu")
     named = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
-    with pytest.raises(UnsupportedModelError, match=sentence):
+    with pytest.raises(UnsupportedModelError, match=message):
         describe(config, complete(**named), Predictor(kind, (0.0, 0.0)))
 
 

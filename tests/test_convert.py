@@ -153,8 +153,8 @@ def test_sentencepiece_comes_along(checkpoint: Path) -> None:
     assert isinstance(types, np.ndarray)
     assert types[[0, 1, 3, 258, 259, 300, 301, 303, 319]].tolist() == [2, 3, 6, 6, 1, 3, 5, 4, 5]
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(checkpoint / "tokenizer.model"))
-    sentence = "the cat in the  hat 🦙 naïve\n"
-    assert load_tokenizer(gguf.metadata).encode(sentence) == [1, *theirs.encode(sentence)]
+    message = "the cat in the  hat 🦙 naïve\n"
+    assert load_tokenizer(gguf.metadata).encode(message) == [1, *theirs.encode(message)]
 
 
 WORDS = [
@@ -191,7 +191,7 @@ def trained_model(folder: Path, **options: Any) -> Any:
     import sentencepiece
 
     folder.mkdir(exist_ok=True)
-    sentences = [text for text in spaced_texts(400, 5) if text.strip()]
+    messages = [text for text in spaced_texts(400, 5) if text.strip()]
     settings = {"model_type": "bpe", "vocab_size": 420, "normalization_rule_name": "identity"}
     settings |= {
         "byte_fallback": True,
@@ -201,7 +201,7 @@ def trained_model(folder: Path, **options: Any) -> Any:
     }
     with (folder / "tokenizer.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences), model_writer=file, **settings | options
+            sentence_iterator=iter(messages), model_writer=file, **settings | options
         )
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
@@ -282,7 +282,7 @@ def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"model_type": "unigram"}, "is a unigram model, not BPE"),
         ({"model_type": "char"}, "is a char model, not BPE"),
@@ -292,11 +292,9 @@ def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> 
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ],
 )
-def test_sentencepiece_models_that_are_refused(
-    tmp_path: Path, options: dict[str, Any], sentence: str
-) -> None:
+def test_sentencepiece_models_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     trained_model(tmp_path / "hf", **options)
-    with pytest.raises(TokenizerError, match=f"{sentence}.*is not supported"):
+    with pytest.raises(TokenizerError, match=f"{message}.*is not supported"):
         tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
 
 
@@ -488,7 +486,7 @@ def test_falcon_7b_is_known(tmp_path: Path, merging: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "sentence"),
+    ("steps", "message"),
     [
         ([split(CL100K)], "no step 'ByteLevel'"),
         ([split(CL100K), LAST | {"add_prefix_space": True}], "unknown step 'ByteLevel'"),
@@ -501,9 +499,9 @@ def test_falcon_7b_is_known(tmp_path: Path, merging: dict[str, Any]) -> None:
     ],
 )
 def test_pre_tokenizers_that_are_refused(
-    tmp_path: Path, merging: dict[str, Any], steps: list[dict[str, Any]], sentence: str
+    tmp_path: Path, merging: dict[str, Any], steps: list[dict[str, Any]], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=sentence):
+    with pytest.raises(TokenizerError, match=message):
         keys_of(merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}, tmp_path)
 
 
@@ -595,7 +593,7 @@ def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "error", "sentence"),
+    ("entries", "error", "message"),
     [
         (
             {"architectures": ["MambaForCausalLM"]},
@@ -621,10 +619,10 @@ def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
     ],
 )
 def test_configurations_that_are_refused(
-    checkpoint: Path, entries: dict[str, Any], error: type[HotsetError], sentence: str
+    checkpoint: Path, entries: dict[str, Any], error: type[HotsetError], message: str
 ) -> None:
     edit(checkpoint / "config.json", **entries)
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         converted(checkpoint)
     assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
 
@@ -643,7 +641,7 @@ WILL_NOT_LOAD = "would become a file that does not load"
 
 
 @pytest.mark.parametrize(
-    ("entries", "sentence"),
+    ("entries", "message"),
     [
         ({"rms_norm_eps": 2.0}, r"layer_norm_rms_epsilon is 2.0, outside 0 to 1"),
         ({"rms_norm_eps": -1e-5}, r"layer_norm_rms_epsilon is .*, outside 0 to 1"),
@@ -654,16 +652,16 @@ WILL_NOT_LOAD = "would become a file that does not load"
     ],
 )
 def test_what_the_loader_refuses_is_not_written(
-    checkpoint: Path, entries: dict[str, Any], sentence: str
+    checkpoint: Path, entries: dict[str, Any], message: str
 ) -> None:
     edit(checkpoint / "config.json", **entries)
-    with pytest.raises(HotsetError, match=f"{WILL_NOT_LOAD}: .*{sentence}"):
+    with pytest.raises(HotsetError, match=f"{WILL_NOT_LOAD}: .*{message}"):
         converted(checkpoint)
     assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize(
-    ("missing", "sentence"),
+    ("missing", "message"),
     [
         ("model.layers.1.mlp.up_proj.weight", r"blk\.1\.ffn_up\.weight"),
         ("model.layers.2.self_attn.k_proj.weight", r"blk\.2\.attn_k\.weight"),
@@ -672,10 +670,10 @@ def test_what_the_loader_refuses_is_not_written(
     ],
 )
 def test_a_missing_tensor_is_noticed_before_anything_is_written(
-    checkpoint: Path, missing: str, sentence: str
+    checkpoint: Path, missing: str, message: str
 ) -> None:
     header_edited(checkpoint / "model.safetensors", lambda header: header.pop(missing))
-    with pytest.raises(UnsupportedModelError, match=f"{WILL_NOT_LOAD}: .*{sentence}"):
+    with pytest.raises(UnsupportedModelError, match=f"{WILL_NOT_LOAD}: .*{message}"):
         converted(checkpoint)
     assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
 
@@ -832,7 +830,7 @@ def test_damaged_safetensors(checkpoint: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "sentence"),
+    ("entries", "message"),
     [
         ({"model": {"type": "WordPiece", "vocab": {}}}, "not byte-level BPE"),
         ({"model": {"vocab": {"a": 0}}}, "damaged"),
@@ -842,9 +840,9 @@ def test_damaged_safetensors(checkpoint: Path, damage: str) -> None:
         ({"pre_tokenizer": {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "a+"}}}, r"a\+"),
     ],
 )
-def test_tokenizers_that_are_refused(checkpoint: Path, entries: dict[str, Any], sentence: str) -> None:
+def test_tokenizers_that_are_refused(checkpoint: Path, entries: dict[str, Any], message: str) -> None:
     edit(checkpoint / "tokenizer.json", **entries)
-    with pytest.raises(TokenizerError, match=sentence):
+    with pytest.raises(TokenizerError, match=message):
         converted(checkpoint)
 
 
@@ -1065,7 +1063,7 @@ def test_drelu_llamas_are_bamboos_to_powerinfer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "change", "sentence"),
+    ("recipe", "change", "message"),
     [
         ("llama", None, "activation of the checkpoint is silu, and PowerInfer's format holds llama"),
         ("falcon-7b", None, "is gelu, and PowerInfer's format holds falcon models with relu only"),
@@ -1076,7 +1074,7 @@ def test_drelu_llamas_are_bamboos_to_powerinfer(tmp_path: Path) -> None:
     ],
 )
 def test_powerinfer_files_that_are_refused(
-    tmp_path: Path, recipe: str, change: str | None, sentence: str
+    tmp_path: Path, recipe: str, change: str | None, message: str
 ) -> None:
     row = tiny_models.RECIPES[recipe]
     tiny_models.save(row, tiny_models.build(row), tmp_path / "hf")
@@ -1087,7 +1085,7 @@ def test_powerinfer_files_that_are_refused(
         torch.save(states[2] | {"fc2.weight": torch.zeros(159, 64)}, tmp_path / "pred" / "model_2.pt")
     elif change == "threshold":
         (tmp_path / "pred" / "config.json").write_text('{"sparse_threshold": "low"}')
-    with pytest.raises(HotsetError, match=sentence):
+    with pytest.raises(HotsetError, match=message):
         convert_hf(tmp_path / "hf", tmp_path / "out.gguf", predictors=tmp_path / "pred")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "pred"]
 

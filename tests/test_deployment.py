@@ -44,8 +44,8 @@ def instruction(name: str) -> str:
 
 
 def test_options_are_those_of_serve() -> None:
-    verbs = typer.main.get_command(app)
-    serve = verbs.get_command(typer.Context(verbs), "serve")  # type: ignore[attr-defined]
+    subcommands = typer.main.get_command(app)
+    serve = subcommands.get_command(typer.Context(subcommands), "serve")  # type: ignore[attr-defined]
     known = {option for param in serve.params for option in param.opts}
     started = [*settings_of_unit()["ExecStart"], instruction("ENTRYPOINT"), UNIT.read_text()]
     named = {option for text in started for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}

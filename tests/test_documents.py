@@ -131,14 +131,14 @@ class Shell:
 
 
 @cache
-def command_of(verb: str) -> Any:
-    return typer.main.get_command(cli.app).get_command(None, verb)
+def command_of(subcommand: str) -> Any:
+    return typer.main.get_command(cli.app).get_command(None, subcommand)
 
 
 def check_options(words: list[str]) -> None:
     """That a subcommand knows these options, and has the arguments that it needs."""
     words = cli._as_options(words)
-    assert words[0] in cli.VERBS, f"hotset has no subcommand {words[0]}"
+    assert words[0] in cli.SUBCOMMANDS, f"hotset has no subcommand {words[0]}"
     command = command_of(words[0])
     parser = command.make_parser(command.context_class(command, info_name=words[0]))
     values, rest, _ = parser.parse_args(list(words[1:]))
@@ -249,7 +249,7 @@ def test_inline_code_names_what_there_is(name: str) -> None:
         program, *words = span.split()
         words = cli._as_options(words)
         if program == "hotset" and words and words[0] not in ("VERB", "--help", "--version"):
-            assert words[0] in cli.VERBS, f"{place}: {span}"
+            assert words[0] in cli.SUBCOMMANDS, f"{place}: {span}"
             params = command_of(words[0]).params
             known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
             used = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", span))

@@ -272,10 +272,10 @@ def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
     assert 0 < result.accuracy < 1
 
 
-# -- the verb ------------------------------------------------------------------------------------
+# -- the subcommand ------------------------------------------------------------------------------------
 
 
-def test_the_verb_in_every_mode(tmp_path: Path) -> None:
+def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
     model = write_sparse(tmp_path / "m.gguf")
     data = tmp_path / "piqa.jsonl"
     data.write_bytes(
@@ -299,7 +299,7 @@ def test_the_verb_in_every_mode(tmp_path: Path) -> None:
     assert "±" in table.stdout
 
 
-def test_the_verb_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
+def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
     done = inside("eval", path, data)

@@ -173,7 +173,7 @@ def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- the verbs -----------------------------------------------------------------------------------
+# -- the subcommands -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
     ids=lambda arguments: "-".join(a.strip("-") for a in arguments if a not in ("MODEL", "TEXT")),
 )
 @needs_pipes
-def test_no_verb_replaces_what_is_no_file(tmp_path: Path, arguments: list[str]) -> None:
+def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[str]) -> None:
     if arguments[0] == "train-predictor":
         pytest.importorskip("torch")
     model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
@@ -222,13 +222,13 @@ def test_no_verb_replaces_what_is_no_file(tmp_path: Path, arguments: list[str]) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("verb", ["profile", "plan"])
-def test_no_verb_replaces_the_model_that_it_reads(tmp_path: Path, verb: str) -> None:
+@pytest.mark.parametrize("subcommand", ["profile", "plan"])
+def test_no_subcommand_replaces_the_model_that_it_reads(tmp_path: Path, subcommand: str) -> None:
     model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
     (tmp_path / "text.txt").write_text(TEXT)
-    more = {"profile": ["-f", tmp_path / "text.txt", *REFERENCE], "plan": ["--device", "cpu"]}[verb]
+    more = {"profile": ["-f", tmp_path / "text.txt", *REFERENCE], "plan": ["--device", "cpu"]}[subcommand]
     data = model.read_bytes()
-    done = inside(verb, model, "-o", model, *more)
+    done = inside(subcommand, model, "-o", model, *more)
     assert (done.returncode, model.read_bytes() == data) == (1, True)
     assert "is the model that is read" in done.stderr
 

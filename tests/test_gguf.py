@@ -442,10 +442,10 @@ def test_hostile_file_gets_a_sentence(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, data)
     with pytest.raises(FormatError, match=message) as caught:
         open_gguf(path)
-    sentence = str(caught.value)
-    assert path.name in sentence
-    assert sentence.endswith(".")
-    assert "\n" not in sentence
+    message = str(caught.value)
+    assert path.name in message
+    assert message.endswith(".")
+    assert "\n" not in message
 
 
 def test_every_truncation_of_a_small_file(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def cut_step() -> None:
 
 
 def spin_step() -> None:
-    """The handshake's kernels, with a predictor and without."""
+    """The host-device synchronisation's kernels, with a predictor and without."""
     flag, bits = new(1, dtype=torch.int32), new(1, N_FF // 8, dtype=torch.uint8)
     for given in (bits, None):
         spin_kernel.post(new(1, D), given, new(8, D), bits, flag)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cold import FakeCold
+from fake_cold import FakeCpuWorker
 from test_cpu_backend import batch, logits_of, tokens
 from test_sparse_cpu import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
 from tiny_gguf import write_llama, write_relu
@@ -315,8 +315,10 @@ def masks(share: float, n_ff: int = N_FF, n_layer: int = N_LAYER) -> dict[int, n
     return {i: rng.random(n_ff) < share for i in range(n_layer)}
 
 
-def split(weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any) -> tuple[GpuStage, FakeCold]:
-    cold = FakeCold(weights, graph, hot, max_batch=options.get("max_batch", 64))
+def split(
+    weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any
+) -> tuple[GpuStage, FakeCpuWorker]:
+    cold = FakeCpuWorker(weights, graph, hot, max_batch=options.get("max_batch", 64))
     given = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32", "stream_from": None, **options}
     return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
 
@@ -382,7 +384,7 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
 ) -> None:
     ready, graph = prepared(write(tmp_path, model), "exact" if predictor is None else "predicted", predictor)
     hot, events = masks(0.3), []
-    cold = FakeCold(ready.weights, graph, hot, max_batch=64)
+    cold = FakeCpuWorker(ready.weights, graph, hot, max_batch=64)
     kernels = Kernels("cpu", triton=False)
 
     def noted(name: str, call: Any) -> Any:
@@ -488,7 +490,7 @@ def test_the_bytes_of_a_stage(tmp_path: Path) -> None:
     whole.run(batch([(tokens(8), 0, [0])]))
     assert whole.nbytes == before
     hot = {i: np.arange(N_FF) < 64 for i in range(N_LAYER)}
-    cold = FakeCold(gguf, graph, hot, 8)
+    cold = FakeCpuWorker(gguf, graph, hot, 8)
     part = GpuStage(gguf, graph, hot=hot, cold=cold, **options)  # type: ignore[arg-type]
     row, numbers = 64 // 32 * 18, 4 * 64 + 8 * (N_FF // 32)  # which neurons the rows are
     less = N_LAYER * (3 * (N_FF - 64) * row - numbers)

@@ -21,7 +21,7 @@ from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
-from hotset.backends.gpu.handshake import ColdService  # noqa: E402
+from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
@@ -194,7 +194,7 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     taps = backend.step(replace(batch([(IDS, 0, [0])], names), cut=CUT)).taps
     h, expected = (taps[name] for name in names)
     for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
-        service = ColdService(
+        service = CpuOffload(
             weights, graph, {0: np.zeros(ffn.n_ff, np.bool_)}, "cpu", max_batch=12, n_threads=n_threads
         )
         first = 0

@@ -23,8 +23,8 @@ from waiting import within  # noqa: E402
 from hotset.backends.base import ExpertCounts  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu import fallback  # noqa: E402
+from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
-from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.gpu.weights import DeviceWeights  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
@@ -47,7 +47,7 @@ def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> 
 
 
 @pytest.mark.parametrize("form", ["floats", "biased", "shared", "groups", "chosen", "by neuron"])
-def test_a_mixture_on_a_device_is_the_references(tmp_path: Path, form: str) -> None:
+def test_a_moe_on_a_device_is_the_references(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(FORMS[form] | FORMS["floats"]))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     ids, cuts = tokens(20), [18, 19]
@@ -104,7 +104,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
     routed, expected = alone(gguf, 1, h, rng.standard_normal((70, route.x.width)).astype(np.float32))
     ids, weights = torch.from_numpy(routed).split(route.n_used, dim=1)
     for n_threads, n in ((1, 1), (2, 2), (2, 9), (2, 70)):
-        service = ColdService(gguf, graph, {}, "cpu", experts=[0, 1], max_batch=n, n_threads=n_threads)
+        service = CpuOffload(gguf, graph, {}, "cpu", experts=[0, 1], max_batch=n, n_threads=n_threads)
         with service.step(n):
             service.post(1, torch.from_numpy(h[:n]), ids[:n].to(torch.int32))
             parts = service.collect(1).view(n, route.n_used, -1)
@@ -117,7 +117,7 @@ def test_experts_and_their_sum_have_the_bits_of_the_cpu_alone(tmp_path: Path, fo
 def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    service = ColdService(gguf, graph, {}, "cpu", experts=[0], max_batch=4, n_threads=2)
+    service = CpuOffload(gguf, graph, {}, "cpu", experts=[0], max_batch=4, n_threads=2)
     h = torch.ones(2, graph.ffns[0].x.width)
     for asked in ([[3, -1 - 2, 8], [-1 - 3, -1 - 8, -1]], [[-1, -2, -3], [-4, -5, -6]]):
         ids = torch.tensor(asked, dtype=torch.int32)

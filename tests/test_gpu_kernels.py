@@ -122,8 +122,8 @@ def test_what_can_be_by_channel(type_: GGMLType) -> None:
 @pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
 def test_a_type_without_kernel_is_refused_in_a_sentence(type_: GGMLType) -> None:
     data = np.zeros(row_bytes(type_, 256), np.uint8)
-    sentence = rf"{type_.name} cannot be computed on a GPU; use a file of .*Q4_0"
-    with pytest.raises(UnsupportedModelError, match=sentence):
+    message = rf"{type_.name} cannot be computed on a GPU; use a file of .*Q4_0"
+    with pytest.raises(UnsupportedModelError, match=message):
         DeviceMatrix.from_bytes(data, type_, 1, 256, "cpu")
 
 

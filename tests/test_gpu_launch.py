@@ -25,8 +25,8 @@ from test_gpu_experts import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from test_sparse_cpu import prepared  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
+from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
 from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
-from hotset.backends.gpu.handshake import CudaDriver  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402

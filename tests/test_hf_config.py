@@ -174,7 +174,7 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "entries", "sentence"),
+    ("kind", "entries", "message"),
     [
         ("SmolLM3", {"no_rope_layers": [1, 1, 1, 1]}, "must leave out each 4th layer"),
         ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}, "must leave out each 4th layer"),
@@ -186,8 +186,8 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
         ("Llama", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
     ],
 )
-def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=sentence):
+def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         keys(kind, **entries)
 
 

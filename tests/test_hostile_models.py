@@ -1,4 +1,4 @@
-"""Whole models with one thing wrong, through the whole way of loading: one sentence, and nothing is left."""
+"""Whole models with one thing wrong, through the whole way of loading: one message, and nothing is left."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def odd(tmp_path: Path, **keys: Any) -> Path:
 def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
     path = odd(tmp_path, **keys)
     for more in ([], ["--json"], ["--metadata"]):
-        outcome = fuzz_models.verb("show", path, *more)
+        outcome = fuzz_models.subcommand("show", path, *more)
         assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 
 def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
     path = odd(tmp_path, **{"tokenizer.chat_template": np.array([1.0, 2.0], np.float32)})
-    outcome = fuzz_models.verb("run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--no-gpu", "--temp", 0)
+    outcome = fuzz_models.subcommand("run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--no-gpu", "--temp", 0)
     assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 

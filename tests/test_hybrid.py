@@ -19,7 +19,7 @@ from waiting import WATCHDOG, within  # noqa: E402
 
 from hotset import _core  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
-from hotset.backends.gpu.handshake import ColdService  # noqa: E402
+from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.errors import (  # noqa: E402
@@ -148,11 +148,11 @@ def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
     ids = tokens(9)
     cpu, hybrid = both(write(tmp_path, "llama"), "predicted", split(0.3), stream_from=8)
     hybrid.step(batch([(ids, 0, [0])]))
-    assert not hybrid.cold_seconds().any()
+    assert not hybrid.cpu_worker_seconds().any()
     hybrid.step(batch([(ids[:1], 9, [0])]))
-    assert hybrid.cold_seconds().all()
+    assert hybrid.cpu_worker_seconds().all()
     hybrid.step(batch([(ids, 0, [1])]))  # streams again: the step before does not count
-    assert not hybrid.cold_seconds().any()
+    assert not hybrid.cpu_worker_seconds().any()
     assert not hybrid.stats().active_on_cpu.any()  # type: ignore[union-attr]
     found, expected = hybrid.stats(), cpu.step(batch([(ids, 0, [1])])) and cpu.stats()
     assert found is not None
@@ -232,11 +232,11 @@ def test_a_chain_of_processors(tmp_path: Path, model: str, owners: list[int], mo
 
 def test_a_placement_is_of_the_model(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
-    for placement, sentence in {
+    for placement, message in {
         whole([0]): "the placement has 1 layers and the model 2",
         Placement(("cpu",), whole([1, 1]).layers, 1): "names a device that is not among its 1",
     }.items():
-        with pytest.raises(InvalidRequestError, match=sentence):
+        with pytest.raises(InvalidRequestError, match=message):
             both(gguf, "exact", placement)
     dense = open_gguf(write_llama(tmp_path / "dense.gguf", n_ff=N_FF))
     with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
@@ -268,7 +268,7 @@ def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: st
         assert found.ffn.min() > 0
         assert found.attention.min() > 0
         assert found.other > 0
-        assert (hybrid.cold_seconds() > 0).tolist() == [owner != CPU for owner in owners]
+        assert (hybrid.cpu_worker_seconds() > 0).tolist() == [owner != CPU for owner in owners]
 
 
 @pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1], [0, CPU]], ids=str)
@@ -357,7 +357,7 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
 
 
 @pytest.mark.parametrize(
-    ("devices", "owners", "options", "sentence"),
+    ("devices", "owners", "options", "message"),
     [
         # The CPU's own layers have their threads when the device refuses its part.
         (("cpu",), [CPU, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
@@ -366,9 +366,9 @@ def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBack
         # A whole device, with its service, when the next one is not there.
         (("cpu", "cuda:0"), [CPU, 0, 1], {}, "cuda"),
         # The service itself, its threads running, when its way to the device is not there.
-        (("cpu",), [0, 0, 0], {"handshake": "memops"}, "memops"),
+        (("cpu",), [0, 0, 0], {"synchronisation": "memops"}, "memops"),
     ],
-    ids=["stage", "service", "next", "handshake"],
+    ids=["stage", "service", "next", "synchronisation"],
 )
 def test_what_cannot_be_built_leaves_nothing_behind(
     tmp_path: Path,
@@ -376,11 +376,11 @@ def test_what_cannot_be_built_leaves_nothing_behind(
     devices: tuple[str, ...],
     owners: list[int],
     options: dict[str, Any],
-    sentence: str,
+    message: str,
 ) -> None:
     gguf = write(tmp_path, "llama", ranks=(32, 64, 32), n_head=2)  # heads that a q8_0 cache fits
     placement = split(0.3, devices=owners)
-    with pytest.raises((UnsupportedModelError, DeviceError), match=sentence) as refused:
+    with pytest.raises((UnsupportedModelError, DeviceError), match=message) as refused:
         hybrid_of(gguf, Placement(devices, placement.layers, placement.output_device), **options)
     assert threads(0) == 0, refused  # the exception still has the frames, and they what they built
 
@@ -388,7 +388,7 @@ def test_what_cannot_be_built_leaves_nothing_behind(
 def test_closing_ends_every_thread(tmp_path: Path, threads: Callable[[int], int]) -> None:
     gguf = write(tmp_path, "llama", ranks=(32, 64, 32))
     hybrid = hybrid_of(gguf, split(0.3, devices=[CPU, 0, 1]))
-    assert threads(6) == 2 + 2 * 2  # of the one team two beside this one; of each service two more
+    assert threads(6) == 2 + 2 * 2  # of the one thread pool two beside this one; of each service two more
     within(120, lambda: hybrid.step(batch([(tokens(3), 0, [0])])))
     hybrid.close()
     assert threads(0) == 0
@@ -402,13 +402,13 @@ def test_each_layer_is_asked_for_and_collected_once(
 ) -> None:
     said: list[tuple[str, int]] = []
     for name in ("post", "collect"):
-        work = getattr(ColdService, name)
+        work = getattr(CpuOffload, name)
 
-        def noted(self: ColdService, layer: int, *rest: Any, name: str = name, work: Any = work) -> Any:
+        def noted(self: CpuOffload, layer: int, *rest: Any, name: str = name, work: Any = work) -> Any:
             said.append((name, layer))
             return work(self, layer, *rest)
 
-        monkeypatch.setattr(ColdService, name, noted)
+        monkeypatch.setattr(CpuOffload, name, noted)
     _, hybrid = both(write(tmp_path, "llama"), "predicted", split(share))
     for n in (1, 5):
         said.clear()

@@ -50,7 +50,7 @@ GIB = 2**30
 
 
 def described(gguf: GGUFFile, mode: str) -> tuple[Graph, Overlay]:
-    """mode: "": of a mixture."""
+    """mode: "": of an MoE model."""
     if mode:
         ready, graph = prepared(gguf, mode)
         return graph, ready.weights
@@ -173,18 +173,18 @@ def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
     assert weights is not None
     ids = tokens(n)
     expected = logits_of(plain, ids, [], [2])
-    sentences = []
+    messages = []
     for seed in range(12):
         weights.reader.inject_faults(0.3, seed)
         try:
             np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
         except (DeviceError, ReadError) as error:
-            sentences.append(str(error))
+            messages.append(str(error))
         weights.reader.inject_faults(0, 0)
         np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
-    assert all(str(gguf.path) in sentence for sentence in sentences)
-    of_the_service = [sentence for sentence in sentences if "the CPU's half of layer" in sentence]
-    assert len(of_the_service) < len(sentences)
+    assert all(str(gguf.path) in message for message in messages)
+    of_the_service = [message for message in messages if "the CPU's half of layer" in message]
+    assert len(of_the_service) < len(messages)
     assert bool(of_the_service) == (n == 1)
 
 
@@ -211,17 +211,17 @@ def test_an_expert_that_cannot_be_read_ends_its_step_alone(tmp_path: Path) -> No
     assert weights is not None
     ids = tokens(12)
     expected = logits_of(plain, ids, [*range(4, 12)], [2])
-    sentences: list[str] = []
+    messages: list[str] = []
     for seed in range(4):
         weights.reader.inject_faults(0.2, seed)
         try:
             np.testing.assert_array_equal(logits_of(backend, ids, [*range(4, 12)], [2]), expected)
         except (DeviceError, ReadError) as error:
-            sentences.append(str(error))
+            messages.append(str(error))
         weights.reader.inject_faults(0, 0)
         np.testing.assert_array_equal(logits_of(backend, ids, [*range(4, 12)], [2]), expected)
-    assert len(sentences) > 1
-    assert all(str(gguf.path) in sentence for sentence in sentences)
+    assert len(messages) > 1
+    assert all(str(gguf.path) in message for message in messages)
     assert backend.expert_counts().hits > 0
 
 
@@ -359,7 +359,7 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
     assert report.n_failed > 2
 
 
-def test_verbs_tell_both_budgets(model: Path) -> None:
+def test_subcommands_tell_both_budgets(model: Path) -> None:
     settings = beside(model, "neurons", max_batch=512)
     budgets = ("--vram-budget", 1, "--ram-budget", least_of(model, settings) / GIB)
     device = ("--device", "cpu", "-t", 1, "-c", 256, "--gpu-index", settings["gpu_index"], *budgets)
@@ -400,7 +400,7 @@ def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
 
 def test_experts_are_told_by_where_they_were(model: Path) -> None:
     path = write_llama(
-        model.parent / "mixture.gguf", experts=(8, 2), n_layer=3, n_ff=128,
+        model.parent / "moe_layer.gguf", experts=(8, 2), n_layer=3, n_ff=128,
         n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
     )  # fmt: skip
     settings: dict[str, Any] = {"device": "cpu", "n_ctx": 128, "max_batch": 16, "n_threads": 1}

@@ -125,14 +125,14 @@ def config_of(gguf: GGUFFile, **changes: Any) -> Any:
 
 def test_keys_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     gguf = converted("deepseek2-lite", tmp_path)
-    for changes, sentence in (
+    for changes, message in (
         ({"attention__kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({"rope__dimension_count": None}, "rope.dimension_count is missing"),
         ({"rope__dimension_count": 24}, "leaves a head no channel"),
         ({"attention__kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ({"attention__q_lora_rank": "many"}, "q_lora_rank must be an integer"),
     ):
-        with pytest.raises(FormatError, match=sentence):
+        with pytest.raises(FormatError, match=message):
             config_of(gguf, **changes)
     for changes in ({"attention__q_lora_rank": 12}, {"attention__kv_lora_rank": 39}):
         with pytest.raises(UnsupportedModelError, match="attn_"):
@@ -184,14 +184,14 @@ def test_entries_of_a_checkpoint_that_are_not_computed_are_refused(tmp_path: Pat
     assert "deepseek2.expert_group_count" not in keys
     assert "deepseek2.attention.q_lora_rank" not in keys
     linear = {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0, "rope_theta": 1e4}
-    for change, sentence in (
+    for change, message in (
         ({"topk_method": "noaux_tc"}, "topk_method set to 'noaux_tc'"),
         ({"norm_topk_prob": True}, "norm_topk_prob"),
         ({"scoring_func": "sigmoid"}, "scoring_func"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"rope_parameters": linear}, "mscale_all_dim"),
     ):
-        with pytest.raises(UnsupportedModelError, match=sentence):
+        with pytest.raises(UnsupportedModelError, match=message):
             HFConfig(entries | change).keys("deepseek2", 256)
     (tmp_path / "config.json").write_text(json.dumps(entries | {"v_head_dim": 11}))
     with pytest.raises(FormatError, match=r"kv_b_proj\.weight of the checkpoint"):

@@ -1,4 +1,4 @@
-"""A model file that is cut short while it is in use: a sentence, not the end of the process.
+"""A model file that is cut short while it is in use: a message, not the end of the process.
 
 Each case runs in a process of its own, which ends without a word (SIGBUS) where the guard fails.
 """
@@ -110,7 +110,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("where", "at", "verb"),
+    ("where", "at", "subcommand"),
     [
         ("step", 3, ["run", "{path}", "hello", "-n", "8", "-c", "64", "--temp", "0"]),
         ("data", 5, ["run", "{path}", "hello", "-n", "8", "-c", "64", "--temp", "0"]),
@@ -120,9 +120,9 @@ main()
         ("data", 9, ["quantize", "{path}", "{out}", "--type", "q8_0"]),
     ],
 )
-def test_verbs_say_so(path: Path, tmp_path: Path, where: str, at: int, verb: list[str]) -> None:
+def test_subcommands_say_so(path: Path, tmp_path: Path, where: str, at: int, subcommand: list[str]) -> None:
     out = tmp_path / "out.gguf"
-    arguments = [word.format(path=path, out=out) for word in verb]
+    arguments = [word.format(path=path, out=out) for word in subcommand]
     done = run_python(VERB, path, where, at, *arguments)
     assert done.returncode == 1, done.stderr
     assert " ".join(done.stderr.split()).endswith(f"error: {path} {CUT}."), done.stderr

@@ -191,7 +191,7 @@ def test_a_template_that_fails_for_another_reason_says_that():
 
 
 @pytest.mark.parametrize(
-    ("calls", "sentence"),
+    ("calls", "message"),
     [
         ("x", "the tool_calls of message 0 must be a list"),
         ([3], "call 0 of message 0 must be an object"),
@@ -199,8 +199,8 @@ def test_a_template_that_fails_for_another_reason_says_that():
         ([{"function": {"name": "f", "arguments": 3}}], "arguments of call 0 of message 0 must be a text"),
     ],
 )
-def test_calls_that_are_none_are_told_of(calls: Any, sentence: str):
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_calls_that_are_none_are_told_of(calls: Any, message: str):
+    with pytest.raises(InvalidRequestError, match=message):
         checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
 
 

@@ -91,7 +91,7 @@ def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) ->
         (tmp_path / name).write_text((folder / name).read_text())
     stem = "model.layers.1.mlp.experts.down_proj"
     blocks, scales = tensors[f"{stem}_blocks"], tensors[f"{stem}_scales"]
-    for change, sentence in (
+    for change, message in (
         ({f"{stem}_scales": None}, r"blk\.1\.ffn_down_exps in MXFP4 and only its blocks"),
         ({f"{stem}_scales": scales[:, :-1].clone()}, r"down_proj in MXFP4 are .* config\.json says \[5, 96"),
         ({f"{stem}_blocks": blocks[..., :8].clone()}, "down_proj in MXFP4 are"),
@@ -106,7 +106,7 @@ def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) ->
     ):
         changed = {k: v for k, v in (tensors | change).items() if v is not None}
         safetensors.save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises((FormatError, UnsupportedModelError), match=sentence):
+        with pytest.raises((FormatError, UnsupportedModelError), match=message):
             convert_hf(tmp_path, tmp_path / "m.gguf", "f32")
     config = json.loads((folder / "config.json").read_text())
     for entry in ({"quant_method": "fp8"}, {}, "mxfp4", None):

@@ -440,7 +440,7 @@ def real_server(path: Path, **settings: Any) -> Iterator[str]:
 GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
 
 
-def sentence(page: Any, selector: str) -> str:
+def message(page: Any, selector: str) -> str:
     return re.sub(r"\s+", " ", page.locator(selector).inner_text()).strip()
 
 
@@ -466,7 +466,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
         # The line of the summary: means over the tokens after the first.
         mean_kv = sum(kv[1:]) / len(kv[1:])
         read, total = stats.bytes_touched_per_token + mean_kv, stats.bytes_total_per_token + mean_kv
-        summary = sentence(page, "#summary")
+        summary = message(page, "#summary")
         fired, amount = f"{100 * stats.active_share:.0f}%", f"{read / 1e3:.1f} of {decimal(total)}"
         assert summary.startswith(f"{fired} of neurons fired; {amount} read per token; ")
         assert summary.endswith("tokens per second.")
@@ -476,7 +476,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
         for i, step in enumerate(steps[:3]):
             assert step is not None
             for layer in step.layers:
-                told = sentence(page, "#readout")
+                told = message(page, "#readout")
                 n = round(layer.active_share * 96)
                 assert told.startswith(f"Token {i + 1}, “")
                 assert f", layer {layer.layer}" in told
@@ -517,14 +517,14 @@ def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> 
         # Pointing at a cell tells of it, leaving clears it.
         box = page.locator(".heat").bounding_box()
         page.mouse.move(box["x"] + left + column + 8, box["y"] + top + row + 11)
-        assert sentence(page, "#readout") == (
+        assert message(page, "#readout") == (
             "Token 2, “ t1”, layer 1: 50.0% of 200 neurons fired (100), 500.0 kB read."
         )
         assert page.locator("#tape .chosen").inner_text().strip() == "t1"
         page.mouse.move(5, 5)
-        assert "Point at the picture" in sentence(page, "#readout")
+        assert "Point at the picture" in message(page, "#readout")
         page.locator("#tape span").nth(3).click()
-        assert sentence(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
+        assert message(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
 
 
 def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> None:
@@ -534,10 +534,10 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
     )
     page = opened(server.url)
     say(page, "both")
-    assert "60% of what fired was hot, on the GPU" in sentence(page, "#summary")
+    assert "60% of what fired was hot, on the GPU" in message(page, "#summary")
     page.locator(".heat").focus()
     page.keyboard.press("End")
-    assert sentence(page, "#readout").endswith(
+    assert message(page, "#readout").endswith(
         "layer 0: 40.0% of 200 neurons fired (80), 30.0% hot on the GPU and 10.0% cold on the CPU, "
         "400.0 kB read."
     )
@@ -548,7 +548,7 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
     drawn(page)
     assert luminance(page, x, y) > both + 20  # little of it is the CPU's
     assert page.locator("#shared").is_visible()
-    assert "Other requests ran at the same time" in sentence(page, "#shared")
+    assert "Other requests ran at the same time" in message(page, "#shared")
     page.get_by_text("The picture as tables").click()
     assert page.locator("#tables-body tbody tr").first.inner_text().split("\t")[4] == "10.0%"
 
@@ -564,7 +564,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         assert page.locator("#picture-title").inner_text() == "How fast"
         say(page, MESSAGES[0]["content"])
         n = int(re.search(r"(\d+) tokens", page.locator(".note").inner_text())[1])  # type: ignore[index]
-        summary = sentence(page, "#summary")
+        summary = message(page, "#summary")
         assert summary.startswith(
             f"{decimal(sum(read[: n - 1]) / (n - 1))} read per token, all of the model; "
         )
@@ -576,7 +576,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         page.keyboard.press("Home")
         assert re.fullmatch(
             r"Token 2, “.+”: [\d.]+ ms, [\d.]+ kB read, [\d.]+ k?B of it keys and values\.",
-            sentence(page, "#readout"),
+            message(page, "#readout"),
         )
 
 
@@ -588,9 +588,9 @@ def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> No
     page = opened(server.url)
     say(page, "one")
     say(page, "two")
-    assert sentence(page, "#summary").startswith("10% of neurons")
+    assert message(page, "#summary").startswith("10% of neurons")
     page.get_by_role("button", name="Show the picture of this answer").first.click()
-    assert sentence(page, "#summary").startswith("90% of neurons")
+    assert message(page, "#summary").startswith("90% of neurons")
 
 
 # ---- how it looks
@@ -651,7 +651,7 @@ def test_360_pixels_are_enough(server: FakeServer, opened: Any) -> None:
     assert page.locator(".heat").is_visible()
     box = page.locator(".scroller").bounding_box()
     page.touchscreen.tap(box["x"] + 20, box["y"] + 20)
-    assert sentence(page, "#readout").startswith("Token ")
+    assert message(page, "#readout").startswith("Token ")
     page.keyboard.press("Escape")
     assert page.locator("#picture").is_hidden()
     page.tap("#show-history")
@@ -999,7 +999,7 @@ def test_dense_mode_of_a_model_that_could_be_sparse(server: FakeServer, opened: 
     server.props["hotset"] = facts(mode="dense")
     server.replies.append([token(i, " a", [0.3] * 3, bytes_touched=3_999_000) for i in range(3)])
     page = opened(server.url)
-    assert "their weights are read all the same" in sentence(page, "#about-text")
+    assert "their weights are read all the same" in message(page, "#about-text")
     say(page, "hello")
-    assert sentence(page, "#summary").startswith("30% of neurons fired; 4.0 MB read per token")
+    assert message(page, "#summary").startswith("30% of neurons fired; 4.0 MB read per token")
     assert page.locator("#amount").is_hidden()

@@ -265,7 +265,7 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("wish", "sentence"),
+    ("wish", "message"),
     [
         ({"vram_budget": 0.0}, "GiB above 0"),
         ({"vram_budget": -2.0}, "GiB above 0"),
@@ -274,8 +274,8 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "leave out"),
     ],
 )
-def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         LoadSettings(**wish)
 
 
@@ -432,7 +432,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
     monkeypatch.setattr(machine, "_WIDTH", 256)
     monkeypatch.setattr(machine, "_N_LAYER", 2)
     with machine._Cpu(3) as cpu:
-        assert threads(2) == 2  # one team: two would get in each other's way
+        assert threads(2) == 2  # one thread pool: two would get in each other's way
         backend = cpu._backends[True]
         backend.step(cpu._batch)
         stats = backend.stats()
@@ -444,9 +444,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_mixture_counts_its_experts_once_and_all_else_on_the_device(
-    tmp_path: Path, one_by_one: bool
-) -> None:
+def test_a_moe_counts_its_experts_once_and_all_else_on_the_device(tmp_path: Path, one_by_one: bool) -> None:
     path = write_llama(
         tmp_path / "m.gguf", experts=(8, 3), one_by_one=one_by_one, n_ff_shared=0 if one_by_one else 64,
         type_of=lambda _: GGMLType.Q8_0,

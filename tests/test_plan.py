@@ -134,7 +134,7 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "sentence"),
+    ("options", "code", "message"),
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
         ((), 1, "there is no GPU to plan for"),
@@ -146,11 +146,11 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_cannot_be_is_told_in_a_sentence(
-    model: Path, options: tuple[object, ...], code: int, sentence: str
+    model: Path, options: tuple[object, ...], code: int, message: str
 ) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *options)
     assert done.returncode == code
-    assert sentence in " ".join(done.stderr.replace("│", " ").split())
+    assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 

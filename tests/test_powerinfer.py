@@ -441,7 +441,7 @@ def shared_storage() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("pickle", "n_bytes", "sentence"),
+    ("pickle", "n_bytes", "message"),
     [
         (b"(X\7\0\0\0storage" + HALVES + b"NNNtQ", 32, "tuples in tuples"),
         (HALVES + b")R", 32, "tuples in tuples"),
@@ -454,7 +454,7 @@ def shared_storage() -> bytes:
     ],
     ids=["hash", "repr", "arguments", "deep", "wide", "unhashable", "long", "shared"],
 )
-def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: int, sentence: str) -> None:
+def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: int, message: str) -> None:
     """In a process of its own: what this is about took for ever, 20 GB, or the whole stack."""
     path = zipped_pickle(tmp_path / "x.pt", pickle, n_bytes)
     program = (
@@ -468,7 +468,7 @@ def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: in
         [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=WATCHDOG
     )
     assert run.returncode == 0, run.stderr
-    assert sentence in run.stdout
+    assert message in run.stdout
     assert len(run.stdout) < 400
 
 
@@ -543,7 +543,7 @@ def test_mutated_tensor_files_are_read_or_cost_a_sentence(tmp_path: Path) -> Non
     for zipped in (True, False):
         torch.save(torch.nn.Linear(3, 2).state_dict(), path, _use_new_zipfile_serialization=zipped)
         whole = path.read_bytes()
-        sentences = []
+        messages = []
         for _ in range(400):
             mutated = bytearray(whole)
             for at in rng.integers(0, len(whole), rng.integers(1, 4)):
@@ -552,9 +552,9 @@ def test_mutated_tensor_files_are_read_or_cost_a_sentence(tmp_path: Path) -> Non
             try:
                 read_torch(path)
             except FormatError as error:
-                sentences.append(str(error))
-        assert len(sentences) > 100
-        assert not any("\n" in sentence for sentence in sentences)
+                messages.append(str(error))
+        assert len(messages) > 100
+        assert not any("\n" in message for message in messages)
 
 
 def write_gpu_index(path: Path, masks: list[list[int]], **replaced: Any) -> Path:
@@ -600,7 +600,7 @@ def test_a_gpu_index_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replaced", "sentence"),
+    ("replaced", "message"),
     [
         ({"bucket": [0, 2]}, "does not list the neurons"),
         ({"capacity": False}, "does not say its split.vram_capacity"),
@@ -609,9 +609,9 @@ def test_a_gpu_index_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_gpu_index_that_makes_no_sense_is_refused(
-    tmp_path: Path, replaced: dict[str, Any], sentence: str
+    tmp_path: Path, replaced: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(FormatError, match=sentence):
+    with pytest.raises(FormatError, match=message):
         read_gpu_index(write_gpu_index(tmp_path / "x.gpuidx", [[0, 1]], **replaced), (2,))
     with pytest.raises(FormatError, match="not 0 or 1"):
         read_gpu_index(write_gpu_index(tmp_path / "y.gpuidx", [[0, 2]]), (2,))

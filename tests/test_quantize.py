@@ -248,7 +248,7 @@ def test_rules_for_some_tensors(f16: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("type", "rules", "sentence"),
+    ("type", "rules", "message"),
     [
         ("q9_0", [], "'q9_0' is not known; it must be one of f32, f16"),
         ("q4_0", ["ffn_dwon=q8_0"], "no matrix .* 'ffn_dwon' is found"),
@@ -260,9 +260,9 @@ def test_rules_for_some_tensors(f16: Path, tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(
-    f16: Path, tmp_path: Path, type: str | None, rules: list[str], sentence: str
+    f16: Path, tmp_path: Path, type: str | None, rules: list[str], message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=sentence):
+    with pytest.raises(InvalidRequestError, match=message):
         requantize.quantize(f16, tmp_path / "out.gguf", type, tensor_types=rules)
     assert [p.name for p in tmp_path.iterdir()] == ["f16.gguf"]
 

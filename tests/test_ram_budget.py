@@ -110,7 +110,7 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
         assert loaded.ram is None  # it would not fit: the system does what it can
 
 
-def test_verbs_say_what_the_disk_did(model: Path) -> None:
+def test_subcommands_say_what_the_disk_did(model: Path) -> None:
     budget = str(least_of(model, n_ctx=64) / GIB)
     planned = json.loads(inside("plan", model, "-c", 64, "--ram-budget", budget, "--json").stdout)
     assert planned["total"] <= planned["limit"]

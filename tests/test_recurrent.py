@@ -227,10 +227,10 @@ def test_batches_that_would_spoil_a_state_are_refused(gguf: GGUFFile, what: str)
         "tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "page_tables": [[0, 1]], "outputs": [1],
         "states": [-1], "saves": [-1, 2],
     }  # fmt: skip
-    changed, sentence = BROKEN[what]
+    changed, message = BROKEN[what]
     made = {k: None if v is None else np.array(v, np.int32) for k, v in (arrays | changed).items()}
     for each in (backend(gguf), reference(gguf)):
-        with pytest.raises(InvalidRequestError, match=sentence):
+        with pytest.raises(InvalidRequestError, match=message):
             each.step(Batch(**made))  # type: ignore[arg-type]
 
 

@@ -128,7 +128,7 @@ def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("replaced", "sentence"),
+    ("replaced", "message"),
     [
         ({"tokens": [0, 1, N_VOCAB]}, "outside the vocabulary"),
         ({"tokens": [0, 1, -1]}, "outside the vocabulary"),
@@ -143,8 +143,8 @@ def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> N
         ({"tokens": [], "positions": [], "sequences": [], "outputs": []}, "1 to 512 tokens, not 0"),
     ],
 )
-def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         backend(llama).step(batch(3, **replaced))
 
 

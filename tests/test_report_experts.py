@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_cli import inside
 from test_report import check_self_contained
-from test_trace import EXPERTS, mixture, random_trace, traced
+from test_trace import EXPERTS, moe_layer, random_trace, traced
 
 import hotset
 from hotset.backends.base import ExpertCounts
@@ -42,7 +42,7 @@ def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:
 
 @pytest.mark.parametrize("keys", [{}, RELU, RELU | {"llama.leading_dense_block_count": 0}])
 def test_neurons_inside_experts_and_experts_are_counted(tmp_path: Path, keys: dict[str, str]) -> None:
-    with open_gguf(mixture(tmp_path / "m.gguf", keys=keys)) as gguf:
+    with open_gguf(moe_layer(tmp_path / "m.gguf", keys=keys)) as gguf:
         found = profiled(gguf)
         config = config_from_gguf(gguf)
     n_experts, k = EXPERTS
@@ -71,7 +71,7 @@ def test_neurons_inside_experts_and_experts_are_counted(tmp_path: Path, keys: di
 
 
 def test_a_profile_with_experts_survives_its_file_and_adds_up(tmp_path: Path) -> None:
-    with open_gguf(mixture(tmp_path / "m.gguf", keys=RELU)) as gguf:
+    with open_gguf(moe_layer(tmp_path / "m.gguf", keys=RELU)) as gguf:
         one, other = profiled(gguf), profiled(gguf, TOKENS[:90])
     one.save(tmp_path / "p.gguf")
     found = Profile.open(tmp_path / "p.gguf")
@@ -87,7 +87,7 @@ def test_a_profile_with_experts_survives_its_file_and_adds_up(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "counts", "sentence"),
+    ("name", "counts", "message"),
     [
         ("blk.0.expert_counts", [3, 9], "more often than its tokens"),
         ("blk.0.expert_counts", [3, -1], "more often than its tokens"),
@@ -97,7 +97,7 @@ def test_a_profile_with_experts_survives_its_file_and_adds_up(tmp_path: Path) ->
     ],
 )
 def test_counts_of_experts_that_cannot_be_are_refused(
-    tmp_path: Path, name: str, counts: list[int], sentence: str
+    tmp_path: Path, name: str, counts: list[int], message: str
 ) -> None:
     writer = GGUFWriter(tmp_path / "p.gguf", "hotset")
     writer.add("hotset.profile.n_tokens", 8)
@@ -106,7 +106,7 @@ def test_counts_of_experts_that_cannot_be_are_refused(
     for tensor, numbers in (("blk.0.counts", [1, 2, 3, 4]), (name, counts)):
         writer.add_tensor(tensor, np.array(numbers, "<i8").view(np.uint8), GGMLType.I64)
     writer.write()
-    with pytest.raises(FormatError, match=sentence):
+    with pytest.raises(FormatError, match=message):
         Profile.open(tmp_path / "p.gguf")
 
 
@@ -168,7 +168,7 @@ def test_profile_and_report_of_a_mixture(
     tmp_path: Path, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = mixture(tmp_path / "m.gguf", keys=keys)
+    model = moe_layer(tmp_path / "m.gguf", keys=keys)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 4)
     done = inside("report", model, "-f", text, "-c", 64, "--json")

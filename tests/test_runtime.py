@@ -461,7 +461,7 @@ FORKED_SERVICE = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_cold import ask, inputs, service, write
+from test_cpu_worker import ask, inputs, service, write
 
 # Each case has a process of its own, and what it takes to import torch is paid once.
 for how in ("exit", "close", "step", "in-step"):

@@ -342,7 +342,7 @@ def test_a_bias_that_forbids_everything_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature must be at least 0"),
         ({"temperature": math.nan}, "temperature must be a finite number"),
@@ -391,8 +391,8 @@ def test_a_bias_that_forbids_everything_is_an_error():
         ({"penalty_last_n": math.inf}, "penalty_last_n must be a whole number"),
     ],
 )
-def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], sentence: str):
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], message: str):
+    with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**options)
 
 

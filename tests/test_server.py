@@ -1,4 +1,4 @@
-"""The server in front of a tiny random model: what every dialect leans on, and the first routes."""
+"""The server in front of a tiny random model: what every API schema leans on, and the first routes."""
 
 from __future__ import annotations
 

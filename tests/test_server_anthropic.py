@@ -1,4 +1,4 @@
-"""Anthropic's dialect: bodies into turns, deltas into blocks and events, and both over HTTP."""
+"""Anthropic's API schema: bodies into turns, deltas into blocks and events, and both over HTTP."""
 
 from __future__ import annotations
 
@@ -120,15 +120,15 @@ def test_tools_and_their_results():
 
 
 @pytest.mark.parametrize(
-    ("role", "block", "sentence"),
+    ("role", "block", "message"),
     [
         ("user", {"type": "tool_result", "tool_use_id": "x"}, "no tool_use with the id 'x'"),
         ("user", {"type": "thinking", "thinking": "hm"}, "thinking cannot stand in a message of the user"),
         ("assistant", {"type": "tool_result", "tool_use_id": "x"}, "tool_result cannot stand"),
     ],
 )
-def test_blocks_in_the_wrong_place(role: str, block: dict[str, Any], sentence: str):
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_blocks_in_the_wrong_place(role: str, block: dict[str, Any], message: str):
+    with pytest.raises(InvalidRequestError, match=message):
         turns(HELLO, {"role": role, "content": [block]})
 
 
@@ -297,12 +297,12 @@ def test_count_tokens(path: Path, model: hotset.Model):
 
 def test_errors_have_anthropics_types(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
-        async def refused(sentence: str, status: int = 400, **fields: Any) -> str:
+        async def refused(message: str, status: int = 400, **fields: Any) -> str:
             body = {key: value for key, value in (BODY | fields).items() if value != "absent"}
             reply = await client.post("/v1/messages", json=body)
             assert reply.status_code == status, reply.text
             error = reply.json()["error"]
-            assert sentence in error["message"]
+            assert message in error["message"]
             return str(error["type"])
 
         assert await refused("max_tokens is missing", max_tokens="absent") == "invalid_request_error"

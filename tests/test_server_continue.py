@@ -72,7 +72,7 @@ def test_switches_say_how_an_answer_begins(path: Path, model: hotset.Model):
             answer = await posted(client, "/v1/chat/completions", body | GREEDY)
             expected = model.generate(ids, **GREEDY).text
             assert answer["choices"][0]["message"]["content"] == expected, switches
-        for wrong, sentence in (
+        for wrong, message in (
             ({"add_generation_prompt": True, "continue_final_message": True}, "leave one of them out"),
             (
                 {"continue_final_message": True, "messages": [QUESTION]},
@@ -81,7 +81,7 @@ def test_switches_say_how_an_answer_begins(path: Path, model: hotset.Model):
         ):
             reply = await client.post("/v1/chat/completions", json={"messages": messages} | wrong)
             assert reply.status_code == 400
-            assert sentence in reply.json()["error"]["message"]
+            assert message in reply.json()["error"]["message"]
 
     run(path, work)
 

@@ -1,4 +1,4 @@
-"""Ollama's dialect: bodies into turns, deltas into lines, and both over HTTP."""
+"""Ollama's API schema: bodies into turns, deltas into lines, and both over HTTP."""
 
 from __future__ import annotations
 
@@ -258,10 +258,10 @@ def test_a_template_says_what_a_model_can(tmp_path: Path):
 
 def test_options_that_are_none_are_refused(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
-        async def refused(sentence: str, **fields: Any) -> None:
+        async def refused(message: str, **fields: Any) -> None:
             reply = await client.post("/api/chat", json=BODY | fields)
             assert reply.status_code == 400, reply.text
-            assert sentence in reply.json()["error"]
+            assert message in reply.json()["error"]
 
         await refused("options.num_gpus is not supported", options={"num_gpus": 1})
         await refused("options.mirostat: Input should be 0", options={"mirostat": 2})

@@ -374,11 +374,11 @@ def test_a_message_as_the_clients_write_one_out(path: Path):
 
 def test_roles_are_those_of_the_schema(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        sentence = "messages.1: the role must be one of system, developer, user, assistant, tool"
+        message = "messages.1: the role must be one of system, developer, user, assistant, tool"
         for role in ("wizard", "function", "", None, 3):
             reply = await client.post("/tokenize", json={"messages": [*MESSAGES, {"role": role}]})
             assert reply.status_code == 400, role
-            assert sentence in reply.json()["error"]["message"]
+            assert message in reply.json()["error"]["message"]
         system, developer = [
             await posted(client, CHAT, messages=[{"role": role, "content": "be brief"}, *MESSAGES], **GREEDY)
             for role in ("system", "developer")

@@ -110,7 +110,7 @@ def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
     for path, operation in operations:
         responses = operation["responses"]
         assert "422" not in responses, path  # what is wrong is 400 here
-        dialect = (
+        api_schema = (
             "Anthropic"
             if path.startswith("/v1/messages")
             else "Ollama"
@@ -118,7 +118,7 @@ def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
             else "OpenAI"
         )
         for status in ("4XX", "5XX"):
-            assert shape_at(responses, status) == f"{dialect}ErrorReply", path
+            assert shape_at(responses, status) == f"{api_schema}ErrorReply", path
 
 
 def test_what_a_body_may_hold_is_all_that_is_taken(document: dict[str, Any]):

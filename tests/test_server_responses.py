@@ -123,7 +123,7 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"input": [{"role": "wizard", "content": "a"}]}, "role: Input should be 'user', 'assistant'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: Input should be None"),
@@ -139,11 +139,11 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], sentence: str):
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str):
     with pytest.raises(ValidationError) as caught:
         ResponsesBody.model_validate(BODY | fields)
     errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
-    assert sentence in invalid_body(errors).message
+    assert message in invalid_body(errors).message
 
 
 # ---- deltas ----

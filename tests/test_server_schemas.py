@@ -381,10 +381,10 @@ def test_a_prompt_that_is_too_long_is_refused(path: Path, schema: ApiSchema):
         n_fitting = (
             256 if schema.name == "completions" else 245
         )  # whose tokens do not fit with the template's
-        for n, sentence in ((5000, "tokens or more"), (n_fitting, "tokens and leaves no room")):
+        for n, message in ((5000, "tokens or more"), (n_fitting, "tokens and leaves no room")):
             messages = [{"role": "user", "content": "x" * n}]
             message = await refused(client, schema, schema.body(messages, **SHORT))
-            assert sentence in message
+            assert message in message
             assert "in the context of 256" in message
 
     run(path, work)

@@ -1,4 +1,4 @@
-"""LoadSettings: what `load`, `plan` and the verbs take, and the three functions that act on it."""
+"""LoadSettings: what `load`, `plan` and the subcommands take, and the three functions that act on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_given_becomes_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"n_ctx": "64"}, "n_ctx must be a whole number, not '64'"),
         ({"n_threads": 0}, "n_threads must be at least 1, not 0"),
@@ -76,13 +76,13 @@ def test_what_is_given_becomes_plain() -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any], sentence: str) -> None:
+def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any], message: str) -> None:
     for use in (
         LoadSettings,
         lambda **f: hotset.load("missing", **f),
         lambda **f: hotset.plan("missing", **f),
     ):
-        with pytest.raises(hotset.InvalidRequestError, match=sentence):
+        with pytest.raises(hotset.InvalidRequestError, match=message):
             use(**fields)
 
 

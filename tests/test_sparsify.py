@@ -558,7 +558,7 @@ class TestMerging:
             Adapters.open(tmp_path / "plain")
 
     @pytest.mark.parametrize(
-        ("metadata", "tensors", "sentence"),
+        ("metadata", "tensors", "message"),
         [
             ({"activation": "gelu"}, {}, "lack their activation"),
             ({"rank": "-3"}, {}, "lack their activation"),
@@ -571,7 +571,7 @@ class TestMerging:
         ],
     )
     def test_adapters_with_odd_parts_are_refused(
-        self, metadata: dict[str, str], tensors: dict[str, Any], sentence: str, tmp_path: Path
+        self, metadata: dict[str, str], tensors: dict[str, Any], message: str, tmp_path: Path
     ) -> None:
         from safetensors.numpy import load_file, save
 
@@ -580,11 +580,11 @@ class TestMerging:
         kept = {name: value for name, value in (load_file(path) | tensors).items() if value is not None}
         told = {"format": "hotset adapters 1", "activation": "relu", "rank": "4", "model": "m"} | metadata
         path.write_bytes(save(kept, told))
-        with pytest.raises(FormatError, match=sentence):
+        with pytest.raises(FormatError, match=message):
             Adapters.open(path)
 
     @pytest.mark.parametrize(
-        ("activation", "changes", "sentence"),
+        ("activation", "changes", "message"),
         [
             ("relu", {"blk.1.attn_q.a": None}, r"blk\.1\.attn_q\.a"),
             ("relu", {"blk.1.attn_q.b": None}, r"lack blk\.1\.attn_q\.b, \[128, 4\]"),
@@ -601,7 +601,7 @@ class TestMerging:
         ],
     )
     def test_adapters_that_do_not_fit_are_refused(
-        self, activation: str, changes: dict[str, Any], sentence: str, silu: Path, tmp_path: Path
+        self, activation: str, changes: dict[str, Any], message: str, silu: Path, tmp_path: Path
     ) -> None:
         with open_gguf(silu) as gguf:
             student = Student(load_base(gguf), "relu", 4)
@@ -611,7 +611,7 @@ class TestMerging:
                 if shape is not None:
                     values[name] = np.zeros(shape, np.float32)
             adapters = Adapters(values, activation, 4, digest(gguf))
-            with pytest.raises(FormatError, match=sentence):
+            with pytest.raises(FormatError, match=message):
                 merge(gguf, adapters, tmp_path / "out.gguf", GGMLType.F32)
         assert list(tmp_path.iterdir()) == []
 
@@ -662,8 +662,8 @@ class TestText:
         assert (windows != np.stack([Mixture(sources, 16, 6).window(i) for i in range(800)])).any()
 
     def test_one_round_covers_a_text_once(self) -> None:
-        mixture = Mixture([WeightedText("a", np.arange(160, dtype=np.int32))], 16)
-        starts = [int(mixture.window(i)[0]) // 16 for i in range(9)]
+        moe_layer = Mixture([WeightedText("a", np.arange(160, dtype=np.int32))], 16)
+        starts = [int(moe_layer.window(i)[0]) // 16 for i in range(9)]
         assert sorted(starts) == list(range(starts[0] * 0, 9))
 
     def test_too_little_text_is_refused(self) -> None:

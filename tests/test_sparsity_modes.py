@@ -80,7 +80,7 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("asked", "message"),
     [
         (("sparse",), "'sparse' is not known; it must be one of dense, exact, predicted"),
         (("exact",), "silu, which has no zeros"),
@@ -90,11 +90,9 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
         (("predicted", "tree"), "'tree' is not known"),
     ],
 )
-def test_what_cannot_be_costs_a_sentence(
-    asked: tuple[str | None, ...], sentence: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_costs_a_sentence(asked: tuple[str | None, ...], message: str, tmp_path: Path) -> None:
     silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
-    with pytest.raises(InvalidRequestError, match=sentence):
+    with pytest.raises(InvalidRequestError, match=message):
         choice(silu, *asked)
 
 

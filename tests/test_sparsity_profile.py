@@ -122,7 +122,7 @@ def test_what_is_not_a_profile_costs_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "n_tokens", "sentence"),
+    ("counts", "n_tokens", "message"),
     [
         ([], 100, "is not an activation profile"),
         ([[1, 2]], -1, "is not an activation profile"),
@@ -132,7 +132,7 @@ def test_what_is_not_a_profile_costs_a_sentence(tmp_path: Path) -> None:
     ],
 )
 def test_a_profile_that_makes_no_sense_costs_a_sentence(
-    counts: list[list[int]], n_tokens: int, sentence: str, tmp_path: Path
+    counts: list[list[int]], n_tokens: int, message: str, tmp_path: Path
 ) -> None:
     writer = GGUFWriter(tmp_path / "p.gguf", "hotset")
     writer.add("hotset.profile.n_tokens", n_tokens, ValueType.INT64)
@@ -141,7 +141,7 @@ def test_a_profile_that_makes_no_sense_costs_a_sentence(
     for i, layer in enumerate(counts):
         writer.add_tensor(f"blk.{i}.counts", np.array(layer, "<i8").view(np.uint8), GGMLType.I64)
     writer.write()
-    with pytest.raises(FormatError, match=sentence):
+    with pytest.raises(FormatError, match=message):
         Profile.open(tmp_path / "p.gguf")
 
 

@@ -158,7 +158,7 @@ def test_resolve_takes_paths_and_folders_first(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("smolm2-135", "did you mean smollm2-135m"),
         ("./nothing.gguf", "There is no file ./nothing.gguf"),
@@ -167,8 +167,8 @@ def test_resolve_takes_paths_and_folders_first(
         ("hf:owner/repo:file.gguf", "hotset pull hf:owner/repo:file.gguf"),
     ],
 )
-def test_what_is_not_here_is_told_in_one_sentence(home: Path, name: str, sentence: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=sentence):
+def test_what_is_not_here_is_told_in_one_sentence(home: Path, name: str, message: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=message):
         resolve(name, download=False)
 
 
@@ -882,7 +882,7 @@ def test_a_catalogue_name_is_kept_under_its_name(home: Path, hub: FakeHub) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "sentence"),
+    ("name", "error", "message"),
     [
         ("hf:owner/missing", ModelNotFoundError, "no repository owner/missing"),
         ("hf:owner/gated", DownloadError, "accept the model's conditions"),
@@ -892,13 +892,13 @@ def test_a_catalogue_name_is_kept_under_its_name(home: Path, hub: FakeHub) -> No
     ],
 )
 def test_pull_tells_what_is_wrong_in_a_sentence(
-    home: Path, hub: FakeHub, name: str, error: type[Exception], sentence: str
+    home: Path, hub: FakeHub, name: str, error: type[Exception], message: str
 ) -> None:
     hub.repositories["owner/gated"] = {"m.gguf": DATA}
     hub.gated.add("owner/gated")
     hub.repositories["owner/checkpoint"] = {"model.safetensors": b"x"}
     hub.repositories["owner/evil"] = {"../../m.gguf": DATA}
-    with pytest.raises(error, match=sentence) as caught:
+    with pytest.raises(error, match=message) as caught:
         fetch.pull(name)
     assert "\n" not in str(caught.value)
     assert not list(home.rglob("*.gguf"))
@@ -921,7 +921,7 @@ MODEL = {"model.gguf": DATA}
 
 
 @pytest.mark.parametrize(
-    ("files", "sizes", "sentence"),
+    ("files", "sizes", "message"),
     [
         (MODEL, {"model.gguf": 0}, r"model\.gguf has no bytes"),
         (MODEL, {"model.gguf": None}, r"model\.gguf has no bytes, or not how many"),
@@ -946,18 +946,18 @@ MODEL = {"model.gguf": DATA}
     ],
 )  # fmt: skip
 def test_odd_repositories_are_refused_before_a_byte_is_fetched(
-    home: Path, hub: FakeHub, files: dict[str, bytes], sizes: dict[str, object], sentence: str
+    home: Path, hub: FakeHub, files: dict[str, bytes], sizes: dict[str, object], message: str
 ) -> None:
     hub.repositories["owner/repo"] = files
     hub.sizes = sizes
-    with pytest.raises((DownloadError, ModelNotFoundError), match=sentence) as caught:
+    with pytest.raises((DownloadError, ModelNotFoundError), match=message) as caught:
         fetch.pull("hf:owner/repo", everything=True)
     assert str(caught.value).isprintable()
     assert hub.asked("resolve") == []
     assert not home.exists()
     path = next(iter(files))
     if path.endswith(".gguf") and "hotset" not in path:
-        with pytest.raises((DownloadError, ModelNotFoundError), match=sentence):
+        with pytest.raises((DownloadError, ModelNotFoundError), match=message):
             fetch.pull(f"hf:owner/repo:{path}", everything=True)
 
 
@@ -1056,14 +1056,14 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
         drip(request)
 
     monkeypatch.setattr(hub_module, "_LISTING", (1 << 20, 0.3))
-    for answer, sentence in ((endless, "it sends more than it should"), (slow, "it sends too slowly")):
+    for answer, message in ((endless, "it sends more than it should"), (slow, "it sends too slowly")):
         hub.answers["owner/repo"] = answer
-        with pytest.raises(DownloadError, match=f"hub does not answer: {sentence}"):
+        with pytest.raises(DownloadError, match=f"hub does not answer: {message}"):
             fetch.pull("hf:owner/repo")
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "sentence"),
+    ("status", "error", "message"),
     [
         (
             401,
@@ -1077,7 +1077,7 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
     ],
 )
 def test_what_the_hub_refuses_is_a_sentence(
-    home: Path, hub: FakeHub, status: int, error: type[Exception], sentence: str
+    home: Path, hub: FakeHub, status: int, error: type[Exception], message: str
 ) -> None:
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.close_connection = True
@@ -1086,7 +1086,7 @@ def test_what_the_hub_refuses_is_a_sentence(
         )
 
     hub.answers["owner/repo"] = answer
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         fetch.pull("hf:owner/repo")
 
 

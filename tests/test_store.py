@@ -54,7 +54,7 @@ def test_a_fault_is_a_sentence_and_the_next_read_works(
     """Of reads that fail, give less, or find an end: none gives wrong bytes."""
     reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
     reader.inject_faults(0.05, 3)
-    right, sentences = 0, []
+    right, messages = 0, []
     for i in range(200):
         piece = np.zeros(100_000, np.uint8)
         try:
@@ -62,10 +62,10 @@ def test_a_fault_is_a_sentence_and_the_next_read_works(
             assert np.array_equal(piece, bytes_[i * 4321 : i * 4321 + len(piece)])
             right += 1
         except ReadError as error:
-            sentences.append(str(error))
+            messages.append(str(error))
     assert right > 100
-    assert len(sentences) > 3
-    assert all(path in sentence for sentence in sentences)
+    assert len(messages) > 3
+    assert all(path in message for message in messages)
     reader.inject_faults(0, 0)
     reader.read(path, [(0, piece)])
     assert np.array_equal(piece, bytes_[: len(piece)])
@@ -315,11 +315,11 @@ def test_a_step_that_needs_more_than_usual_borrows(
     assert weights.store is not None
     groups = list(stored_module.groups_of(graph, ready.weights.tensors, sparse=True))
     held = sum(weights.store.n_slots(i) * group.slot_bytes for i, group in enumerate(groups))
-    transit = weights.shares.rows - held
+    staging = weights.shares.rows - held
     some = [group for group in groups if group.usual < group.n_rows]
     assert some
     if mode == "predicted":  # no group is read whole
-        assert transit < min(group.nbytes for group in groups) / 4
+        assert staging < min(group.nbytes for group in groups) / 4
     for cuts in ([20], list(range(20, 40)), [20]):
         np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
     one, missed = batch([(ids[:1], 0, pages)]), []
@@ -395,7 +395,7 @@ def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
-    """Every step gives the right bits or a sentence, whatever its reads do."""
+    """Every step gives the right bits or a message, whatever its reads do."""
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     ids, pages = tokens(60), [2, 0]
     ready, graph = prepared(gguf, "exact")

@@ -83,7 +83,7 @@ def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mixture_streams_what_its_router_does_not_name(tmp_path: Path, form: str) -> None:
+def test_a_moe_streams_what_its_router_does_not_name(tmp_path: Path, form: str) -> None:
     """Attention and shared experts stream, and a plan with every tap does too."""
     gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
     graph = graph_of(gguf)

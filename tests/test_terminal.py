@@ -23,7 +23,7 @@ from test_cli import CHAT, COMMAND, PROMPT, Terminal, hotset, inside, needs_pty
 from test_cli import home as home
 from test_cli import model as model
 
-from hotset.cli.console import say, tell_error, warn
+from hotset.cli.console import print_error, say, warn
 from hotset.cli.terminal import Answer
 from hotset.escaping import clause, escaped, escaped_json
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
@@ -33,7 +33,7 @@ ESCAPED = r"a\x1b[31mb\x9b2Jc\x07\x7f\r\nd\u202ee\u2066f\u2028g\u200eh[red]i[/]:
 CONTROL = re.compile("(?!\n)[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-# -- names and sentences -------------------------------------------------------------------------
+# -- names and messages -------------------------------------------------------------------------
 
 
 def test_what_has_no_shape_is_written_out() -> None:
@@ -320,7 +320,7 @@ def test_messages_on_a_terminal_break_between_words(monkeypatch: pytest.MonkeyPa
     screen = Screen(monkeypatch, 30)
     monkeypatch.setattr(sys, "stderr", screen)
     say(f"Run it with: hotset run {'m' * 40} and wait", dim=True)
-    tell_error("12345678901234 67890 2345678901 34567890")
+    print_error("12345678901234 67890 2345678901 34567890")
     warn("12345678901234 67890 2345678901 34567890")
     assert re.sub("\x1b\\[[0-9;]*m", "", screen.getvalue()) == (
         f"Run it with: hotset run\n{'m' * 40} and wait\n"

@@ -36,7 +36,7 @@ TEXT = "the quick brown fox jumps over the lazy dog; " * 4
 EXPERTS = (8, 3)
 
 
-def mixture(path: Path, **options: Any) -> Path:
+def moe_layer(path: Path, **options: Any) -> Path:
     """A random mixture of three layers with a tokenizer."""
     options = {"experts": EXPERTS, "n_layer": 3, "n_vocab": N_VOCAB, "n_ctx": 512} | options
     keys = {**vocabulary(), **options.pop("keys", {})}
@@ -65,7 +65,7 @@ def random_trace(n_tokens: int = 60, shape: tuple[int, int, int] = (3, 8, 2), se
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> None:
-    path = mixture(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
+    path = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
     ids = np.random.default_rng(3).integers(0, N_VOCAB, (2, 70)).astype(np.int32)
     told = []
     with hotset.load(path, backend="cpu", n_ctx=128, max_batch=32) as model:
@@ -91,7 +91,7 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
 
 
 def test_a_model_without_experts_has_no_routes(tmp_path: Path) -> None:
-    path = mixture(tmp_path / "m.gguf", experts=None)
+    path = moe_layer(tmp_path / "m.gguf", experts=None)
     with (
         hotset.load(path, backend="reference", n_ctx=128) as model,
         pytest.raises(InvalidRequestError, match="there is nothing to trace"),
@@ -170,7 +170,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         RouteTrace.open(tmp_path / "nowhere.gguf")
     with pytest.raises(FormatError):
-        RouteTrace.open(mixture(tmp_path / "m.gguf"))
+        RouteTrace.open(moe_layer(tmp_path / "m.gguf"))
     (tmp_path / "text").write_text("no GGUF")
     with pytest.raises(HotsetError):
         RouteTrace.open(tmp_path / "text")
@@ -308,7 +308,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
-    model = mixture(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
+    model = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
     done = inside("trace", model, "-f", text, "-c", 64)
     assert done.returncode == 0, done.stderr
     place = trace_path(model)
@@ -330,7 +330,7 @@ def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
 
 
 def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Path, text: Path) -> None:
-    model = mixture(tmp_path / "m.gguf")
+    model = moe_layer(tmp_path / "m.gguf")
     other = tmp_path / "other.gguf"
     done = inside("trace", model, "-f", text, "-n", 20, "-o", other, "--json")
     assert done.returncode == 0, done.stderr
@@ -346,7 +346,7 @@ def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Pa
 
 
 def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:
-    model = mixture(tmp_path / "m.gguf")
+    model = moe_layer(tmp_path / "m.gguf")
     for arguments in (
         (), (model,), ("-f", text), (model, "--replay", text), ("-f", text, "--replay", text),
         ("--replay", text, "-o", tmp_path / "x"), (model, "-f", text, "-o", model),
@@ -360,5 +360,5 @@ def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     done = inside("trace", model, "-f", tmp_path / "empty.txt")
     assert (done.returncode, "is empty" in done.stderr) == (1, True)
-    done = inside("trace", mixture(tmp_path / "d.gguf", experts=None), "-f", text)
+    done = inside("trace", moe_layer(tmp_path / "d.gguf", experts=None), "-f", text)
     assert (done.returncode, "there are no experts" in done.stderr) == (1, True)

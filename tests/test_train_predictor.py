@@ -470,11 +470,11 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
     assert (folder / "config.json").is_file()
 
 
-# ---- sentences ----
+# ---- messages ----
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"recall": 1.5}, "recall must lie between 0 and 1"),
         ({"precision": 0.0}, "precision must lie between 0 and 1"),
@@ -483,8 +483,8 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
         ({"schedule": Schedule(epochs=0)}, "epochs, batch and learning rate must be above 0"),
     ],
 )
-def test_odd_settings_cost_a_sentence(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InvalidRequestError, match=sentence):
+def test_odd_settings_cost_a_sentence(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         replace(QUICK, **change)
 
 
@@ -516,7 +516,7 @@ def test_state_dicts_are_torchs(tmp_path: Path) -> None:
 # ---- the command ----
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_the_subcommand(tmp_path: Path) -> None:
     from hotset.cli.main import app
 
     path, text = planted(tmp_path / "model.gguf"), tmp_path / "text.txt"

@@ -140,11 +140,11 @@ def test_what_makes_no_sense_is_refused(model: tuple[Path, Any], tmp_path: Path)
         (tmp_path / name).write_text((folder / name).read_text())
     tensors = load_file(folder / "model.safetensors")
     names = [n for n in tensors if re.search(r"layers\.1\..*predictor", n)]
-    for change, sentence in (
+    for change, message in (
         ({names[0]: tensors[names[0]][:, :-1].clone()}, "fc1|fc2|predictor"),
         ({n: None for n in names if "fc2" in n}, "fc2"),
     ):
         changed = {k: v for k, v in (tensors | change).items() if v is not None}
         save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises((FormatError, hotset.HotsetError), match=sentence):
+        with pytest.raises((FormatError, hotset.HotsetError), match=message):
             convert_hf(tmp_path, tmp_path / "m.gguf", "f32")

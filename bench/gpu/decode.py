@@ -37,7 +37,7 @@ def decode(path: str, options: dict[str, Any], n_gen: int) -> dict[str, Any]:
             if isinstance(stage, GpuStage):
                 stage.timed = True
         timed = model.generate(PROMPT, max_tokens=8, reuse_prefix=False, **params).stats
-        cold = float(backend.cold_seconds().sum())
+        cold = float(backend.cpu_worker_seconds().sum())
         return result | {
             "planned": sum(device.planned.total for device in memory),
             "kinds": {

@@ -4,7 +4,7 @@ usage: python bench/gpu/launches.py
 
 It needs no device: a stage of a model's shape is built over tensors without memory (torch's meta device), one
 step of it runs, and what it would launch is counted: kernels of Triton, operations of torch, and what the
-handshake puts on the stream. A captured step has as many nodes. Bytes are those of the plan
+host-device synchronisation puts on the stream. A captured step has as many nodes. Bytes are those of the plan
 (placement/budget.py), at a context of 4,096 tokens that is half full.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py of bench/
 from peers import print_table
 
-from hotset.backends.gpu import handshake, launch, matrix
+from hotset.backends.gpu import cpu_offload, launch, matrix
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.stage import GpuStage
@@ -70,7 +70,7 @@ COLUMNS = [
 
 
 def rows() -> Iterator[Row]:
-    """Every mode of a whole stage, and a split layer by each handshake that is captured."""
+    """Every mode of a whole stage, and a split layer by each host-device synchronisation that is captured."""
     for mode in ("dense", "exact", "predicted"):
         yield _row(mode, mode, None)
     for kind in ("memops", "spin"):
@@ -163,7 +163,7 @@ class Operations(TorchDispatchMode):
 
 
 class Cold:
-    """The handshake as a kind puts it on the stream, without a CPU behind it."""
+    """The host-device synchronisation as a kind puts it on the stream, without a CPU behind it."""
 
     max_batch, capturable = 1, True
 
@@ -171,9 +171,9 @@ class Cold:
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=META)  # noqa: E731
         shared = SimpleNamespace(
             h=new(1, D), out=[new(1, D)] * N_LAYER, bits=[new(1, FF // 8, dtype=torch.uint8)] * N_LAYER,
-            posted=[0] * N_LAYER, request=0, done=4 * N_LAYER,
+            submitted=[0] * N_LAYER, request=0, done=4 * N_LAYER,
         )  # fmt: skip
-        kinds: dict[str, Any] = {"memops": handshake._MemOps, "spin": handshake._Spin}
+        kinds: dict[str, Any] = {"memops": cpu_offload._MemOps, "spin": cpu_offload._Spin}
         self._exchange = kinds[kind].__new__(kinds[kind])  # no memory to register
         vars(self._exchange).update(shared=shared, device=META, driver=Driver(log), address=0)
         flags = [new(1, dtype=torch.int32)] * N_LAYER
@@ -187,7 +187,7 @@ class Cold:
 
 
 class Driver:
-    """handshake.Driver that notes what it is asked for."""
+    """cpu_offload.Driver that notes what it is asked for."""
 
     def __init__(self, log: list[object]) -> None:
         self._log = log

@@ -9,7 +9,8 @@ usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama
 
 first    all of the others in turn, what matters most first; a stage that fails stops none after it
 check    kernels on the device against the fallback and the CPU, then under the memory and race checkers
-steps    every handshake, captured steps against those that are not, a long prompt; each in its own process
+steps    every host-device synchronisation, captured steps against those that are not, a long prompt; each
+in its own process
 kernels  each kernel against its fallback, and its share of the measured read rate
 budgets  bytes held against bytes planned and given
 build    llama.cpp and PowerInfer for CUDA, from --llama-source and --powerinfer-source

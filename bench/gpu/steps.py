@@ -18,7 +18,7 @@ from hybrid import GIB, Setup
 from ledger import Ledger
 from peers import print_table, verdict
 
-from hotset.backends.gpu.handshake import Kind
+from hotset.backends.gpu.cpu_offload import Kind
 
 TRIAL = Path(__file__).with_name("trial.py")
 SHARES = (0.25, 0.5, 0.75)  # of the model, as budgets
@@ -33,9 +33,15 @@ def run(ledger: Ledger, setup: Setup) -> None:
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
     for kind in get_args(Kind):
-        found = _trial(ledger, f"handshake-{kind}", what="handshake", device=device, kind=kind)
+        found = _trial(ledger, f"synchronisation-{kind}", what="synchronisation", device=device, kind=kind)
         if found is not None:
-            rows.append([f"handshake {kind}", _micros(found), "" if kind == "direct" else _works(found)])
+            rows.append(
+                [
+                    f"host-device synchronisation {kind}",
+                    _micros(found),
+                    "" if kind == "direct" else _works(found),
+                ]
+            )
     for place, share in (("whole", None), ("half", 0.5)):
         task = {"what": "replays", "device": device, "path": str(path), "share": share}
         task |= {"sizes": [1]} if setup.options else {}

@@ -1,6 +1,6 @@
 """One question about a device, answered as JSON by a process of its own: what hangs there spoils no other.
 
-Its argument is JSON: {"what": handshake | replays | prompt, "device": DEVICE, ...}.
+Its argument is JSON: {"what": host-device synchronisation | replays | prompt, "device": DEVICE, ...}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 import hotset
 from hotset.backends.gpu.capture import MAX_CAPTURED
-from hotset.backends.gpu.handshake import round_trip_seconds
+from hotset.backends.gpu.cpu_offload import round_trip_seconds
 from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.pipeline import ChainBackend
 from hotset.errors import HotsetError
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"sparsity": "exact", "n_ctx": 2048, "max_batch": 512
 GRAIN = 1 << 20  # bytes, to which a budget is rounded up
 
 
-def handshake(device: str, kind: Any) -> dict[str, Any]:
+def synchronisation(device: str, kind: Any) -> dict[str, Any]:
     """Seconds of a round trip with one kind, in a captured graph."""
     return {"seconds": round_trip_seconds(device, kind)}
 
@@ -106,7 +106,7 @@ def _stages(model: Any) -> list[Any]:
     return list(backend.stages) if isinstance(backend, ChainBackend) else [backend]
 
 
-QUESTIONS = {"handshake": handshake, "replays": replays, "prompt": prompt}
+QUESTIONS = {"synchronisation": synchronisation, "replays": replays, "prompt": prompt}
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])

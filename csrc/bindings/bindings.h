@@ -56,7 +56,7 @@ struct StepCancelled : std::exception {};
 // Each adds a subject to the module.
 void bind_kernels(nb::module_& m);
 void bind_plan(nb::module_& m);
-void bind_cold(nb::module_& m);
+void bind_cpu_worker(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_draw(nb::module_& m);
 void bind_replacement(nb::module_& m);

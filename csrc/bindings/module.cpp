@@ -58,10 +58,9 @@ void bind_mapped(nb::module_& m) {
 }
 
 void bind_runtime(nb::module_& m) {
-    nb::class_<Runtime>(
-        m, "Runtime",
-        "The team of threads and its memory, which plans and cold services share, a step at a "
-        "time (csrc/runtime.h).")
+    nb::class_<Runtime>(m, "Runtime",
+                        "The thread pool and its memory, which plans and CPU workers share, a step at a "
+                        "time (csrc/runtime.h).")
         .def(nb::new_(&make_runtime), "n_threads"_a)
         .def_prop_ro("n_threads", &Runtime::n_threads)
         .def_prop_ro("nbytes", &Runtime::bytes)
@@ -84,6 +83,6 @@ NB_MODULE(_core, m) {
     bind_draw(m);
     bind_replacement(m);
     bind_store(m);
-    bind_cold(m);
+    bind_cpu_worker(m);
     bind_plan(m);
 }

@@ -15,7 +15,7 @@ PlanBuilder::PlanBuilder(int max_tokens, int n_pages, int max_pages, std::shared
 }
 
 PlanBuilder::~PlanBuilder() {
-    // Waits for late threads of the team: whoever runs a step of another plan must get at the GIL.
+    // Waits for late threads of the thread pool: whoever runs a step of another plan must get at the GIL.
     nb::gil_scoped_release release;
     plan_.reset();
 }

@@ -1,4 +1,4 @@
-// Operations in which one thread waits for the disk, for all of the team.
+// Operations in which one thread waits for the disk, for all of the thread pool.
 #pragma once
 
 #include "../plan.h"

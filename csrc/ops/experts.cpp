@@ -1,4 +1,4 @@
-// The products of a mixture of experts: up to the neurons of a token's experts, and down to their sum.
+// The products of an MoE model of experts: up to the neurons of a token's experts, and down to their sum.
 //
 // Tokens are grouped by expert, so that an expert's rows are read once for all its tokens and multiplied by
 // the kernels of many tokens; one token's experts are groups of one. Who belongs to which group is found

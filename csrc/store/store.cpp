@@ -127,24 +127,24 @@ RowStore::Shares RowStore::share_out(const std::vector<Size>& groups, size_t byt
         return shares;
     }
     for (const Size& group : groups)
-        shares.transit = std::max(shares.transit, size_t(group.usual) * group.slot_bytes);
+        shares.staging = std::max(shares.staging, size_t(group.usual) * group.slot_bytes);
     const auto share = [&] {
-        const double part = double(bytes - std::min(bytes, shares.transit)) / double(all);
+        const double part = double(bytes - std::min(bytes, shares.staging)) / double(all);
         shares.slots.clear();
         for (const Size& group : groups) shares.slots.push_back(int64_t(double(group.n_rows) * part));
     };
     share();
-    // Whether what a group has no slots for finds room in the transit and in slots of others.
+    // Whether what a group has no slots for finds room in the staging and in slots of others.
     const auto holds = [&](size_t g) {
         const size_t slot = groups[g].slot_bytes;
-        size_t room = shares.transit / slot;
+        size_t room = shares.staging / slot;
         for (size_t other = 0; other < groups.size(); other++)
             if (other != g) room += room_among(size_t(shares.slots[other]) * groups[other].slot_bytes, slot);
         return size_t(groups[g].at_once) <= size_t(shares.slots[g]) + room;
     };
     for (size_t g = 0; g < groups.size(); g++) {
         if (holds(g)) continue;
-        shares.transit = least_of(groups);
+        shares.staging = least_of(groups);
         share();
         break;
     }
@@ -155,13 +155,13 @@ void RowStore::allocate(size_t bytes) {
     const Shares shares = share_out(sizes(), bytes);
     const std::vector<int64_t>& slots = shares.slots;
     whole_ = bytes >= most_bytes();
-    transit_bytes_ = bytes_ = shares.transit;
+    staging_bytes_ = bytes_ = shares.staging;
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
     bytes_ += (groups_.size() + 1) * kReadAlign;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
     ask_for_large_pages(memory_.data(), bytes_);
-    transit_ = page_at(memory_.data());
-    uint8_t* at = transit_ + transit_bytes_;
+    staging_ = page_at(memory_.data());
+    uint8_t* at = staging_ + staging_bytes_;
     for (size_t g = 0; g < groups_.size(); g++) {
         Group& group = groups_[g];
         if (group.slot_bytes % kReadAlign == 0) at = page_at(at);
@@ -171,12 +171,12 @@ void RowStore::allocate(size_t bytes) {
         group.slots = at;
         at += size_t(slots[g]) * group.slot_bytes;
         for (size_t p = 0; p < group.places.size(); p++)
-            std::fill(group.places[p].begin(), group.places[p].end(), transit_ + group.at[p]);
+            std::fill(group.places[p].begin(), group.places[p].end(), staging_ + group.at[p]);
     }
 }
 
 void RowStore::touch_ahead() {
-    TouchAhead::Pieces pieces{{transit_, transit_bytes_}};
+    TouchAhead::Pieces pieces{{staging_, staging_bytes_}};
     for (const Group& group : groups_)
         pieces.emplace_back(group.slots, size_t(group.n_slots()) * group.slot_bytes);
     touched_by_ = n_forks();
@@ -218,7 +218,7 @@ void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
 }
 
 RowStore::Passing::Passing(RowStore& store, const Group& group)
-    : store_(store), group_(group), at_(store.transit_), end_(at_ + store.transit_bytes_) {}
+    : store_(store), group_(group), at_(store.staging_), end_(at_ + store.staging_bytes_) {}
 
 uint8_t* RowStore::Passing::next() {
     const size_t bytes = group_.slot_bytes;

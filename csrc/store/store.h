@@ -2,7 +2,8 @@
 //
 // A group is what is fetched together: of a layer's neurons the rows of gate, up and down of the same number;
 // of its experts their matrices. Each group has slots of its own for some of its rows, by Replacement, and
-// all groups share one transit: what gets no slot lies there until the next group is fetched. It has room for
+// all groups share one staging: what gets no slot lies there until the next group is fetched. It has room
+// for
 // what one token may need; where more is asked for (by a prompt), slots of other groups are borrowed, whose
 // rows are then read anew. So whatever is asked for is there at once, and the memory is what it was made
 // with.
@@ -63,13 +64,13 @@ class RowStore {
         size_t slot_bytes;
         int64_t usual, at_once;
     };
-    // Slots of each group, and bytes of the transit.
+    // Slots of each group, and bytes of the staging.
     struct Shares {
         std::vector<int64_t> slots;
-        size_t transit;
+        size_t staging;
     };
     // In so much memory: a slot for each row where all fit, else the same share of each group's rows beside
-    // the transit. Of this and slots of other groups is made what any group may ask for at once.
+    // the staging. Of this and slots of other groups is made what any group may ask for at once.
     static Shares share_out(const std::vector<Size>& groups, size_t bytes);
     // The least and the most that `allocate` has a use for.
     size_t least_bytes() const;
@@ -134,7 +135,7 @@ class RowStore {
             return parts[part].offset + uint64_t(row) * parts[part].stride;
         }
     };
-    // Room for rows of a group that have no slot: the transit, and then slots of other groups.
+    // Room for rows of a group that have no slot: the staging, and then slots of other groups.
     class Passing {
       public:
         Passing(RowStore& store, const Group& group);
@@ -145,7 +146,7 @@ class RowStore {
         const Group& group_;
         uint8_t *at_, *end_;
         size_t next_lender_ = 0;
-        Group* lender_ = nullptr;  // whose slots at_ lies in; null: the transit
+        Group* lender_ = nullptr;  // whose slots at_ lies in; null: the staging
         size_t n_borrowed_ = 0;    // of these slots, from the first on
     };
     std::vector<Size> sizes() const;
@@ -159,8 +160,8 @@ class RowStore {
     std::vector<Group> groups_;
     Memory memory_;
     size_t bytes_ = 0;
-    uint8_t* transit_ = nullptr;
-    size_t transit_bytes_ = 0;
+    uint8_t* staging_ = nullptr;
+    size_t staging_bytes_ = 0;
     bool whole_ = false;
     std::unique_ptr<Reader::Batch> batch_ = std::make_unique<Reader::Batch>();
     Group* coming_ = nullptr;  // begun and not finished

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import typer
 
 import hotset
-from hotset.cli.main import VERBS
+from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
 from hotset.reporter import Reporter
 from hotset.text.tokenizer import Tokenizer
@@ -60,18 +60,18 @@ WORDS = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
 def cli_reference() -> str:
     rows = []
     parts = []
-    for verb, (module, name) in VERBS.items():
+    for subcommand, (module, name) in SUBCOMMANDS.items():
         function = spread(getattr(import_module(f"hotset.cli.{module}"), name))
         text = inspect.getdoc(function) or ""
-        rows.append(f"| [`{verb}`](#{verb}) | {escaped(text.splitlines()[0])} |")
-        parts.append(section(verb, function, text))
+        rows.append(f"| [`{subcommand}`](#{subcommand}) | {escaped(text.splitlines()[0])} |")
+        parts.append(section(subcommand, function, text))
     index = "| subcommand | |\n|---|---|\n" + "\n".join(rows) + "\n"
     return "\n".join([CLI_HEAD, index, *parts])
 
 
-def section(verb: str, function: Any, text: str) -> str:
+def section(subcommand: str, function: Any, text: str) -> str:
     arguments, panels = [], {}
-    usage = [f"hotset {verb}", "[OPTIONS]"]
+    usage = [f"hotset {subcommand}", "[OPTIONS]"]
     for parameter in inspect.signature(function).parameters.values():
         kind, info = get_args(parameter.annotation)[:2]
         required = parameter.default in (inspect.Parameter.empty, ...)
@@ -82,7 +82,7 @@ def section(verb: str, function: Any, text: str) -> str:
         else:
             row = option_row(parameter, kind, info, required)
             panels.setdefault(info.rich_help_panel or "Options", []).append(row)
-    lines = [f"## {verb}", "", f"`{' '.join(usage)}`", "", prose(text), ""]
+    lines = [f"## {subcommand}", "", f"`{' '.join(usage)}`", "", prose(text), ""]
     if arguments:
         lines += ["| argument | |", "|---|---|", *arguments, ""]
     for panel, rows in panels.items():

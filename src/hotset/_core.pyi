@@ -102,7 +102,7 @@ class Stream:
     def room_for(bytes: int) -> int: ...
 
 class Runtime:
-    """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""
+    """The thread pool and its memory, which plans and CPU workers share (csrc/runtime.h)."""
 
     def __init__(self, n_threads: int) -> None: ...
     @property
@@ -181,8 +181,8 @@ class Plan:
     def op_seconds(self, cells: np.ndarray, n_cells: int) -> np.ndarray: ...  # float64 [n_cells]
     def op_counts(self, cells: np.ndarray, n_cells: int) -> np.ndarray: ...  # int64 [n_cells]
 
-class Cold:
-    """The CPU's half of a hybrid engine (csrc/cold.h)."""
+class CpuWorker:
+    """The CPU worker of a hybrid engine (csrc/cpu_worker.h)."""
 
     # plan: not finished; its rows are computed at a time, and an expert of a token is a row
     def __init__(self, plan: Plan, width: int, max_tokens: int, timeout: float) -> None: ...

@@ -93,7 +93,7 @@ class Model:
     decided: how it was loaded, with its settings. config: facts of the architecture. backend, engine, thread:
     what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
     and values are stored.
-    sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
+    sparsity: which neurons are computed, and why. notes: what was built or opened for it, a message each.
     placement: what is on which device; None where the CPU computes alone. ram, stored: what of memory is for
     what under a budget, and the weights that are read under it; None where files are mapped.
 
@@ -282,7 +282,7 @@ class Model:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Where a device runs out of memory the sentence offers a smaller plan."""
+        """Where a device runs out of memory the message offers a smaller plan."""
         try:
             yield
         except OutOfMemoryError as error:

@@ -1,7 +1,7 @@
 """What others wrote, made fit to be looked at: nothing in it controls a terminal or breaks a line.
 
-Names, metadata, what a server says and sentences that quote them are lines of a table or a message: `escaped`
-writes out everything that is not a character to look at, and `clause` makes a part of a sentence of it. An
+Names, metadata, what a server says and messages that quote them are lines of a table or a message: `escaped`
+writes out everything that is not a character to look at, and `clause` makes a part of a message of it. An
 answer is a text: `escaped_text` lets its lines and its scripts stand.
 """
 
@@ -29,7 +29,7 @@ _LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 50},}}")
 def escaped(text: str, limit: int = LONGEST_LINE) -> str:
     """One line of text that shows what stands in `text`: \\n, \\x1b, \\u202e for what has no shape.
 
-    Of longer ones than `limit`, long words lose their middle, and then the whole does: a sentence ends with
+    Of longer ones than `limit`, long words lose their middle, and then the whole does: a message ends with
     what to do.
     """
     if len(text) > limit:
@@ -40,7 +40,7 @@ def escaped(text: str, limit: int = LONGEST_LINE) -> str:
 
 
 def clause(said: object) -> str:
-    """What a server or another program said, as a part of a sentence: one line, not long, without its end."""
+    """What a server or another program said, as a part of a message: one line, not long, without its end."""
     return escaped(" ".join(str(said).split()), _LONGEST_CLAUSE).rstrip(".")
 
 

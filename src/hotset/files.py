@@ -87,7 +87,8 @@ def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> No
     """Raises InvalidRequestError where something that is no regular file stands in the way of a new file.
 
     A rename would replace a device, a pipe or a socket without a word. A link to a file may be replaced, as
-    the file may, but not one that the system keeps (/dev/stdout). Verbs ask before their work, and every
+    the file may, but not one that the system keeps (/dev/stdout). Subcommands ask before their work, and
+    every
     writer asks again. reads: files of the model that is read, which are no targets either.
     """
     path = Path(path)

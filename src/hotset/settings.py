@@ -1,4 +1,4 @@
-"""How a model is loaded: what `hotset.load`, `hotset.plan` and every verb of the command line take."""
+"""How a model is loaded: what `hotset.load`, `hotset.plan` and every subcommand of the command line take."""
 
 from __future__ import annotations
 

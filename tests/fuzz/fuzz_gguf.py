@@ -109,10 +109,10 @@ def exercise(model: Model, folder: Path) -> bool:
 
 
 def _check_sentence(error: HotsetError) -> None:
-    sentence = str(error)
-    assert sentence.endswith("."), sentence
-    assert "\n" not in sentence, sentence
-    assert len(sentence) < 4096, sentence
+    message = str(error)
+    assert message.endswith("."), message
+    assert "\n" not in message, message
+    assert len(message) < 4096, message
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
-"""Fuzzes what is done with a model: small files with odd keys, tensors and settings, through whole verbs.
+"""Fuzzes what is done with a model: small files with odd keys, tensors and settings, through whole
+subcommands.
 
 usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
 A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
 `quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
-what that writes must load. Each may work, or tell in one sentence why not. What does anything else (another
+what that writes must load. Each may work, or tell in one message why not. What does anything else (another
 exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
 1. fuzz_gguf.py has damaged files.
 """
@@ -249,7 +250,7 @@ PACKED: dict[str, Any] = CONFIG | {
     "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "attention_bias": True,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }  # fmt: skip
-"""Of a mixture whose experts are in MXFP4."""
+"""In an MoE model whose experts are in MXFP4."""
 
 
 def checkpoint_shapes(packed: bool) -> dict[str, tuple[int, ...]]:
@@ -361,20 +362,22 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
     return "; ".join(said)
 
 
-# ---- the verbs -------------------------------------------------------------------------------------------
+# ---- the subcommands
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a verb ended: its exit status, what it wrote for a person, and what is wrong with that, or ""."""
+    """How a subcommand ended: its exit status, what it wrote for a person, and what is wrong with that, or
+    ""."""
 
     status: int
     text: str
     problem: str
 
 
-def verb(*arguments: object) -> Outcome:
-    """A verb of the command line, in this process."""
+def subcommand(*arguments: object) -> Outcome:
+    """A subcommand of the command line, in this process."""
     from typer.testing import CliRunner
 
     from hotset.cli.main import app
@@ -398,7 +401,7 @@ def exercise_model(path: Path, rng: np.random.Generator) -> str:
     """Shows, runs and quantises the file; what went wrong, or ""."""
     more = [[], [], ["--sparsity", "dense"], ["--predictor", "svd:4"], ["--predictor", "mlp:q8_0"]]
     how = more[int(rng.integers(len(more)))]
-    ran = verb("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu", *how)
+    ran = subcommand("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu", *how)
     if ran.problem:
         return f"run {' '.join(how)}: {ran.problem}"
     for arguments in (
@@ -406,7 +409,7 @@ def exercise_model(path: Path, rng: np.random.Generator) -> str:
         ("show", path, "--json"),
         ("quantize", path, path.with_name("out.gguf"), "--type", "q8_0", "--allow-requantize", "-t", 1),
     ):
-        outcome = verb(*arguments)
+        outcome = subcommand(*arguments)
         if outcome.problem:
             return f"{arguments[0]}: {outcome.problem}"
     return ""
@@ -416,12 +419,12 @@ def exercise_checkpoint(folder: Path, _: np.random.Generator) -> str:
     """Converts it; what is written must load."""
     out = folder.with_name("converted.gguf")
     out.unlink(missing_ok=True)
-    done = verb("convert", folder, out, "--type", "q8_0")
+    done = subcommand("convert", folder, out, "--type", "q8_0")
     if done.problem:
         return f"convert: {done.problem}"
     if done.status == 1:
         return "convert failed and left a file" if out.exists() else ""
-    ran = verb("run", out, "he", "-n", 1, "--temp", 0, "-c", 16, "-t", 1, "--no-gpu")
+    ran = subcommand("run", out, "he", "-n", 1, "--temp", 0, "-c", 16, "-t", 1, "--no-gpu")
     no_tokenizer = "no tokenizer" in ran.text
     return f"convert wrote what does not load: {ran.text}" if ran.status and not no_tokenizer else ran.problem
 

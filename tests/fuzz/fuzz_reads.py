@@ -1,10 +1,10 @@
-"""A long text under faults in its reads: every answer is right or ends with its sentence, and nothing leaks.
+"""A long text under faults in its reads: every answer is right or ends with its message, and nothing leaks.
 
 usage: python tests/fuzz/fuzz_reads.py [MODEL.gguf] [--tokens 2000] [--share 0.01] [--streams 4] [--budget G]
 
 Texts are written by the model with its file mapped; then under a budget of memory (the smallest that works,
 if none is given), several at a time, while a share of the reads fails, gives less or finds the end of the
-file. An answer that ends with a sentence is asked for again from where it was. Every token that comes must be
+file. An answer that ends with a message is asked for again from where it was. Every token that comes must be
 that of the mapped file. At the end the engine must have its pages back and the process its threads, open
 files and memory, and without faults each text must come in one piece. Without MODEL a tiny one is made. The
 exit status is 1 if anything is wrong.
@@ -46,7 +46,7 @@ LEAK = (512 if "HOTSET_SANITIZED" in os.environ else 16) << 20
 
 @dataclass
 class Report:
-    """n_tokens: that came, all of them right; n_failed: answers that ended with a sentence. problems: all
+    """n_tokens: that came, all of them right; n_failed: answers that ended with a message. problems: all
     that was wrong. stuck: texts that could not be ended, since every step had a fault."""
 
     n_tokens: int
@@ -76,7 +76,7 @@ def write(model: hotset.Model, prompt: list[int], expected: list[int], report: R
             with lock:
                 report.n_failed += 1
                 if "\n" in str(error) or str(model.gguf.path) not in str(error):
-                    report.problems.append(f"no sentence: {error}")
+                    report.problems.append(f"no message: {error}")
         except Exception as error:
             return report.problems.append(f"another error: {error!r}")
         found = text[len(prompt) :]
@@ -170,7 +170,7 @@ def main() -> int:
     for problem in report.problems:
         print(problem, file=sys.stderr)
     print(
-        f"{report.n_tokens} tokens came and were right, {report.n_failed} answers ended with a sentence, "
+        f"{report.n_tokens} tokens came and were right, {report.n_failed} answers ended with a message, "
         f"{report.stuck} texts could not be ended, {len(report.problems)} things were wrong"
     )
     return 1 if report.problems else 0

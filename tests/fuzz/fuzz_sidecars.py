@@ -3,7 +3,7 @@
 usage: python tests/fuzz/fuzz_sidecars.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
 Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, and a bundled one
-mapped and under a budget of memory. Each may work, or tell in one sentence why not. What does anything else
+mapped and under a budget of memory. Each may work, or tell in one message why not. What does anything else
 (another exception, more than 10 s) is kept in a folder whose name is printed; the exit status is 1.
 """
 
@@ -75,11 +75,11 @@ def write_seeds(folder: Path) -> None:
         cutoffs = (LayerCutoffs(gate=0.1, attn_in=0.3, down_in=0.05),) * 2
         Thresholds(Calibrated.of(gguf), cutoffs, text={"hash": "h"}).save(folder / "cut.thresholds.json")
     relu = write_relu(folder / "relu.gguf", keys=fuzz_models.BPE, **SIZES)
-    mixture = write_llama(
-        folder / "mixture.gguf", keys=fuzz_models.BPE, head_dim=16, experts=(4, 2), type_of=q8, **SIZES
+    moe_layer = write_llama(
+        folder / "moe_layer.gguf", keys=fuzz_models.BPE, head_dim=16, experts=(4, 2), type_of=q8, **SIZES
     )
     reorder(relu, folder / "bundle.gguf", None, bundle=True)
-    reorder(mixture, folder / "bundle-experts.gguf", None, bundle=True)
+    reorder(moe_layer, folder / "bundle-experts.gguf", None, bundle=True)
 
 
 def exercise_trace(path: Path) -> None:
@@ -116,8 +116,8 @@ def exercise_bundle(path: Path) -> None:
 
 
 def run(*arguments: object) -> None:
-    """A verb. Raises HotsetError where it failed with a sentence."""
-    done = fuzz_models.verb(*arguments)
+    """A subcommand. Raises HotsetError where it failed with a message."""
+    done = fuzz_models.subcommand(*arguments)
     assert not done.problem, f"{arguments[0]}: {done.problem}"
     if done.status:
         raise HotsetError("it failed, and said why.")
@@ -152,9 +152,9 @@ def exercise(path: Path, of: str) -> str:
     try:
         KINDS[of](path)
     except HotsetError as error:
-        sentence = str(error)
-        if "\n" in sentence or len(sentence) > 4096:
-            return f"no sentence: {sentence}"
+        message = str(error)
+        if "\n" in message or len(message) > 4096:
+            return f"no message: {message}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "slow" if time.monotonic() - started > SLOW_S else ""

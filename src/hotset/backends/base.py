@@ -239,7 +239,7 @@ class Backend(Protocol):
 
     @property
     def n_threads(self) -> int | None:
-        """Of the CPU's team; None where it has none."""
+        """Of the CPU's thread pool; None where it has none."""
         ...
 
     @property

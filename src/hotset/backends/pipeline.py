@@ -2,11 +2,12 @@
 
     CPU         layers that are on no device: the native engine over their part of the graph
     device 0    a stage (backends/gpu/stage.py): attention, norms, predictor, hot neurons of its layers
-      + CPU     the cold neurons of these layers, at the same time (backends/gpu/handshake.py)
+      + CPU     the cold neurons of these layers, at the same time (backends/gpu/cpu_offload.py)
     device 1 …  the next layers; the last stage has the output
 
 Between them goes the residual stream alone, and stages stand in any order, the CPU's too. A dense model, or
-layers of which a device has every neuron, need no handshake: then this is the split by layers that
+layers of which a device has every neuron, need no host-device synchronisation: then this is the split by
+layers that
 llama.cpp's users know as -ngl. Which stages there are is decided elsewhere (placement/build.py).
 """
 
@@ -131,9 +132,9 @@ class ChainBackend:
         """Layers of the model."""
         return self.stages[0].n_layer
 
-    def cold_seconds(self) -> np.ndarray:
+    def cpu_worker_seconds(self) -> np.ndarray:
         """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""
-        return sum((stage.cold_seconds() for stage in self.stages), np.zeros(self.n_layer))
+        return sum((stage.cpu_worker_seconds() for stage in self.stages), np.zeros(self.n_layer))
 
     def expert_counts(self) -> ExpertCounts:
         """What became of the experts of the devices' layers, since the stages were made."""

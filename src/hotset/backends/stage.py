@@ -87,7 +87,7 @@ class Stage(Protocol):
         """Of the latest step, float64 [n_layer, len(graph.PARTS)]: as far as they are measured."""
         ...
 
-    def cold_seconds(self) -> np.ndarray:
+    def cpu_worker_seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer]: how long the CPU took for the cold neurons of a device's
         layers. They pass at the same time as those of `seconds`."""
         ...

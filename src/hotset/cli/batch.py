@@ -10,7 +10,7 @@ import typer
 
 import hotset
 from hotset.cli import options
-from hotset.cli.console import say, tell_choice, tell_memory, warn
+from hotset.cli.console import print_choice, print_memory, say, warn
 from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
 from hotset.storage import catalogue, resolve
@@ -81,8 +81,8 @@ def batch(
             def load() -> Model:
                 with bar:
                     loaded = hotset.load(path, settings, progress=bar)
-                tell_choice(loaded)
-                tell_memory(loaded)
+                print_choice(loaded)
+                print_memory(loaded)
                 return loaded
 
             with ProgressBar() as steps:

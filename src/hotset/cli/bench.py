@@ -27,7 +27,7 @@ import hotset
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE
 from hotset.cli import options
-from hotset.cli.console import print_json, say, tell_choice, tell_memory
+from hotset.cli.console import print_choice, print_json, print_memory, say
 from hotset.cli.doctor import package_version
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
@@ -140,8 +140,8 @@ def bench(
                 facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(loaded, path, facts["n_threads"])
                 if first:
-                    tell_choice(loaded)
-                    tell_memory(loaded)
+                    print_choice(loaded)
+                    print_memory(loaded)
                     measured = statistics.median(read() for _ in range(3))
                     printer.bandwidth(measured, facts["n_threads"])
                     first = False

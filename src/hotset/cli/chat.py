@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotset.cli.answer import closing_line, has_template, print_stats
-from hotset.cli.console import say, tell_error
+from hotset.cli.console import print_error, say
 from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import Answer
 from hotset.errors import ContextLengthError, HotsetError, did_you_mean
@@ -72,7 +72,7 @@ class Chat:
                 except (EOFError, _LeaveError):
                     return
                 except HotsetError as error:
-                    tell_error(str(error))
+                    print_error(str(error))
 
     def handle(self, typed: str) -> None:
         """What was typed: a command, or something to answer."""

@@ -87,8 +87,8 @@ class _Words:
 
 
 def _read(text: str) -> _Words:
-    def wrong(sentence: str) -> typer.BadParameter:
-        return typer.BadParameter(sentence, param_hint="--compare")
+    def wrong(message: str) -> typer.BadParameter:
+        return typer.BadParameter(message, param_hint="--compare")
 
     other: str | None = None
     changed: dict[str, Any] = {}

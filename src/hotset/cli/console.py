@@ -35,19 +35,19 @@ def say(text: str, *, dim: bool = False, column: int = 0) -> None:
 
 
 def warn(text: str) -> None:
-    """A sentence on stderr that somebody should read."""
+    """A message on stderr that somebody should read."""
     typer.secho(prefix := "warning: ", fg="yellow", err=True, nl=False)
     say(text, column=len(prefix))
 
 
-def tell_error(sentence: str) -> None:
-    """A sentence on stderr. It may begin with a name, whose case is its own; settings become options."""
-    sentence = _SETTING.sub(lambda found: _OPTIONS[found[0]], sentence)
+def print_error(message: str) -> None:
+    """A message on stderr. It may begin with a name, whose case is its own; settings become options."""
+    message = _SETTING.sub(lambda found: _OPTIONS[found[0]], message)
     typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
-    say(sentence if sentence.endswith((".", "!", "?")) else sentence + ".", column=len(prefix))
+    say(message if message.endswith((".", "!", "?")) else message + ".", column=len(prefix))
 
 
-def tell_choice(model: Model) -> None:
+def print_choice(model: Model) -> None:
     """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
     if model.config.has_zeros or model.sparsity.mode == "threshold":
         say(f"sparsity {model.sparsity.reason}", dim=True)
@@ -57,7 +57,7 @@ def tell_choice(model: Model) -> None:
         say(foreseen.told(), dim=True)
 
 
-def tell_memory(model: Model) -> None:
+def print_memory(model: Model) -> None:
     """Planned beside measured memory of devices, and what their backend chose; or what memory is for under
     a budget of it. Nothing without either."""
     if model.ram is not None:

@@ -9,7 +9,7 @@ import typer
 
 import hotset
 from hotset.cli import options
-from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.evaluation import evaluate as answered
 from hotset.storage import resolve
@@ -56,8 +56,8 @@ def evaluate(
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         with hotset.load(path, settings, progress=bar) as loaded:
-            tell_choice(loaded)
-            tell_memory(loaded)
+            print_choice(loaded)
+            print_memory(loaded)
             bar.advance(questions[0].task, 0, len(questions), "questions")
             for result in answered(loaded, questions):
                 bar.advance(result.task, result.n_done, result.n_questions, "questions")

@@ -1,6 +1,6 @@
-"""The `hotset` command: one module per verb, and one place where every error becomes a sentence.
+"""The `hotset` command: one module per subcommand, and one place where every error becomes a message.
 
-Exit codes: 0 done; 1 a user's mistake or a failure, told in one sentence; 2 wrong usage; 130 Ctrl-C.
+Exit codes: 0 done; 1 a user's mistake or a failure, told in one message; 2 wrong usage; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotset.cli.console import tell_error, warn
+from hotset.cli.console import print_error, warn
 from hotset.cli.options import spread
 from hotset.cli.values import take_no_value, take_plain_values
 from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
-# verb → module and function. Only the verb that is called is imported: the others' imports would be
+# subcommand → module and function. Only the subcommand that is called is imported: the others' imports
+# would be
 # a tenth of the time to the first token.
-VERBS = {
+SUBCOMMANDS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "batch": ("batch", "batch"),
@@ -56,37 +57,37 @@ _ELSEWHERE = {
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class _Verb(TyperCommand):
+class _Subcommand(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         return take_no_value(super().get_help_option(ctx))
 
 
 class _Group(TyperGroup):
-    """Loads verbs when they are called, and turns what they raise into a sentence and an exit code."""
+    """Loads subcommands when they are called, and turns what they raise into a message and an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+        return list(SUBCOMMANDS)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _as_options(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in VERBS:
-            known = {verb: verb for verb in (*VERBS, "help", "version")} | _ELSEWHERE
+        if args[0] not in SUBCOMMANDS:
+            known = {subcommand: subcommand for subcommand in (*SUBCOMMANDS, "help", "version")} | _ELSEWHERE
             meant = did_you_mean(args[0].lower(), known, 0.6) or "'hotset help' lists them."
             ctx.fail(f"There is no subcommand '{args[0]}'; {meant}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
+        if cmd_name not in SUBCOMMANDS:
             return None
-        module, function = VERBS[cmd_name]
+        module, function = SUBCOMMANDS[cmd_name]
         single = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-        verb = spread(getattr(import_module(f"hotset.cli.{module}"), function))
-        single.command(cmd_name, cls=_Verb)(verb)
+        subcommand = spread(getattr(import_module(f"hotset.cli.{module}"), function))
+        single.command(cmd_name, cls=_Subcommand)(subcommand)
         command = typer.main.get_command(single)
         command.name = cmd_name
-        take_plain_values(command.params, inspect.signature(verb).parameters)
+        take_plain_values(command.params, inspect.signature(subcommand).parameters)
         return command
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -104,14 +105,14 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         cut_before = _cut_files()
 
-        def tell(sentence: str) -> None:
-            _tell(_cut_sentence(cut_before) or sentence)
+        def tell(message: str) -> None:
+            _tell(_truncated_message(cut_before) or message)
 
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
-            if sentence := _cut_sentence(cut_before):
-                raise FormatError(sentence)
+            if message := _truncated_message(cut_before):
+                raise FormatError(message)
             return result
         except _OutputError as error:
             _leave(error)
@@ -167,30 +168,30 @@ def _leave(error: _OutputError) -> NoReturn:
 
 
 def _escaped(error: Exception) -> Exception:
-    """Wrong usage whose sentence, which typer prints, shows what it quotes."""
+    """Wrong usage whose message, which typer prints, shows what it quotes."""
     if isinstance(message := getattr(error, "message", None), str):
         error.message = escaped(message)  # type: ignore[attr-defined]
     return error
 
 
 def _cut_files() -> frozenset[Any]:
-    mapped = sys.modules.get("hotset.formats.mapped")  # a verb that reads no model does not load it
+    mapped = sys.modules.get("hotset.formats.mapped")  # a subcommand that reads no model does not load it
     return mapped.cut_files() if mapped is not None else frozenset()
 
 
-def _cut_sentence(before: frozenset[Any]) -> str:
+def _truncated_message(before: frozenset[Any]) -> str:
     """What is the matter where a mapped file was cut since `before`: whatever went wrong follows from it."""
     cut = _cut_files() - before
     return str(sys.modules["hotset.formats.mapped"].cut_error(min(cut)[1])) if cut else ""
 
 
-def _tell(sentence: str) -> None:
+def _tell(message: str) -> None:
     if os.environ.get("HOTSET_DEBUG") == "1":
         import traceback
 
         for line in traceback.format_exc().splitlines():
             typer.echo(escaped(line), err=True)
-    tell_error(sentence)
+    print_error(message)
 
 
 def _fault(error: Exception) -> str:

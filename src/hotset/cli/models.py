@@ -1,4 +1,4 @@
-"""The verbs of the store: pull, list, show, rm."""
+"""The subcommands of the store: pull, list, show, rm."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
 
 
 def _experts(config: ModelConfig, cost: Cost) -> dict[str, Any] | None:
-    """What a mixture is made of; token_cycle: bytes of the experts that a token reads, in all layers."""
+    """What an MoE layer is made of; token_cycle: bytes of the experts that a token reads, in all layers."""
     layers = [layer for layer in config.layers if layer.experts is not None]
     if not layers or layers[0].experts is None:
         return None

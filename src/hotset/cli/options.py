@@ -1,4 +1,5 @@
-"""Options that several verbs share, spelled as llama.cpp's users know them: each is declared here, once.
+"""Options that several subcommands share, spelled as llama.cpp's users know them: each is declared here,
+once.
 
 Those that go together are a group; those that say how a model is loaded make LoadSettings of it.
 """
@@ -182,7 +183,7 @@ GrammarFile = Annotated[
 ]
 
 
-# -- groups: a verb takes one as a parameter, and `spread` shows the options that it holds ----------
+# -- groups: a subcommand takes one as a parameter, and `spread` shows the options that it holds ----------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,17 +407,18 @@ class ObservationOptions(LoadOptions):
         return own | {"backend": self.backend, "sparsity": "exact", "max_batch": OBSERVED}
 
 
-def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with an option for each field of the groups that it takes, as typer wants to see them."""
+def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
+    """The subcommand with an option for each field of the groups that it takes, as typer wants to see
+    them."""
     parameters: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type, tuple[str, ...]]] = {}
-    for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+    for name, parameter in inspect.signature(subcommand, eval_str=True).parameters.items():
         kind = parameter.annotation
         if not (isinstance(kind, type) and is_dataclass(kind)):
             parameters[name] = parameter
             continue
         fields = inspect.signature(kind, eval_str=True).parameters
-        assert not fields.keys() & parameters.keys(), f"two options of {verb.__name__} have one name"
+        assert not fields.keys() & parameters.keys(), f"two options of {subcommand.__name__} have one name"
         groups[name] = (kind, tuple(fields))
         parameters |= fields
 
@@ -425,12 +427,12 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             name: kind(**{field: given.pop(field) for field in fields})
             for name, (kind, fields) in groups.items()
         }
-        verb(**given, **made)
+        subcommand(**given, **made)
 
     signature = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters.values()]
     called.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: one.annotation for one in signature}
-    called.__name__, called.__doc__ = verb.__name__, verb.__doc__
+    called.__name__, called.__doc__ = subcommand.__name__, subcommand.__doc__
     return called
 
 

@@ -16,7 +16,7 @@ import typer
 import hotset
 from hotset.cli import options
 from hotset.cli.compare import Side, names_of, says_threshold, sides_of, table_of
-from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.report.bars import percent
 from hotset.storage import resolve
@@ -58,8 +58,8 @@ def perplexity(
         for path, side in zip(paths, sides, strict=True):
             loaded = hotset.load(path, side.settings, progress=bar)
             models.append(opened.enter_context(loaded))
-            tell_choice(loaded)
-            tell_memory(loaded)
+            print_choice(loaded)
+            print_memory(loaded)
         results = _follow(hotset.compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks), bar)
     names = names_of(sides, models)
     if json and compare:

@@ -85,9 +85,9 @@ def plan(
     if planned is None and memory is not None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
-        return _tell_memory(memory, json)
+        return _print_memory(memory, json)
     if planned is None and (experts := _experts(path)) is not None:
-        _tell_experts(experts, json)
+        _print_experts(experts, json)
         return
     if planned is None:
         raise DeviceError(
@@ -101,7 +101,7 @@ def plan(
         return
     _print(planned, layers)
     if memory is not None:
-        _tell_memory(memory, json)
+        _print_memory(memory, json)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
 
@@ -167,7 +167,7 @@ class _Memory:
         return self.ram.as_dict() | {"n_ctx": self.n_ctx, "sparsity": self.sparsity}
 
 
-def _tell_memory(memory: _Memory, json: bool) -> None:
+def _print_memory(memory: _Memory, json: bool) -> None:
     if json:
         print_json(memory.as_dict())
         return
@@ -178,7 +178,7 @@ def _tell_memory(memory: _Memory, json: bool) -> None:
 
 
 def _experts(path: Path) -> dict[str, Any] | None:
-    """The facts of a mixture that say what a cache of its experts is worth; None of another model."""
+    """The facts of an MoE model that say what a cache of its experts is worth; None of another model."""
     with open_gguf(path) as gguf:
         facts = describe(gguf, path)
     experts = facts["experts"]
@@ -188,8 +188,8 @@ def _experts(path: Path) -> dict[str, Any] | None:
     return {key: facts[key] for key in ("parameters", "active_parameters", "experts")} | {"caches": sizes}
 
 
-def _tell_experts(facts: dict[str, Any], json: bool) -> None:
-    """Without a device what there is to plan of a mixture is the memory of its experts."""
+def _print_experts(facts: dict[str, Any], json: bool) -> None:
+    """Without a device what there is to plan of an MoE model is the memory of its experts."""
     if json:
         print_json(facts)
         return

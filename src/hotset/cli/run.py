@@ -14,7 +14,15 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
-from hotset.cli.console import LONGEST_TEXT, print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import (
+    LONGEST_TEXT,
+    print_choice,
+    print_json,
+    print_memory,
+    print_table,
+    read_text,
+    say,
+)
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import Answer
 from hotset.files import read_bounded
@@ -65,8 +73,8 @@ def run(
     with bar:
         loaded = scale.load(name or str(path), path, settings, bar)
     with loaded:
-        tell_choice(loaded)
-        tell_memory(loaded)
+        print_choice(loaded)
+        print_memory(loaded)
         if text is None:
             from hotset.cli.chat import chat
 
@@ -89,7 +97,7 @@ def _arguments(
         if prompt is not None:
             raise typer.BadParameter("the model is given twice.", param_hint="-m")
         model, prompt = model_option, model
-    elif model is not None and prompt is None and _is_sentence(model):
+    elif model is not None and prompt is None and _is_message(model):
         model, prompt = None, model  # hotset run "Why is the sky blue?"
     prompts = [p for p in (prompt, prompt_option) if p is not None]
     if file is not None:
@@ -117,7 +125,7 @@ def _arguments(
     return model, text
 
 
-def _is_sentence(text: str) -> bool:
+def _is_message(text: str) -> bool:
     return bool(re.search(r"\s", text.strip())) and not os.path.exists(text)  # a long one is no path
 
 
@@ -277,7 +285,7 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
 
 
 def _expert_counts(model: Model) -> ExpertCounts | None:
-    """What became of a mixture's experts, where there is a cache of them."""
+    """What became of an MoE model's experts, where there is a cache of them."""
     if not model.config.has_experts:
         return None
     from hotset.report.experts import expert_counts

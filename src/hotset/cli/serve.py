@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import read_text, say, tell_choice, tell_memory
+from hotset.cli.console import print_choice, print_memory, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.server.settings import ServerSettings
@@ -141,8 +141,8 @@ def serve(
     def load() -> Model:
         with bar:
             loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
-        tell_choice(loaded)
-        tell_memory(loaded)
+        print_choice(loaded)
+        print_memory(loaded)
         return loaded
 
     service = Service(

@@ -3,7 +3,7 @@
 Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that
 nobody gave: to import pydantic and make them took a seventh of the time to the first token. Here a value that
 is nothing, a text or a plain number within its bounds is taken as it is. For all others, and so for every
-mistake and its sentence, the library is asked.
+mistake and its message, the library is asked.
 """
 
 from __future__ import annotations

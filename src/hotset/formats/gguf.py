@@ -13,7 +13,7 @@ be empty. A model may be split into shards named `<name>-00001-of-0000N.gguf`; e
 some of the tensors.
 
 Every count, length, offset and dimension is checked against the bytes that are there before it is used,
-so that a damaged or hostile file costs one sentence (FormatError), never a crash or a large allocation.
+so that a damaged or hostile file costs one message (FormatError), never a crash or a large allocation.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def check_unharmed(before: Collection[Cut]) -> None:
 
 
 def cut_error(path: Path) -> FormatError:
-    """The sentence."""
+    """The message."""
     return FormatError(
         f"{path} was cut short, or could not be read, while it was in use; put the whole file there and load "
         "it again"

@@ -206,7 +206,7 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
     from hotset.placement.channels import Workload
 
     graph, layers, tensors = decided.graph, cpu_layers(decided), decided.weights.tensors
-    # Of a mixture on a device the experts are the CPU's.
+    # In an MoE model on a device the experts are the CPU's.
     mixed = [ffn for ffn in graph.ffns if ffn.route is not None and ffn.layer not in layers]
     of_cpu = Workload.of(Graph([*cpu_graph(decided).ops, *mixed], graph.values), tensors)
     return of_cpu, () if decided.placement is None else Workload.of(graph, tensors)

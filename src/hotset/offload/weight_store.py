@@ -158,14 +158,14 @@ def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorI
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of weights. fixed: what always stays. pieces: what does or streams. looked_up: embeddings, which
-    stay where all has room; else `transit` is what their rows need. usual: of the room of rows what is for
+    stay where all has room; else `staging` is what their rows need. usual: of the room of rows what is for
     those that do not stay; least: the room that rows need; most: that they have a use for; small: whether a
     row is. tables: of where which row is."""
 
     fixed: int
     pieces: tuple[Piece, ...]
     looked_up: int
-    transit: int
+    staging: int
     usual: int
     least: int
     most: int
@@ -175,17 +175,17 @@ class Sizes:
     @property
     def least_of_all(self) -> int:
         """The smallest number of bytes that works."""
-        return min(self.fixed + least_for(self.pieces) + self.transit + self.least, self.all)
+        return min(self.fixed + least_for(self.pieces) + self.staging + self.least, self.all)
 
     @property
     def resident(self) -> int:
         """What stays where nothing streams, and rows have no room."""
-        return self.fixed + self.transit + sum(piece.nbytes for piece in self.pieces)
+        return self.fixed + self.staging + sum(piece.nbytes for piece in self.pieces)
 
     @property
     def all(self) -> int:
         """With all in memory."""
-        return self.resident - self.transit + self.looked_up + self.most
+        return self.resident - self.staging + self.looked_up + self.most
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def sizes_of(
     return Sizes(
         sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces),
         looked_up=sum(padded(tensors[group.names[0]].nbytes) for group in embeddings),
-        transit=sum(group.at_once * group.slot_bytes for group in embeddings),
+        staging=sum(group.at_once * group.slot_bytes for group in embeddings),
         usual=max((group.usual * group.slot_bytes for group in groups), default=0),
         least=max((group.nbytes for group in groups), default=0),
         most=sum(group.nbytes for group in groups),
@@ -233,7 +233,7 @@ def share_out(sizes: Sizes, n_bytes: int) -> Shares:
     """
     if n_bytes >= sizes.all:
         return Shares(Streaming((True,) * len(sizes.pieces), 0), sizes.most, 0, sizes.all - sizes.most, True)
-    fixed = sizes.fixed + sizes.transit
+    fixed = sizes.fixed + sizes.staging
     hot = int((sizes.most - sizes.least) * _HOT_SHARE) if sizes.small else 0
     least = max(min(sizes.usual + hot, sizes.most), sizes.least)  # for rows, if what streams allows it
     for_pieces = n_bytes - fixed - sizes.least
@@ -311,7 +311,7 @@ class StoredWeights:
             self.store.touch_ahead()
         # Of its own, since these rows are needed once and have no part in what stays.
         rows = [] if self.shares.whole else embeddings
-        self._embeddings = self._open(reader, 0, rows, self.sizes.transit)
+        self._embeddings = self._open(reader, 0, rows, self.sizes.staging)
         pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings], helped)
         if self.shares.whole:
             names += [name for group in embeddings for name in group.names]

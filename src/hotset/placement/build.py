@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotset import _core
-    from hotset.backends.gpu.handshake import ColdService, Kind
+    from hotset.backends.gpu.cpu_offload import CpuOffload, Kind
     from hotset.model.cost import KVType
     from hotset.placement.channels import ChannelPlan
 
@@ -122,7 +122,7 @@ def open_chain(
     n_threads: int | None = None,
     sparse: bool = True,
     stream_from: int | None = STREAM_FROM,
-    handshake: Kind | None = None,
+    synchronisation: Kind | None = None,
     timeout: float | None = None,
     isa: str | None = None,
     channels: ChannelPlan | None = None,
@@ -131,11 +131,12 @@ def open_chain(
     """The CPU and the devices of a placement in a chain.
 
     sparse: as in CpuBackend and GpuStage; layers can be split only with it. n_threads: of the CPU, for its
-    own layers and for cold neurons. handshake: forces a kind (handshake.KINDS). timeout: seconds that the CPU
+    own layers and for cold neurons. host-device synchronisation: forces a kind (cpu_offload.KINDS).
+    timeout: seconds that the CPU
     may take for the cold neurons of a layer. stream_from: see GpuStage. channels: as in open_placed.
     options: of every GpuStage.
 
-    Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, ColdService and
+    Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, CpuOffload and
     CpuBackend raise; then nothing stays open.
     """
     pieces = _pieces(graph, placement)
@@ -156,9 +157,7 @@ def open_chain(
     runtime = None
     try:
         if splits or any(piece.device == CPU for piece in pieces):
-            runtime = new_runtime(
-                n_threads
-            )  # one for the CPU's layers and all cold services: they take turns
+            runtime = new_runtime(n_threads)  # one for the CPU's layers and all CPU workers: they take turns
         for piece in pieces:
             span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
             if piece.device == CPU:
@@ -170,7 +169,7 @@ def open_chain(
                     **given, **options, **span, "stream_from": stream_from,
                     "weight_bytes": _weight_bytes(_planned_for(piece, pieces, placement)),
                 },
-                {"runtime": runtime, "kind": handshake, "isa": isa, "timeout": timeout, "whole": whole},
+                {"runtime": runtime, "kind": synchronisation, "isa": isa, "timeout": timeout, "whole": whole},
             )  # fmt: skip
             stages.append(stage)
             notes += more
@@ -246,9 +245,9 @@ def _device_stage(
     weights: WeightSource,
     graph: Graph,
     options: dict[str, Any],
-    cold_options: dict[str, Any],
+    cpu_worker_options: dict[str, Any],
 ) -> tuple[Stage, list[str]]:
-    """A stage on a device, with a cold service of its own where layers are split; and what to say of it."""
+    """A stage on a device, with a CPU worker of its own where layers are split; and what to say of it."""
     from hotset.backends.gpu.stage import GpuStage
 
     device = placement.devices[piece.device]
@@ -256,9 +255,11 @@ def _device_stage(
     service = None
     notes = []
     if hot or experts:
-        chosen = None if cold_options["kind"] else machine.handshake(device)
-        cold_options = cold_options | {"kind": chosen.kind if chosen else cold_options["kind"]}
-        service = _cold_service(placement, piece, weights, graph, device, options, cold_options)
+        chosen = None if cpu_worker_options["kind"] else machine.synchronisation(device)
+        cpu_worker_options = cpu_worker_options | {
+            "kind": chosen.kind if chosen else cpu_worker_options["kind"]
+        }
+        service = _cpu_offload(placement, piece, weights, graph, device, options, cpu_worker_options)
         shared = [f"{len(hot)} layers share their neurons"] if hot else []
         shared += [f"{len(experts)} layers their experts"] if experts else []
         reason = chosen.reason if chosen else service.reason
@@ -271,7 +272,7 @@ def _device_stage(
             n_spare = fetching.n_spare * len(experts) // len(on_device)
             options = {"fetching": replace(fetching, n_spare=n_spare)} | options
     try:
-        source = _of_devices(weights, cold_options["runtime"])
+        source = _of_devices(weights, cpu_worker_options["runtime"])
         stage = GpuStage(source, graph, device, hot=hot, cold=service, **options)
     except BaseException:
         if service is not None:
@@ -288,26 +289,26 @@ def _shared(placement: Placement, piece: _Piece, graph: Graph) -> tuple[dict[int
     return hot, [i for i in piece.layers if i in mixed_layers(graph)]
 
 
-def _cold_service(
+def _cpu_offload(
     placement: Placement,
     piece: _Piece,
     weights: WeightSource,
     graph: Graph,
     device: str,
     options: dict[str, Any],
-    cold_options: dict[str, Any],
-) -> ColdService:
+    cpu_worker_options: dict[str, Any],
+) -> CpuOffload:
     """What the CPU does of a device's layers."""
-    from hotset.backends.gpu.handshake import TIMEOUT, ColdService
+    from hotset.backends.gpu.cpu_offload import TIMEOUT, CpuOffload
 
     hot, experts = _shared(placement, piece, graph)
     stream_from, most = options["stream_from"], options["max_batch"]
     if stream_from is not None and not experts:
         most = max(min(most, stream_from - 1), 1)
-    return ColdService(
+    return CpuOffload(
         weights, graph, hot, device, experts=experts,
         sparse=options["sparse"], max_batch=most,
-        **cold_options | {"timeout": cold_options["timeout"] or TIMEOUT},
+        **cpu_worker_options | {"timeout": cpu_worker_options["timeout"] or TIMEOUT},
     )  # fmt: skip
 
 
@@ -325,7 +326,7 @@ def host_workspace(
     CPU's stages and services, which are built for this without devices, and for what goes to devices and
     comes from them. weights: empty ones."""
     given: dict[str, Any] = {"max_batch": max_batch, "sparse": sparse}
-    cold_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}
+    cpu_worker_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}
     total, is_on_host = 0, False
     runtime = new_runtime(n_threads)
     try:
@@ -339,9 +340,9 @@ def host_workspace(
                 continue
             total += _exchanged_bytes(graph, n_pages, max_batch)
             if any(_shared(placement, piece, graph)):
-                service = _cold_service(
+                service = _cpu_offload(
                     placement, piece, weights, graph, "cpu", given | {"stream_from": STREAM_FROM},
-                    cold_options | {"runtime": runtime},
+                    cpu_worker_options | {"runtime": runtime},
                 )  # fmt: skip
                 total += service.buffer_bytes
                 service.close()
@@ -374,7 +375,7 @@ def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) ->
 
 
 def smaller_plan(placement: Placement) -> str:
-    """What to try where a plan did not hold, as the end of a sentence."""
+    """What to try where a plan did not hold, as the end of a message."""
     planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
     return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
 

@@ -147,14 +147,14 @@ class ChannelPlan:
         return sum(gain.rows_s - gain.kept_s for gain in measured if gain.pays) if measured else None
 
     def told(self) -> str:
-        """A sentence for a person."""
+        """A message for a person."""
         n, of = sum(gain.pays for gain in self.gains), len(self.gains)
-        sentence = f"cutoffs: zeros of {n} of {of} matrices are left out"
+        message = f"cutoffs: zeros of {n} of {of} matrices are left out"
         if self.left_out is None or self.saved is None:
-            return sentence
+            return message
         total_s = sum(gain.rows_s for gain in self.gains)
         return (
-            f"{sentence}; a token is expected to read {human_size(self.left_out)} less, and to take "
+            f"{message}; a token is expected to read {human_size(self.left_out)} less, and to take "
             f"{1e3 * self.saved:.3g} of the {1e3 * total_s:.3g} ms less that these take"
         )
 

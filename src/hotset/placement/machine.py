@@ -50,7 +50,7 @@ from hotset.storage.store import home
 if TYPE_CHECKING:
     import torch
 
-    from hotset.backends.gpu.handshake import ChosenKind
+    from hotset.backends.gpu.cpu_offload import ChosenKind
     from hotset.backends.gpu.host_experts import Registrar
     from hotset.reporter import Reporter
 
@@ -189,25 +189,26 @@ def _measure(device: torch.device, n_threads: int) -> DeviceRates:
 
 
 def _round_trip(device: torch.device) -> float:
-    from hotset.backends.gpu.handshake import round_trip_seconds
+    from hotset.backends.gpu.cpu_offload import round_trip_seconds
 
-    chosen = handshake(str(device))
+    chosen = synchronisation(str(device))
     return chosen.seconds or round_trip_seconds(device, chosen.kind, width=_WIDTH)
 
 
-def handshake(device: str, path: Path | None = None) -> ChosenKind:
-    """How a device takes turns with the CPU (gpu/handshake.py): as it was found out once, on a CUDA device by
+def synchronisation(device: str, path: Path | None = None) -> ChosenKind:
+    """How a device takes turns with the CPU (gpu/cpu_offload.py): as it was found out once, on a CUDA
+    device by
     processes that take some seconds, and kept in machine.json; or as HOTSET_HANDSHAKE says."""
     import torch
 
-    from hotset.backends.gpu.handshake import ChosenKind, choose_kind
+    from hotset.backends.gpu.cpu_offload import ChosenKind, choose_kind
 
     found = find_device(device)
     if found.type != "cuda" or os.environ.get("HOTSET_HANDSHAKE"):
         return choose_kind(found)
     path = path or machine_file()
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # not in builds without CUDA
-    key = " | ".join(["handshake", device_key(found), f"driver {driver}"])
+    key = " | ".join(["synchronisation", device_key(found), f"driver {driver}"])
     with contextlib.suppress(KeyError, TypeError):
         return ChosenKind(**known(path)[key])
     chosen = choose_kind(found)
@@ -488,7 +489,7 @@ class _Link(_Loop):
     def __init__(self, device: torch.device, registrar: Registrar | None = None) -> None:
         import torch
 
-        from hotset.backends.gpu.handshake import CudaDriver
+        from hotset.backends.gpu.cpu_offload import CudaDriver
         from hotset.backends.gpu.kernels import Kernels
         from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
 

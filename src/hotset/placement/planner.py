@@ -191,7 +191,7 @@ def _profile_of(
     given: Profile | None,
     settings: LoadSettings,
 ) -> tuple[Profile, str]:
-    """How often each neuron fires, and a sentence on where that comes from."""
+    """How often each neuron fires, and a message on where that comes from."""
     model = sidecar.fingerprint(gguf)
     if given is not None:
         given.check_model(model, config.n_ff)

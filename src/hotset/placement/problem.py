@@ -89,7 +89,7 @@ class Problem:
         return predict(self.facts, self.rates, candidate, self.frequencies).total
 
     def expert_slots(self, candidate: Candidate, d: int) -> ExpertSlots:
-        """Of its mixtures' experts those that a device has room for beside everything else.
+        """Of its MoE models' experts those that a device has room for beside everything else.
 
         All else comes first: every token reads it, and of a slot's bytes only those of its own experts. Spare
         slots take a quarter of what is left at most; there are none where all experts have a slot.
@@ -216,7 +216,7 @@ class Problem:
             return []
         by_layer = list(empty)
         left = {d: self._left(empty, d) for d in self.usable}
-        for i in sorted(range(self.n_layer), key=lambda i: -self._cold_seconds(i)):
+        for i in sorted(range(self.n_layer), key=lambda i: -self._cpu_worker_seconds(i)):
             layer, d = self.facts.layers[i], owners[i]
             n_bytes = layer.n_split * layer.neuron_bytes + layer.shared_bytes
             if d != CPU and self.is_split[i] and n_bytes <= left[d]:
@@ -224,7 +224,7 @@ class Problem:
                 left[d] -= n_bytes
         return [self.filled(empty), self.filled(by_layer)]
 
-    def _cold_seconds(self, i: int) -> float:
+    def _cpu_worker_seconds(self, i: int) -> float:
         return float(self.seconds_of_neurons(i)[0].sum())
 
     def _left(self, candidate: Candidate, d: int) -> int:
@@ -309,7 +309,7 @@ class Problem:
     # ---- the result ----
 
     def refusal(self) -> str:
-        """The sentence for a problem without a solution."""
+        """The message for a problem without a solution."""
         beside = self.devices[0].context + self.devices[0].spare
         smallest = beside + self.facts.smallest_bytes(self.n_on_devices)
         if not any(self.is_split):

@@ -59,7 +59,7 @@ def solve(
 
 
 def _optimal(problem: Problem, greedy: Candidate | None) -> tuple[Candidate | None, str]:
-    """The candidate that HiGHS finds, and a sentence on how good it is."""
+    """The candidate that HiGHS finds, and a message on how good it is."""
     if not problem.usable:
         return None, ""
     bound = None if greedy is None else problem.seconds(greedy)

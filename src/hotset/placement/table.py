@@ -47,7 +47,7 @@ class LayerTime:
 
     attention: what precedes the FFN, with norms and predictor. hot: neurons on the device; cold: those of the
     CPU, computed meanwhile; sync: the round trip. Of a layer on the CPU, attention and cold are the CPU's. Of
-    a mixture hot and cold are its experts, cold until those that the device fetches are computed too.
+    an MoE layer hot and cold are its experts, cold until those that the device fetches are computed too.
     """
 
     attention: float
@@ -78,8 +78,9 @@ class Placement:
 
     devices: torch names, such as ("cuda:0", "cuda:1"). output_device: of the final norm and output matrix;
     it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and the share of
-    activations that these make. notes: a sentence each. n_ff: neurons of each layer. expert_slots: of each
-    device, experts of its mixtures that it has room for; fetching: how it fetches others, None: it does not.
+    activations that these make. notes: a message each. n_ff: neurons of each layer. expert_slots: of each
+    device, experts of its MoE models that it has room for; fetching: how it fetches others, None: it does
+    not.
     """
 
     devices: tuple[str, ...]

@@ -89,7 +89,7 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
 
 
 def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> ExpertCounts | None:
-    """What became of a mixture's experts since it was loaded; None where no cache is between them and what
+    """What became of an MoE model's experts since it was loaded; None where no cache is between them and what
     computes them."""
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
@@ -120,7 +120,7 @@ def experts_line(counts: ExpertCounts) -> str:
 
 
 def cache_sizes(n_layers: int, n_experts: int, n_used: int, token_cycle: int) -> list[dict[str, Any]]:
-    """What caches of a mixture's experts would be, before any text is known: for each of the shares of a
+    """What caches of an MoE model's experts would be, before any text is known: for each of the shares of a
     replay its slots, bytes and token cycles, and how the policy would share the slots (`slots`: "shared" by
     all layers, "per_layer", or "none")."""
     sizes = []

@@ -82,7 +82,7 @@ class Replica:
         self._listens.wait(_START_SECONDS)
         while not self._service.is_ready:
             if self._service.error is not None:
-                # By its sentence alone: what others raise may not arrive whole.
+                # By its message alone: what others raise may not arrive whole.
                 raise HotsetError(f"a replica could not load the model: {self._service.error}")
             self.check_health()
             self._thread.join(0.05)

@@ -1,1 +1,1 @@
-"""The server: several dialects of HTTP in front of one engine, whose steps nobody here waits for."""
+"""The server: several API schemas of HTTP in front of one engine, whose steps nobody here waits for."""

@@ -1,4 +1,4 @@
-"""Anthropic's dialect: /v1/messages and /v1/messages/count_tokens.
+"""Anthropic's API schema: /v1/messages and /v1/messages/count_tokens.
 
 Only a translation: a body becomes an AnswerRequest, and the deltas of an answer become content blocks and
 their events. A field that is not declared is refused by its name.

@@ -83,7 +83,7 @@ def _serve_document(app: FastAPI) -> None:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Every error in the shape of the dialect that was spoken."""
+    """Every error in the shape of the API schema that was spoken."""
 
     @app.exception_handler(HotsetError)
     async def known(http: Request, error: HotsetError) -> Response:
@@ -103,12 +103,12 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_the_library(http: Request, error: HTTPException) -> Response:
-        sentences = {
+        messages = {
             404: f"there is nothing at {http.url.path}",
             405: f"{http.url.path} does not take {http.method}",
         }
-        sentence = sentences.get(error.status_code, str(error.detail))
-        return response_of(Problem(error.status_code, sentence), http.url.path, error.headers)
+        message = messages.get(error.status_code, str(error.detail))
+        return response_of(Problem(error.status_code, message), http.url.path, error.headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(http: Request, error: ClientGoneError) -> Response:

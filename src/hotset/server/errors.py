@@ -85,7 +85,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """One of pydantic's complaints as a sentence that names the field.
+    """One of pydantic's complaints as a message that names the field.
 
     Of the alternatives of a union that was meant which went deepest before it failed.
     """

@@ -38,7 +38,7 @@ DISK_COUNTERS = {  # under a budget of memory
         "Bytes of weights that have no room, read in each step.",
     ),
 }
-EXPERT_COUNTERS = {  # of a mixture with a cache of experts
+EXPERT_COUNTERS = {  # of an MoE model with a cache of experts
     "hotset_expert_hits": ("hits", "Experts of tokens that were in the cache."),
     "hotset_experts_streamed": ("streamed", "Experts of tokens that a device fetched and computed."),
     "hotset_experts_on_cpu": ("on_cpu", "Experts of tokens that the CPU computed for a device."),

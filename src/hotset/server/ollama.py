@@ -1,4 +1,4 @@
-"""Ollama's dialect: /api/chat, /api/generate, and what its clients ask about the models that are there.
+"""Ollama's API schema: /api/chat, /api/generate, and what its clients ask about the models that are there.
 
 Only a translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A field that
 is not declared is refused by its name; one that is declared is obeyed, or has the one value that changes

@@ -77,9 +77,9 @@ def documented_as(media_type: str) -> Responses:
 
 
 def errors(reply: type[BaseModel]) -> Responses:
-    """`responses` of all routes of a dialect."""
+    """`responses` of all routes of a API schema."""
     return {
-        "4XX": {"model": reply, "description": "What is wrong with the request, as a sentence"},
+        "4XX": {"model": reply, "description": "What is wrong with the request, as a message"},
         "5XX": {"model": reply, "description": "What went wrong here, or that the model is not ready"},
     }
 

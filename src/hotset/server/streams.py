@@ -155,7 +155,7 @@ async def streamed(
     """A stream of what `pieces` makes of an answer: server-sent events, as bytes (see `event`).
 
     What keeps it from beginning is raised; what goes wrong in its midst becomes its last event, in the shape
-    of the dialect.
+    of the API schema.
     """
     return AnswerStream(http, await ask(http, request), pieces)
 

@@ -4,7 +4,7 @@
     profile.save(profile_path(gguf.path))
 
 A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
-its order, in a mixture those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
+its order, in an MoE layer those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
 tensor `blk.N.counts` [n_ff] per layer, and `blk.N.expert_counts` [n_experts] for each layer with experts.
 """
 

@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def unsupported(self) -> str | None:
-        """The sentence that says why this version cannot run it; None where it can."""
+        """The message that says why this version cannot run it; None where it can."""
         return self.reason.format(name=self.name, repo=self.repo) if self.reason else None
 
 

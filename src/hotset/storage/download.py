@@ -209,7 +209,7 @@ def cause(error: BaseException) -> str:
     return clause(reason) or type(reason).__name__
 
 
-def http_sentence(code: int, label: str, host: str) -> str:
+def http_message(code: int, label: str, host: str) -> str:
     """What a status of HTTP that is none of success means for a person."""
     if code in (401, 403):
         return (
@@ -399,7 +399,7 @@ def _receive(part: _Part, url: str, size: int, token: str | None, label: str, re
         except urllib.error.HTTPError as error:
             error.close()
             if error.code != 416 or not part.have:
-                raise DownloadError(http_sentence(error.code, label, host)) from None
+                raise DownloadError(http_message(error.code, label, host)) from None
             if restarts:  # its whole file is shorter than was said
                 return
             answered = True

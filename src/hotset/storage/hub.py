@@ -23,7 +23,7 @@ from hotset.storage.download import (
     cause,
     check_room,
     download,
-    http_sentence,
+    http_message,
     is_whole,
     read_url,
 )
@@ -67,7 +67,7 @@ def _size(files: Iterable[HubFile]) -> int:
 
 
 def repository_files(repo: str) -> tuple[str, list[HubFile]]:
-    """The revision (commit) of a hub repository and its files. Raises DownloadError with a sentence."""
+    """The revision (commit) of a hub repository and its files. Raises DownloadError with a message."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -88,7 +88,7 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
                 f"The Hugging Face hub has no repository {repo} "
                 "(or it is private: log in with 'hf auth login')."
             ) from None
-        raise DownloadError(http_sentence(error.code, repo, "the Hugging Face hub")) from None
+        raise DownloadError(http_message(error.code, repo, "the Hugging Face hub")) from None
     except (OSError, HTTPException) as error:
         raise DownloadError(f"The Hugging Face hub does not answer: {cause(error)}.") from None
     try:
@@ -159,7 +159,7 @@ def type_of(path: str) -> str | None:
 
 
 def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]:
-    """The models among files, by first path: all shards of each. And the sentence on one that is broken."""
+    """The models among files, by first path: all shards of each. And the message on one that is broken."""
     groups: dict[str, list[HubFile]] = {}
     by_path = {file.path: file for file in files}
     problem = None
@@ -290,7 +290,7 @@ def _belongs(path: str) -> bool:
 
 
 class _Quiet(Reporter):
-    """Sentences of a small file, without its progress: 80 layers' statistics need no 80 bars."""
+    """Messages of a small file, without its progress: 80 layers' statistics need no 80 bars."""
 
     def __init__(self, report: Reporter) -> None:
         self.say = report.say  # type: ignore[method-assign]

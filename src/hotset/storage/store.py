@@ -220,7 +220,7 @@ def local_path(name: str) -> Path | None:
 
 
 def unknown(name: str) -> ModelNotFoundError:
-    """The sentence on a name that is neither here nor known, with the nearest names."""
+    """The message on a name that is neither here nor known, with the nearest names."""
     if name.endswith(".gguf") or Path(name).is_absolute() or name.startswith((".", "~")):
         return ModelNotFoundError(f"There is no file {name}.")
     if is_repository(name):

@@ -193,7 +193,7 @@ class CpuBackend:
         lowered = self._latest[0]
         return lowered.plan.op_seconds(lowered.cell, self.n_layer * len(PARTS)).reshape(shape)
 
-    def cold_seconds(self) -> np.ndarray:
+    def cpu_worker_seconds(self) -> np.ndarray:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""
         return np.zeros(self.n_layer)
 

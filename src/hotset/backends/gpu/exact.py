@@ -1,6 +1,6 @@
 """The CPU's arithmetic in torch, to the bit: what an expert yields must not depend on where it lies.
 
-An expert of a mixture is computed by the device while its cache holds it and by the CPU otherwise, so both
+An expert of an MoE model is computed by the device while its cache holds it and by the CPU otherwise, so both
 must round alike. The CPU has one order for everything (csrc/kernels/kernels.h): activations of quantised
 products are int8 with a scale per 32, the product of a block is an exact integer, block b belongs to lane
 b % 16, each lane adds its blocks by fused multiply-add, and a fixed tree sums the lanes. Here are the same

@@ -2,7 +2,7 @@
 
 A step uses the experts that the table named when it began. The device looks its tokens' experts up in it,
 computes those that have a slot (exact.py: with the CPU's bits), and asks the CPU for the others
-(handshake.py). After the step the policy (replacement.py) hears which experts were used, says which are to
+(cpu_offload.py). After the step the policy (replacement.py) hears which experts were used, says which are to
 come and what goes for them, and their bytes are copied while the next steps run. The table is a tensor that
 is written between steps: a captured graph reads it and knows nothing of an expert, and no slot is written
 while a table names it.
@@ -86,13 +86,13 @@ class _Group:
 
 
 def parts_of(ffn: Ffn) -> dict[str, ExpertLinear | ExpertSum]:
-    """The products of a mixture, as the kernels' arguments are named."""
+    """The products of an MoE model, as the kernels' arguments are named."""
     found = {"gate": ffn.gate, "up": ffn.up, "down": ffn.down}
     return {name: op for name, op in found.items() if isinstance(op, ExpertLinear | ExpertSum)}
 
 
 class ExpertCache:
-    """The experts of some mixtures in `n_slots` slots of a device's memory.
+    """The experts of some MoE models in `n_slots` slots of a device's memory.
 
     ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage. n_spare:
     slots for what a step fetches, of each layout.
@@ -269,7 +269,7 @@ def _shares(groups: Any, n_slots: int) -> list[int]:
 
 
 def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:
-    """Of one expert of a mixture."""
+    """Of one expert of an MoE model."""
     parts = parts_of(ffn)
     shapes: dict[str, tuple[int, int, int]] = {}
     for name, op in parts.items():
@@ -299,7 +299,7 @@ def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch
 
 
 def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:
-    """Whether a device computes the experts of a mixture, with the CPU's bits."""
+    """Whether a device computes the experts of an MoE model, with the CPU's bits."""
     types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
     kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
     by_neuron = isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron

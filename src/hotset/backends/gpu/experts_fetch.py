@@ -96,7 +96,8 @@ class Group:
 class Choice:
     """Who computes the experts that a layer's tokens have, in one step.
 
-    asked: int32 [T, n_used], as ColdHalf.post takes them: the CPU's, and -1 - id of the device's. slots:
+    asked: int32 [T, n_used], as CpuWorkerProtocol.post takes them: the CPU's, and -1 - id of the device's.
+    slots:
     int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is. fetched: the
     ids that the stream beside reads until then. groups: what streams.
 

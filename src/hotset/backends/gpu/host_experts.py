@@ -1,4 +1,4 @@
-"""The experts of a mixture where they lie on the host, as a device reads them over its link.
+"""The experts of an MoE model where they lie on the host, as a device reads them over its link.
 
 A CUDA device reads mapped memory by itself once it is registered: its pages then stay in memory (they are
 pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
@@ -32,7 +32,7 @@ PAGE = 4096  # bytes; memory is registered by pages
 
 
 class Registrar(Protocol):
-    """What pins host memory for a device: handshake.CudaDriver, or one of tests."""
+    """What pins host memory for a device: cpu_offload.CudaDriver, or one of tests."""
 
     def register(self, memory: np.ndarray) -> int:
         """Lets the device see host memory; the address that it has there. Raises DeviceError."""
@@ -42,7 +42,7 @@ class Registrar(Protocol):
 
 
 class HostExperts:
-    """The parts of some mixtures: `parts[layer]`, by the name of the product, biases as gate_bias.
+    """The parts of some MoE models: `parts[layer]`, by the name of the product, biases as gate_bias.
 
     given: layer → products by name (experts.parts_of). registrar: None for a device that has the host's
     memory, or does not read it by itself. n_pinned: bytes that are registered. Raises DeviceError where they

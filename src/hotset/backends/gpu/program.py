@@ -3,16 +3,17 @@
 The groups are those of model/fusion.py, and an FFN whose neurons are often zero becomes one call from its
 norm to its residual. Where some of its neurons are on the CPU, the layer is
 
-    post    the FFN's input and the predictor's bits go to the cold service
+    post    the FFN's input and the predictor's bits go to the CPU worker
     hot     the device computes its own rows meanwhile
     collect what the cold rows add comes back, and is added once
 
 or, for a long prompt, all of it on the device, cold rows streaming in (stream.py). An FFN that does not wait
-for attention (falcon's) is posted before it: the CPU then has attention's time too.
+for attention (falcon's) is submitted before it: the CPU then has attention's time too.
 
-Of a mixture the router is on the device, and what is posted are the ids of each token's experts. The CPU
+In an MoE model the router is on the device, and what is submitted are the ids of each token's experts. The
+CPU
 answers with a vector for each, and the device weighs and adds them in the order of the route. What all tokens
-share beside their experts is computed before the answer is collected.
+share beside their experts is computed before the answer is gathered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from hotset.backends.gpu.fallback import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
-from hotset.backends.gpu.stream import ColdRows, CopyStream
+from hotset.backends.gpu.stream import CopyStream, CpuWorkerRows
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.fusion import Fused, fuse
@@ -67,13 +68,13 @@ from hotset.model.operations import (
 )
 
 if TYPE_CHECKING:
+    from hotset.backends.gpu.cpu_offload import CpuWorkerCounts
     from hotset.backends.gpu.experts import ExpertCache
     from hotset.backends.gpu.experts_fetch import Choice, Fetcher
-    from hotset.backends.gpu.handshake import ColdCounts
 
 
-class ColdHalf(Protocol):
-    """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens.
+class CpuWorkerProtocol(Protocol):
+    """The CPU's half of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
     capturable: whether posting and collecting only put work on the device's stream, so that a graph may hold
     them; else the host waits in between.
@@ -85,7 +86,7 @@ class ColdHalf(Protocol):
     def capturable(self) -> bool: ...
 
     def step(self, n_tokens: int, cut: np.ndarray | None = None) -> AbstractContextManager[None]:
-        """A block in which layers are posted and collected; its end waits for the device. cut: as in Batch.
+        """A block in which layers are submitted and gathered; its end waits for the device. cut: as in Batch.
 
         Raises where the CPU's half failed; an exception in the block releases whoever waits.
         """
@@ -95,22 +96,22 @@ class ColdHalf(Protocol):
         """Hands over the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
 
         bits: None for a layer without predictor: all of its cold neurons. Those of hot neurons may be set.
-        Of a mixture the experts of each token, int32 [T, n_used], -1 - id for those of the device.
+        In an MoE model the experts of each token, int32 [T, n_used], -1 - id for those of the device.
         """
         ...
 
     def collect(self, layer: int) -> Tensor:
         """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual.
 
-        Of a mixture [T, n_used * n_embd]: a row for each expert that was asked for, its bias included.
+        In an MoE model [T, n_used * n_embd]: a row for each expert that was asked for, its bias included.
         """
         ...
 
     def route(self, layer: int) -> np.ndarray:
-        """The experts of a mixture as they were posted in the latest step, int32 [n_tokens, n_used]."""
+        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
         ...
 
-    def counts(self) -> ColdCounts:
+    def counts(self) -> CpuWorkerCounts:
         """What the CPU's half did in the latest step that it took part in."""
         ...
 
@@ -137,7 +138,9 @@ class Frame:
     streamed: bool
     warming: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
-    posted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # layer → FFN input, bits
+    submitted: dict[int, tuple[Tensor, Tensor | None]] = field(
+        default_factory=dict
+    )  # layer → FFN input, bits
     weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
     asked: dict[int, Tensor] = field(
         default_factory=dict
@@ -183,7 +186,7 @@ class Program:
         cache: PagedCache,
         kernels: Kernels,
         hot: dict[int, np.ndarray],
-        cold: ColdHalf | None,
+        cold: CpuWorkerProtocol | None,
         counts: Tensor,
         copies: CopyStream,
         experts: ExpertCache | None = None,
@@ -206,8 +209,8 @@ class Program:
         self.has_neurons = any(group.ffn is not None and group.ffn.leaves_out for group in groups)
         self.taps = {value.id for value in graph.values if value.name in taps}
         self._bits_of = self._scores_of_bits(groups, graph)
-        calls = _posted_early([call for group in groups for call in self._calls(group)])
-        calls = _collected_late(calls)
+        calls = _submitted_early([call for group in groups for call in self._calls(group)])
+        calls = _gathered_late(calls)
         self._early = _routed_early(calls)
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
         last_use.pop(graph.result.id)
@@ -507,10 +510,10 @@ class Program:
 
         return run
 
-    # ---- mixtures
+    # ---- MoE models
 
     def _experts(self, group: Fused, ffn: Ffn) -> list[Call]:
-        """What a mixture hands to the CPU, and the sum of what comes back."""
+        """What an MoE layer hands to the CPU, and the sum of what comes back."""
         op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
         if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
             raise UnsupportedModelError(
@@ -643,7 +646,7 @@ class Program:
         down_t = self._weights.hot_rows(down, indices)
         gate = None if ffn.gate is None else one_matrix(ffn.gate)
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
-        stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
+        stream = CpuWorkerRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
         entered, bits, added_id = (
             self._entered(ffn.x, ffn.norm, ffn.in_cut),
             self._bits(ffn.mask),
@@ -652,7 +655,7 @@ class Program:
         cuts = _cuts_of_neurons(ffn)
 
         def post(f: Frame) -> None:
-            f.posted[layer] = h, selected = entered(f), bits(f)
+            f.submitted[layer] = h, selected = entered(f), bits(f)
             if not f.streamed:
                 cold.post(layer, h, selected)
 
@@ -666,7 +669,7 @@ class Program:
             return y if bias is None else y + bias
 
         def finish(f: Frame) -> None:
-            h, selected = f.posted.pop(layer)
+            h, selected = f.submitted.pop(layer)
             y = hot_half(f, h, selected, None if added_id is None else f.values[added_id])
             if f.streamed:
                 for i, part in enumerate(stream.parts()):
@@ -783,8 +786,9 @@ def _activations(ffn: Ffn) -> dict[str, Any]:
     }
 
 
-def _posted_early(calls: list[Call]) -> list[Call]:
-    """Moves what is posted, or routed, and what it needs, before an attention that it does not wait for."""
+def _submitted_early(calls: list[Call]) -> list[Call]:
+    """Moves what is submitted, or routed, and what it needs, before an attention that it does not wait
+    for."""
     for post in [call for call in calls if call.kind in ("route", "post")]:
         at = calls.index(post)
         attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
@@ -817,7 +821,7 @@ def _routed_early(calls: list[Call]) -> set[int]:
     }
 
 
-def _collected_late(calls: list[Call]) -> list[Call]:
+def _gathered_late(calls: list[Call]) -> list[Call]:
     """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
     for collect in [call for call in calls if call.kind == "collect"]:
         at = calls.index(collect)

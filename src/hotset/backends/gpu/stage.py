@@ -22,14 +22,14 @@ from torch import Tensor
 from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
+from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.experts import ExpertCache, can_hold
 from hotset.backends.gpu.experts_fetch import Fetcher
 from hotset.backends.gpu.fallback import N_COUNTS
-from hotset.backends.gpu.handshake import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
-from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
+from hotset.backends.gpu.program import Call, CpuWorkerProtocol, Frame, Program
 from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
@@ -49,11 +49,11 @@ class GpuStage:
 
     hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
     that are not in it are there as a whole. cold: computes the others, where there are any, and the experts
-    of mixtures; it is closed with the stage.
+    of MoE models; it is closed with the stage.
     notes: what a person should know of how it runs, a sentence each.
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
-    expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
+    expert_slots: experts of MoE models that are kept in the device's memory, as its replacement policy says.
     fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
     weight_bytes: what its weights were planned to take, where there is a plan.
     by_channel: matrices whose inputs are cut that are laid out so that channels of zeros are not read; they
@@ -74,7 +74,7 @@ class GpuStage:
         max_batch: int,
         kv_type: KVType = "f16",
         hot: Mapping[int, np.ndarray] | None = None,
-        cold: ColdHalf | None = None,
+        cold: CpuWorkerProtocol | None = None,
         kernels: Kernels | None = None,
         sparse: bool = True,
         stream_from: int | None = STREAM_FROM,
@@ -95,7 +95,7 @@ class GpuStage:
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
         self._cold = self._checked(cold, stream_from)
         self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
-        self._is_served = False  # whether the cold service took part in the latest step
+        self._is_served = False  # whether the CPU worker took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
         self._by_channel = frozenset(by_channel)
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -163,7 +163,7 @@ class GpuStage:
         try:
             return self._step(batch, x)
         except DeviceError:
-            if self._cancelled:  # the cold service was told so, too
+            if self._cancelled:  # the CPU worker was told so, too
                 raise StepCancelledError from None
             raise
 
@@ -205,7 +205,7 @@ class GpuStage:
         return result
 
     def counts(self) -> np.ndarray:
-        """As Stage.counts, the cold service's neurons among them."""
+        """As Stage.counts, the CPU worker's neurons among them."""
         self._counting.wait()
         counts = self._counted.numpy().copy()
         if self._cold is not None and self._is_served:
@@ -215,14 +215,14 @@ class GpuStage:
         return counts
 
     def expert_counts(self) -> ExpertCounts:
-        """Of mixtures, since the stage was made."""
+        """Of MoE models, since the stage was made."""
         if (cache := self._expert_cache) is None:
             return ExpertCounts(self._n_hits, self._n_missed)
         hits = self._n_hits - cache.n_streamed
         return ExpertCounts(hits, self._n_missed, cache.n_fetched, streamed=cache.n_streamed)
 
     def active_on_cpu(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: the active neurons of the cold service."""
+        """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
         active = np.zeros(self.n_layer, np.int64)
         if self._cold is not None and self._is_served:
             cold = self._cold.counts()
@@ -236,8 +236,8 @@ class GpuStage:
         """
         return self._seconds
 
-    def cold_seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer]: how long the cold service took for each layer."""
+    def cpu_worker_seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
         seconds = np.zeros(self.n_layer)
         if self._cold is not None and self._is_served:
             counts = self._cold.counts()
@@ -254,7 +254,7 @@ class GpuStage:
             self._cold.cancel("it was cancelled")
 
     def close(self) -> None:
-        """Ends the cold service and frees the memory of the device; safe to call twice."""
+        """Ends the CPU worker and frees the memory of the device; safe to call twice."""
         if self._cold is not None:
             self._cold.close()
         if self._expert_cache is not None:
@@ -264,7 +264,7 @@ class GpuStage:
         self._cache.layers.clear()
         self._weights.clear()
 
-    def _checked(self, cold: ColdHalf | None, stream_from: int | None) -> ColdHalf | None:
+    def _checked(self, cold: CpuWorkerProtocol | None, stream_from: int | None) -> CpuWorkerProtocol | None:
         """The service, where a layer needs one."""
         if not (shared := self._hot.keys() | self._experts):
             return None
@@ -276,7 +276,7 @@ class GpuStage:
             most = min(most, stream_from - 1)
         if cold.max_batch < most:
             raise InvalidRequestError(
-                f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
+                f"steps of up to {most} tokens need a CPU worker for as many, not {cold.max_batch}"
             )
         return cold
 
@@ -301,7 +301,7 @@ class GpuStage:
         self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
-        """Of the mixtures what a step asked for, as it was posted."""
+        """Of the MoE models what a step asked for, as it was submitted."""
         hits = sum(int((asked < 0).sum()) for asked in routes.values())
         self._n_hits += hits
         self._n_missed += sum(asked.size for asked in routes.values()) - hits

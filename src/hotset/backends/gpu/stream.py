@@ -50,7 +50,7 @@ class CopyStream:
             self._done.append(event)
 
 
-class ColdRows:
+class CpuWorkerRows:
     """The rows of one layer's cold neurons, in parts.
 
     matrices: argument of sparse_ffn → operation that has the matrix (None: the layer has none of it).

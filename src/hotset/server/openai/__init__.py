@@ -1,1 +1,1 @@
-"""OpenAI's dialect."""
+"""OpenAI's API schema."""

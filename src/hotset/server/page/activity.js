@@ -108,7 +108,7 @@ export class Activity {
     return sum(all) ? sum(cpu) / sum(all) : 1;
   }
 
-  /** The answer as parts of a sentence: [number, words]. */
+  /** The answer as parts of a message: [number, words]. */
   summary() {
     const parts = [];
     if (this.isSparse) {
@@ -134,7 +134,7 @@ export class Activity {
     return parts.join(" · ");
   }
 
-  /** What is known of a token and, with a layer, of a cell: a sentence. */
+  /** What is known of a token and, with a layer, of a cell: a message. */
   describe(index, layer = null) {
     const token = this.tokens[index];
     if (!token) return "";

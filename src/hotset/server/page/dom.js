@@ -41,11 +41,11 @@ export const ICONS = {
   save: "M8 2.500v8M4.500 7 8 10.500 11.500 7M3 13.500h10",
 };
 
-/** Tells those who listen to the page, once; the same sentence twice is heard twice. */
-export function announce(sentence) {
+/** Tells those who listen to the page, once; the same message twice is heard twice. */
+export function announce(message) {
   const live = byId("live");
   live.replaceChildren();
-  window.setTimeout(() => live.replaceChildren(sentence), 60);
+  window.setTimeout(() => live.replaceChildren(message), 60);
 }
 
 /** Copies text; the button says that it did. */

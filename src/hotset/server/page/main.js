@@ -72,14 +72,14 @@ const shortName = (id) => id.split("/").at(-1).replace(/\.gguf$/, "");
 
 // ---- notices ----
 
-/** A sentence above the conversation, until it is cleared or replaced by another about the same. */
-function notice(about, sentence, mood = "alarm", ...actions) {
+/** A message above the conversation, until it is cleared or replaced by another about the same. */
+function notice(about, message, mood = "alarm", ...actions) {
   const shown = document.querySelector(`.notice[data-about="${about}"]`);
-  if (shown?.firstChild.textContent === sentence && shown.classList.contains(mood)) return;
+  if (shown?.firstChild.textContent === message && shown.classList.contains(mood)) return;
   const element = h(
     "div",
     { class: `notice ${mood}`, role: mood === "alarm" ? "alert" : "status", dataset: { about } },
-    h("span", {}, sentence),
+    h("span", {}, message),
     actions,
     h("button", { type: "button", class: "quiet", "aria-label": "Dismiss", on: { click: () => element.remove() } }, "×"),
   );

@@ -2,7 +2,7 @@
 
 const KEY = "hotset.key";
 
-/** What went wrong, in a sentence for the reader. kind: "key", "network", "loading", "busy", "refused", "broken". */
+/** What went wrong, in a message for the reader. kind: "key", "network", "loading", "busy", "refused", "broken". */
 export class ServerError extends Error {
   constructor(kind, message, retryAfter = null) {
     super(message);
@@ -58,7 +58,7 @@ async function refusal(response) {
     const body = await response.json();
     message = body.error?.message ?? (typeof body.detail === "string" ? body.detail : "");
   } catch {
-    // No sentence of the server's own: a proxy may stand between.
+    // No message of the server's own: a proxy may stand between.
   }
   const after = Number.parseFloat(response.headers.get("Retry-After") ?? "");
   const wait = Number.isFinite(after) ? after : null;

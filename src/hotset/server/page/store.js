@@ -69,7 +69,7 @@ function checked(value) {
   return conversation;
 }
 
-/** Conversations of an exported file; throws a sentence where it is none. One that is here already, by
+/** Conversations of an exported file; throws a message where it is none. One that is here already, by
  * its id, is to be replaced. */
 export function imported(text) {
   let value;

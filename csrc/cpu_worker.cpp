@@ -1,4 +1,4 @@
-#include "cold.h"
+#include "cpu_worker.h"
 
 #include <algorithm>
 #include <chrono>
@@ -53,7 +53,7 @@ void pause(int64_t start_ns, int turn) {
 
 }  // namespace
 
-ColdPlan::ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns)
+CpuWorkerPlan::CpuWorkerPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns)
     : width_(width),
       max_tokens_(max_tokens),
       max_rows_(plan.max_tokens()),
@@ -64,7 +64,7 @@ ColdPlan::ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns
     row_cut_.resize(max_rows_);
 }
 
-ColdPlan::~ColdPlan() {
+CpuWorkerPlan::~CpuWorkerPlan() {
     if (service_->born != n_forks()) return;  // its threads are the parent's, and so may be its lock
     close(*service_);
     delete service_;
@@ -72,7 +72,7 @@ ColdPlan::~ColdPlan() {
 
 // After a fork the parent's threads are not here, and one of them may hold the lock: all of it is left as it
 // is, and a step that was open there is none here.
-ColdPlan::Service& ColdPlan::service() const {
+CpuWorkerPlan::Service& CpuWorkerPlan::service() const {
     if (service_->born != n_forks()) {
         Service* inherited = service_;
         service_ = new Service;
@@ -81,21 +81,21 @@ ColdPlan::Service& ColdPlan::service() const {
     return *service_;
 }
 
-int ColdPlan::add_layer(ColdLayer layer) {
-    layers_.emplace_back().ColdLayer::operator=(std::move(layer));
+int CpuWorkerPlan::add_layer(CpuWorkerLayer layer) {
+    layers_.emplace_back().CpuWorkerLayer::operator=(std::move(layer));
     return n_layers() - 1;
 }
 
-int64_t ColdPlan::asked_bytes(int layer) const {
+int64_t CpuWorkerPlan::asked_bytes(int layer) const {
     const Layer& of = layers_[layer];
     return of.n_used ? of.n_used * int64_t(sizeof(int32_t)) : ceil_div(of.n_neurons, 8);
 }
 
-int64_t ColdPlan::answer_width(int layer) const {
+int64_t CpuWorkerPlan::answer_width(int layer) const {
     return width_ * std::max(layers_[layer].n_used, 1);
 }
 
-void ColdPlan::start() {
+void CpuWorkerPlan::start() {
     plan_.finish();
     int64_t asked = 0, answered = 0;
     for (int i = 0; i < n_layers(); i++) {
@@ -119,7 +119,7 @@ void ColdPlan::start() {
     start_threads(service());
 }
 
-void ColdPlan::start_threads(Service& service) {
+void CpuWorkerPlan::start_threads(Service& service) {
     try {
         service.server = start_thread("the thread of the CPU's half cannot be started",
                                       [this, &service] { serve(service); });
@@ -133,7 +133,7 @@ void ColdPlan::start_threads(Service& service) {
 
 // ---- a step, as the device's side sees it
 
-std::string ColdPlan::begin(int n_tokens, const uint8_t* cut) {
+std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* cut) {
     Service& s = service();
     if (!s.closed && !s.server.joinable()) {  // in a child of the process that started them
         in_step_.store(false);
@@ -167,14 +167,14 @@ std::string ColdPlan::begin(int n_tokens, const uint8_t* cut) {
     return {};
 }
 
-std::string ColdPlan::end() {
+std::string CpuWorkerPlan::end() {
     Service& s = service();
     std::unique_lock lock(s.mutex);
     if (!s.open) return s.closed ? "the CPU's half was closed" : "there is no step to end";
     for (int i = 0; i < n_layers() && s.reason.empty(); i++)
         if (request(i).load() || done(i).load() || computing_.load() == i)
             poison_locked(s, "the cold neurons of layer " + std::to_string(layers_[i].number) +
-                                 " were asked for and not collected");
+                                 " were asked for and not gathered");
     in_step_.store(false);
     s.open = false;
     s.changed.notify_all();
@@ -183,30 +183,30 @@ std::string ColdPlan::end() {
     return s.reason;
 }
 
-void ColdPlan::poison(const std::string& reason) {
+void CpuWorkerPlan::poison(const std::string& reason) {
     Service& s = service();
     std::lock_guard lock(s.mutex);
     poison_locked(s, reason);
 }
 
-void ColdPlan::poison_locked(Service& service, const std::string& reason) {
+void CpuWorkerPlan::poison_locked(Service& service, const std::string& reason) {
     if (service.reason.empty()) service.reason = reason;
     poisoned_.store(true);
     plan_.cancel();
     for (int i = 0; i < n_layers(); i++) done(i).store(1, std::memory_order_release);
 }
 
-std::string ColdPlan::poisoned() const {
+std::string CpuWorkerPlan::poisoned() const {
     Service& s = service();
     std::lock_guard lock(s.mutex);
     return s.reason;
 }
 
-void ColdPlan::close() {
+void CpuWorkerPlan::close() {
     close(service());
 }
 
-void ColdPlan::close(Service& s) {
+void CpuWorkerPlan::close(Service& s) {
     {
         std::lock_guard lock(s.mutex);
         s.closed = true;
@@ -219,11 +219,11 @@ void ColdPlan::close(Service& s) {
     if (s.watchdog.joinable()) s.watchdog.join();
 }
 
-void ColdPlan::post(int layer) {
+void CpuWorkerPlan::post(int layer) {
     request(layer).store(1, std::memory_order_release);
 }
 
-ColdPlan::Wait ColdPlan::wait(int layer, int64_t timeout_ns) {
+CpuWorkerPlan::Wait CpuWorkerPlan::wait(int layer, int64_t timeout_ns) {
     const int64_t start = now_ns();
     for (int turn = 1;; turn++) {
         if (done(layer).load(std::memory_order_acquire)) {
@@ -236,19 +236,19 @@ ColdPlan::Wait ColdPlan::wait(int layer, int64_t timeout_ns) {
     }
 }
 
-void cold_post_on_stream(void* call) {
-    const auto& [plan, layer] = *static_cast<ColdPlan::HostCall*>(call);
+void cpu_worker_submit_on_stream(void* call) {
+    const auto& [plan, layer] = *static_cast<CpuWorkerPlan::HostCall*>(call);
     plan->post(layer);
 }
 
-void cold_wait_on_stream(void* call) {
-    const auto& [plan, layer] = *static_cast<ColdPlan::HostCall*>(call);
+void cpu_worker_wait_on_stream(void* call) {
+    const auto& [plan, layer] = *static_cast<CpuWorkerPlan::HostCall*>(call);
     plan->wait(layer, INT64_MAX);  // the watchdog ends it
 }
 
 // ---- the thread that serves
 
-void ColdPlan::serve(Service& s) {
+void CpuWorkerPlan::serve(Service& s) {
     for (;;) {
         {
             std::unique_lock lock(s.mutex);
@@ -262,7 +262,7 @@ void ColdPlan::serve(Service& s) {
     }
 }
 
-void ColdPlan::serve_step() {
+void CpuWorkerPlan::serve_step() {
     int next = 0, turn = 1;
     int64_t start = now_ns();
     while (in_step_.load(std::memory_order_acquire)) {
@@ -292,7 +292,7 @@ void ColdPlan::serve_step() {
 }
 
 // The device asks for layers in order, but it may leave some out.
-int ColdPlan::next_request(int from) const {
+int CpuWorkerPlan::next_request(int from) const {
     for (int i = from; i < n_layers(); i++)
         if (request(i).load(std::memory_order_acquire)) return i;
     for (int i = 0; i < from; i++)
@@ -300,7 +300,7 @@ int ColdPlan::next_request(int from) const {
     return -1;
 }
 
-void ColdPlan::compute(Layer& layer) {
+void CpuWorkerPlan::compute(Layer& layer) {
     const int n = n_tokens_.load();
     layer.counts.requests++;
     if (layer.n_used) return compute_experts(layer);
@@ -316,7 +316,7 @@ void ColdPlan::compute(Layer& layer) {
 }
 
 // The experts that are not the device's, by expert, so that the rows of one are read once for all its tokens.
-void ColdPlan::compute_experts(Layer& layer) {
+void CpuWorkerPlan::compute_experts(Layer& layer) {
     const int32_t* asked = reinterpret_cast<const int32_t*>(memory_ + bits_offset_);
     layer.asked_route.assign(asked, asked + n_tokens_.load() * layer.n_used);
     misses_.clear();
@@ -344,7 +344,7 @@ void ColdPlan::compute_experts(Layer& layer) {
 }
 
 // Adds what the operations of a layer did just now.
-void ColdPlan::count(Layer& layer) {
+void CpuWorkerPlan::count(Layer& layer) {
     for (int op = layer.first_op; op < layer.end_op; op++) {
         FfnCounts c = plan_.op(op).counters.get();
         const Counted counted = layer.counted[op - layer.first_op];
@@ -357,7 +357,7 @@ void ColdPlan::count(Layer& layer) {
 }
 
 // Writes the scores: above zero where a neuron is cold and, with a predictor, named. False: none is.
-bool ColdPlan::expand(const Layer& layer, int n_tokens) {
+bool CpuWorkerPlan::expand(const Layer& layer, int n_tokens) {
     const int64_t n = layer.n_neurons, n_bytes = ceil_div(n, 8);
     const Buffer& scores = plan_.buffer(layer.scores);
     uint8_t any = 0;
@@ -377,7 +377,7 @@ bool ColdPlan::expand(const Layer& layer, int n_tokens) {
 // ---- the thread that watches the time
 
 // Time is counted in its own turns: a process that was stopped for a while has not taken long.
-void ColdPlan::watch(Service& s) {
+void CpuWorkerPlan::watch(Service& s) {
     std::unique_lock lock(s.mutex);
     const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / kTurns, 100'000));
     int64_t progress = 0;

@@ -1,23 +1,24 @@
-#include "cold.h"
+#include "cpu_worker.h"
 
 #include "bindings/plan_builder.h"
 
 namespace hotset::bindings {
 namespace {
 
-// The CPU's half of a hybrid engine (csrc/cold.h). Steps are begun and ended by one thread; `poison` and
+// The CPU worker of a hybrid engine (csrc/cpu_worker.h). Steps are begun and ended by one thread; `poison`
+// and
 // `close` may come from any.
-class Cold {
+class CpuWorker {
   public:
     // plan: not finished; its rows are computed at a time, and an expert of a token is a row.
-    Cold(nb::object plan, int64_t width, int max_tokens, double timeout)
+    CpuWorker(nb::object plan, int64_t width, int max_tokens, double timeout)
         : owner_(std::move(plan)), builder_(nb::cast<PlanBuilder&>(owner_)) {
         require(width > 0 && max_tokens > 0 && max_tokens <= builder_.plan().max_tokens(),
                 "the CPU's half needs a width and tokens");
         require(timeout > 0 && timeout <= 1e6, "a timeout is more than 0 and at most a million seconds");
-        plan_ = std::make_unique<ColdPlan>(builder_.plan(), width, max_tokens, int64_t(timeout * 1e9));
+        plan_ = std::make_unique<CpuWorkerPlan>(builder_.plan(), width, max_tokens, int64_t(timeout * 1e9));
     }
-    ~Cold() {
+    ~CpuWorker() {
         nb::gil_scoped_release release;  // as in PlanBuilder
         plan_.reset();
     }
@@ -28,7 +29,7 @@ class Cold {
     int layer(int number, int first_op, int end_op, const std::vector<int>& gates,
               const std::vector<int>& of_firing, int x, int sum, int64_t n_neurons, const Bytes& cold,
               bool predicted, int scores) {
-        ColdLayer layer = described(number, first_op, end_op, gates, of_firing, x, sum);
+        CpuWorkerLayer layer = described(number, first_op, end_op, gates, of_firing, x, sum);
         require(n_neurons > 0 && cold.size() == size_t(n_neurons + 7) / 8, "a layer has a bit per neuron");
         layer.n_neurons = n_neurons;
         layer.cold.assign(cold.data(), cold.data() + cold.size());
@@ -39,16 +40,16 @@ class Cold {
         return plan_->add_layer(std::move(layer));
     }
 
-    // Of a mixture, n_used experts a token.
+    // In an MoE model, n_used experts a token.
     int experts(int number, int first_op, int end_op, int x, int sum, int n_expert, int n_used, int route) {
-        ColdLayer layer = described(number, first_op, end_op, {}, {}, x, sum);
+        CpuWorkerLayer layer = described(number, first_op, end_op, {}, {}, x, sum);
         require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert,
                 "a token has some of the experts");
         require(builder_.width(route) == 2, "a row of the plan is one expert of a token");
         layer.n_expert = n_expert, layer.n_used = n_used, layer.route = route;
         return plan_->add_layer(std::move(layer));
     }
-    // What was asked for of a mixture's layer in the latest step: [n_tokens * n_used].
+    // What was asked for of an MoE model's layer in the latest step: [n_tokens * n_used].
     nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> route(int layer) const;
 
     void start() {
@@ -99,20 +100,20 @@ class Cold {
     bool wait(int layer) {
         checked(layer);
         for (;;) {
-            ColdPlan::Wait result;
+            CpuWorkerPlan::Wait result;
             {
                 nb::gil_scoped_release release;
                 result = plan_->wait(layer, kSignal_ns);
             }
-            if (result != ColdPlan::Wait::TimedOut) return result == ColdPlan::Wait::Done;
+            if (result != CpuWorkerPlan::Wait::TimedOut) return result == CpuWorkerPlan::Wait::Done;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
     }
 
     // Of functions void(void*) for a device's stream: post, wait.
     static std::pair<uintptr_t, uintptr_t> host_functions() {
-        return {reinterpret_cast<uintptr_t>(&cold_post_on_stream),
-                reinterpret_cast<uintptr_t>(&cold_wait_on_stream)};
+        return {reinterpret_cast<uintptr_t>(&cpu_worker_submit_on_stream),
+                reinterpret_cast<uintptr_t>(&cpu_worker_wait_on_stream)};
     }
     uintptr_t host_argument(int layer) {
         return reinterpret_cast<uintptr_t>(plan_->host_call(checked(layer)));
@@ -134,14 +135,14 @@ class Cold {
         require(layer >= 0 && layer < plan_->n_layers(), "there is no layer " + std::to_string(layer));
         return layer;
     }
-    ColdLayer described(int number, int first_op, int end_op, const std::vector<int>& gates,
-                        const std::vector<int>& of_firing, int x, int sum) const {
+    CpuWorkerLayer described(int number, int first_op, int end_op, const std::vector<int>& gates,
+                             const std::vector<int>& of_firing, int x, int sum) const {
         require(!started_, "layers are added before the start");
         require(first_op >= 0 && first_op < end_op && end_op <= builder_.n_ops(),
                 "a layer has operations of the plan");
         require(builder_.width(x) == plan_->width() && builder_.width(sum) == plan_->width(),
                 "what a layer reads and leaves has the width of the exchange");
-        ColdLayer layer;
+        CpuWorkerLayer layer;
         layer.number = number, layer.first_op = first_op, layer.end_op = end_op;
         layer.x = x, layer.sum = sum;
         layer.counted.resize(size_t(end_op - first_op), Counted::All);
@@ -155,22 +156,22 @@ class Cold {
 
     nb::object owner_;  // of the plan that plan_ runs, whose threads read it until its end
     PlanBuilder& builder_;
-    std::unique_ptr<ColdPlan> plan_;
+    std::unique_ptr<CpuWorkerPlan> plan_;
     bool started_ = false;
 };
 
-nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> Cold::counts() const {
+nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> CpuWorker::counts() const {
     int64_t* out;
     auto result = new_array<int64_t>(out, plan_->n_layers(), 6);
     for (int i = 0; i < plan_->n_layers(); i++, out += 6) {
-        const ColdCounts& c = plan_->counts(i);
+        const CpuWorkerCounts& c = plan_->counts(i);
         out[0] = c.requests, out[1] = c.ffn.selected, out[2] = c.ffn.active, out[3] = c.ffn.gate_rows,
         out[4] = c.ffn.up_rows, out[5] = c.ffn.down_rows;
     }
     return result;
 }
 
-nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> Cold::route(int layer) const {
+nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> CpuWorker::route(int layer) const {
     int32_t* out;
     const std::vector<int32_t>& route = plan_->route(checked(layer));
     auto result = new_array<int32_t>(out, route.size());
@@ -178,7 +179,7 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> Cold::route(int layer) const {
     return result;
 }
 
-nb::ndarray<nb::numpy, double, nb::ndim<1>> Cold::seconds() const {
+nb::ndarray<nb::numpy, double, nb::ndim<1>> CpuWorker::seconds() const {
     double* out;
     auto result = new_array<double>(out, plan_->n_layers());
     for (int i = 0; i < plan_->n_layers(); i++) out[i] = plan_->counts(i).seconds;
@@ -187,29 +188,29 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> Cold::seconds() const {
 
 }  // namespace
 
-void bind_cold(nb::module_& m) {
-    nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
+void bind_cpu_worker(nb::module_& m) {
+    nb::class_<CpuWorker>(m, "CpuWorker", "The CPU worker of a hybrid engine (csrc/cpu_worker.h).")
         .def(nb::init<nb::object, int64_t, int, double>(), "plan"_a, "width"_a, "max_tokens"_a, "timeout"_a)
-        .def("layer", &Cold::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a, "x"_a,
-             "sum"_a, "n_neurons"_a, "cold"_a, "predicted"_a, "scores"_a)
-        .def("experts", &Cold::experts, "number"_a, "first_op"_a, "end_op"_a, "x"_a, "sum"_a, "n_expert"_a,
-             "n_used"_a, "route"_a)
-        .def("route", &Cold::route, "layer"_a)
-        .def("start", &Cold::start)
-        .def("memory", [](nb::handle self) { return nb::cast<Cold&>(self).memory(self); })
-        .def("offsets", &Cold::offsets)
-        .def("begin", &Cold::begin, "n_tokens"_a, "cut"_a.none() = nb::none())
-        .def("end", &Cold::end)
-        .def("poison", &Cold::poison, "reason"_a)
-        .def("poisoned", &Cold::poisoned)
-        .def("close", &Cold::close)
-        .def("post", &Cold::post, "layer"_a)
-        .def("wait", &Cold::wait, "layer"_a)
-        .def_static("host_functions", &Cold::host_functions)
-        .def("host_argument", &Cold::host_argument, "layer"_a)
-        .def_prop_ro("nbytes", &Cold::bytes)
-        .def("counts", &Cold::counts)
-        .def("seconds", &Cold::seconds);
+        .def("layer", &CpuWorker::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a,
+             "x"_a, "sum"_a, "n_neurons"_a, "cold"_a, "predicted"_a, "scores"_a)
+        .def("experts", &CpuWorker::experts, "number"_a, "first_op"_a, "end_op"_a, "x"_a, "sum"_a,
+             "n_expert"_a, "n_used"_a, "route"_a)
+        .def("route", &CpuWorker::route, "layer"_a)
+        .def("start", &CpuWorker::start)
+        .def("memory", [](nb::handle self) { return nb::cast<CpuWorker&>(self).memory(self); })
+        .def("offsets", &CpuWorker::offsets)
+        .def("begin", &CpuWorker::begin, "n_tokens"_a, "cut"_a.none() = nb::none())
+        .def("end", &CpuWorker::end)
+        .def("poison", &CpuWorker::poison, "reason"_a)
+        .def("poisoned", &CpuWorker::poisoned)
+        .def("close", &CpuWorker::close)
+        .def("post", &CpuWorker::post, "layer"_a)
+        .def("wait", &CpuWorker::wait, "layer"_a)
+        .def_static("host_functions", &CpuWorker::host_functions)
+        .def("host_argument", &CpuWorker::host_argument, "layer"_a)
+        .def_prop_ro("nbytes", &CpuWorker::bytes)
+        .def("counts", &CpuWorker::counts)
+        .def("seconds", &CpuWorker::seconds);
 }
 
 }  // namespace hotset::bindings

@@ -15,7 +15,8 @@
 //     done = 0
 //     reads out, adds it to its own
 //
-// Of a mixture's layer the device hands over the ids of each token's experts, those that it computes itself
+// In an MoE model's layer the device hands over the ids of each token's experts, those that it computes
+// itself
 // as -1 - id; out is then a row for each of a token's experts, neither weighed nor summed: the device adds
 // its own and these in the route's order.
 //
@@ -24,7 +25,8 @@
 // and wanted, of these alone.
 //
 // A native thread serves the requests, between `begin` and `end` of a step; no Python, hence no lock of it,
-// is involved. It computes with the runtime's team, and so takes turns with the plans of the same runtime.
+// is involved. It computes with the runtime's thread pool, and so takes turns with the plans of the same
+// runtime.
 //
 // Poison: whatever goes wrong on either side, nobody waits for ever. `poison` sets every `done`, cancels the
 // layer that is being computed, and from then on a request is answered at once, with anything, until the step
@@ -45,7 +47,7 @@
 namespace hotset {
 
 // Of a layer since the step began.
-struct ColdCounts {
+struct CpuWorkerCounts {
     int64_t requests = 0;
     FfnCounts ffn;
     double seconds = 0.0;  // from seeing a request to answering it
@@ -57,7 +59,7 @@ enum class Counted : uint8_t { All, Gates, OfFiring };
 
 // One layer: operations [first_op, end_op) of the plan, which read h in buffer x and leave the answer in
 // `sum`.
-struct ColdLayer {
+struct CpuWorkerLayer {
     int number = 0;  // in the model
     int first_op = 0, end_op = 0;
     std::vector<Counted> counted;  // of each operation
@@ -68,31 +70,32 @@ struct ColdLayer {
     std::vector<uint8_t> cold;
     bool predicted = false;
     int scores = -1;
-    // Of a mixture: experts of a token. route: buffer of one expert of a token, its id and a weight of 1; a
+    // In an MoE model: experts of a token. route: buffer of one expert of a token, its id and a weight of
+    // 1; a
     // row of the plan is one expert of a token, so products with the weight are exact, and a sum of one is
     // that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
     int n_used = 0, n_expert = 0;
     int route = -1;
 };
 
-class ColdPlan {
+class CpuWorkerPlan {
   public:
     static constexpr int kFlagBytes = 4;
 
     // What a host function of a device's stream gets as its argument.
     struct HostCall {
-        ColdPlan* plan;
+        CpuWorkerPlan* plan;
         int layer;
     };
 
     // plan: not finished; its owner keeps it until this is gone. Its rows are computed at a time; an
     // expert of a token is a row. width: of h and out. timeout_ns: how long a layer may take before the step
     // is given up.
-    ColdPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns);
-    ~ColdPlan();
+    CpuWorkerPlan(Plan& plan, int64_t width, int max_tokens, int64_t timeout_ns);
+    ~CpuWorkerPlan();
 
     // Returns the layer's index here.
-    int add_layer(ColdLayer layer);
+    int add_layer(CpuWorkerLayer layer);
     void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
@@ -133,14 +136,14 @@ class ColdPlan {
     Wait wait(int layer, int64_t timeout_ns);  // resets `done` when it was set
 
     // Of the latest step; only after it has ended.
-    const ColdCounts& counts(int layer) const { return layers_[layer].counts; }
-    // What the device asked for of a mixture's layer, [n_tokens * n_used]; empty where it did not ask.
+    const CpuWorkerCounts& counts(int layer) const { return layers_[layer].counts; }
+    // What the device asked for of an MoE model's layer, [n_tokens * n_used]; empty where it did not ask.
     const std::vector<int32_t>& route(int layer) const { return layers_[layer].asked_route; }
 
   private:
-    struct Layer : ColdLayer {
+    struct Layer : CpuWorkerLayer {
         std::vector<int32_t> asked_route;
-        ColdCounts counts;
+        CpuWorkerCounts counts;
     };
 
     using Flag = std::atomic<int32_t>;
@@ -192,8 +195,8 @@ class ColdPlan {
     std::atomic<int64_t> progress_ns_{0};  // when a request or an answer came last
 };
 
-// Host functions for a device's stream, as CUDA takes them; the argument is a ColdPlan::HostCall.
-void cold_post_on_stream(void* call);
-void cold_wait_on_stream(void* call);
+// Host functions for a device's stream, as CUDA takes them; the argument is a CpuWorkerPlan::HostCall.
+void cpu_worker_submit_on_stream(void* call);
+void cpu_worker_wait_on_stream(void* call);
 
 }  // namespace hotset

@@ -1,12 +1,13 @@
 """How a device and the CPU take turns within a layer whose neurons they share.
 
-`ColdService` is the device's view of the CPU's half (csrc/cold.h). Per step and layer:
+`CpuOffload` is the device's view of the CPU's half (csrc/cpu_worker.h). Per step and layer:
 
     service.post(layer, h, bits)     what the FFN reads and the predicted neurons go to host memory
     y = hot half on the device       meanwhile a native thread computes the cold neurons that fire
     y += service.collect(layer)      what these add: a vector a token, without the bias of the down projection
 
-Of a mixture the ids of each token's experts are posted, those that the device computes itself as -1 - id, and
+In an MoE model the ids of each token's experts are submitted, those that the device computes itself as -1 -
+id, and
 a vector for each of the others comes back, at its place in the route, neither weighed nor summed.
 
 One round trip a layer. Both calls only put work on the device's current stream, and all that they put there
@@ -21,7 +22,8 @@ for every token. How the stream waits is the *kind*:
 `choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
 stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.
 
-Whatever fails, nobody waits for ever: the flags are set (csrc/cold.h, poison), the stream runs to its end,
+Whatever fails, nobody waits for ever: the flags are set (csrc/cpu_worker.h, poison), the stream runs to its
+end,
 and `end_step` raises one sentence. The next step begins with clean flags.
 """
 
@@ -67,7 +69,7 @@ PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compile
 
 
 @dataclass(frozen=True)
-class ColdCounts:
+class CpuWorkerCounts:
     """What the CPU did in the latest step; arrays are [len(layers)].
 
     requests: how often a layer was asked for. The rest as in StepStats, of cold neurons alone; seconds: from
@@ -89,17 +91,18 @@ def split_ffns(graph: Graph) -> dict[int, Ffn]:
     return {ffn.layer: ffn for ffn in graph.ffns if ffn.has_zeros and ffn.by_neuron}
 
 
-def mixtures(graph: Graph) -> dict[int, Ffn]:
+def moe_layers(graph: Graph) -> dict[int, Ffn]:
     """The FFNs whose experts the CPU can compute for a device, by layer."""
     return {ffn.layer: ffn for ffn in graph.ffns if isinstance(ffn.select, Route)}
 
 
-class ColdService:
+class CpuOffload:
     """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
 
     layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
     never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
-    experts: layers whose FFN is a mixture; what is posted says which experts the device computes. sparse: as
+    experts: layers whose FFN is an MoE layer; what is submitted says which experts the device computes.
+    sparse: as
     and whole: as in CpuBackend, of these layers.
     device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
     chooses. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
@@ -164,7 +167,11 @@ class ColdService:
                 native.start()
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from None
-            chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
+            chosen = (
+                ChosenKind(kind, None, f"host-device synchronisation {kind}")
+                if kind
+                else choose_kind(self.device)
+            )
             self.kind, self.reason = chosen.kind, chosen.reason
             asked = [4 * n or -(-ffns[i].n_ff // 8) for i, n in zip(self.layers, self._n_used, strict=True)]
             shared = _Shared(native, max_batch, width, asked, [max(n, 1) for n in self._n_used])
@@ -179,7 +186,8 @@ class ColdService:
     # ---- one step
 
     def begin_step(self, n_tokens: int, cut: np.ndarray | None = None) -> None:
-        """Requests are served from now on, for the first n_tokens rows of what is posted; cut: as in Batch.
+        """Requests are served from now on, for the first n_tokens rows of what is submitted; cut: as in
+        Batch.
 
         Raises DeviceError where the service cannot: it was closed, or an earlier failure is not over.
         """
@@ -193,7 +201,7 @@ class ColdService:
         """Asks for the cold neurons of a layer, or for experts.
 
         h: float32 [T, n_embd], what gate and up read. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
-        i // 8 set where the predictor names neuron i; of a mixture int32 [T, n_used], the experts in the
+        i // 8 set where the predictor names neuron i; of an MoE model int32 [T, n_used], the experts in the
         order of the route, -1 - id where the device computes them. T may exceed the step's tokens.
         """
         index = self._index[layer]
@@ -202,15 +210,16 @@ class ColdService:
         if self._asks[index] != (bits is not None):
             raise InvalidRequestError(
                 f"layer {layer} has {'a' if self._asks[index] else 'no'} predictor: bits "
-                f"{'must' if self._asks[index] else 'cannot'} be posted"
+                f"{'must' if self._asks[index] else 'cannot'} be submitted"
             )
         if self._n_used[index] and bits is not None:
             bits = bits.view(torch.uint8)
         self._exchange.post(index, h, bits)
 
     def collect(self, layer: int) -> Tensor:
-        """What the cold neurons add, float32 [T, n_embd] on the device, T as posted; rows past the step's
-        tokens hold anything finite. Of a mixture [T, n_used * n_embd], a row for each expert that was asked
+        """What the cold neurons add, float32 [T, n_embd] on the device, T as submitted; rows past the step's
+        tokens hold anything finite. In an MoE model [T, n_used * n_embd], a row for each expert that was
+        asked
         for, and anything where the device's own stand. Raises DeviceError where the host waits and the step
         was given up."""
         return self._exchange.collect(self._index[layer])
@@ -261,14 +270,16 @@ class ColdService:
         """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
         return self._native.nbytes
 
-    def counts(self) -> ColdCounts:
+    def counts(self) -> CpuWorkerCounts:
         """Of the latest step, after its end."""
         requests, selected, active, gate_rows, up_rows, down_rows = self._native.counts().T
         seconds = self._native.seconds()
-        return ColdCounts(self.layers, requests, selected, active, gate_rows, up_rows, down_rows, seconds)
+        return CpuWorkerCounts(
+            self.layers, requests, selected, active, gate_rows, up_rows, down_rows, seconds
+        )
 
     def route(self, layer: int) -> np.ndarray:
-        """The experts of a mixture as they were posted in the latest step, int32 [n_tokens, n_used]."""
+        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
         index = self._index[layer]
         return self._native.route(index).reshape(-1, self._n_used[index])
 
@@ -279,7 +290,7 @@ class ColdService:
 
 def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
     """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
-    by_neuron, mixed = split_ffns(graph), mixtures(graph)
+    by_neuron, mixed = split_ffns(graph), moe_layers(graph)
     for layer in sorted(layers):
         if layer not in by_neuron:
             raise UnsupportedModelError(
@@ -324,11 +335,11 @@ def _worker(
     timeout: float,
     sparse: bool,
     whole: Collection[str],
-) -> _core.Cold:
+) -> _core.CpuWorker:
     """The thread that computes cold neurons and experts on request, not started. plan: empty."""
     cold = {ffn.layer: _cold_bits(ffn, hot[ffn.layer]) for ffn in ffns if ffn.layer in hot}
     lowered = lower_ffns(ffns, weights, plan, sparse=sparse, whole=whole)
-    native = _core.Cold(plan, ffns[0].out.width, max_batch, timeout)
+    native = _core.CpuWorker(plan, ffns[0].out.width, max_batch, timeout)
     for one in lowered:
         ffn = one.ffn
         at = ffn.layer, one.first_op, one.end_op
@@ -352,7 +363,7 @@ def _sentence(error: BaseException) -> str:
 class _Shared:
     """The block of host memory that both sides see, as tensors; its offsets in bytes.
 
-    asked: of each layer, bytes that are posted of a token beside h. answers: rows that come back of it.
+    asked: of each layer, bytes that are submitted of a token beside h. answers: rows that come back of it.
     """
 
     def __init__(
@@ -367,11 +378,11 @@ class _Shared:
         self.h = rows(h, 4 * width).view(torch.float32)
         self.bits = [rows(bits, n) for n in asked]
         self.out = [rows(out, 4 * width * n).view(torch.float32) for n in answers]
-        self.posted = [0] * len(asked)  # rows
+        self.submitted = [0] * len(asked)  # rows
 
     def flags(self, offset: int) -> list[Tensor]:
         """The flags from `offset` on, int32 [1] each."""
-        ends = [offset + 4 * i for i in range(len(self.posted) + 1)]
+        ends = [offset + 4 * i for i in range(len(self.submitted) + 1)]
         return [torch.from_numpy(self.memory[a:b].view(np.int32)) for a, b in pairwise(ends)]
 
     def drop_tensors(self) -> None:
@@ -406,7 +417,7 @@ class _Direct:
 
     def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         shared, n = self.shared, len(h)
-        shared.posted[index] = n
+        shared.submitted[index] = n
         shared.h[:n].copy_(h)  # waits for the device, where it is another
         if bits is not None:
             shared.bits[index][:n].copy_(bits)
@@ -415,7 +426,7 @@ class _Direct:
     def collect(self, index: int) -> Tensor:
         if not self.shared.native.wait(index):
             raise DeviceError(f"the hybrid step was given up: {self.shared.native.poisoned()}")
-        return self.shared.out[index][: self.shared.posted[index]].to(self.device, copy=True)
+        return self.shared.out[index][: self.shared.submitted[index]].to(self.device, copy=True)
 
     def synchronize(self) -> None:
         pass  # `collect` has waited
@@ -432,7 +443,7 @@ class _OnStream:
         self.address = driver.register(shared.memory)
 
     def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
-        n = self.shared.posted[index] = len(h)
+        n = self.shared.submitted[index] = len(h)
         self.driver.copy(self.shared.h[:n], h)
         if bits is not None:
             self.driver.copy(self.shared.bits[index][:n], bits)
@@ -440,7 +451,7 @@ class _OnStream:
 
     def collect(self, index: int) -> Tensor:
         self.wait(index)
-        rows = self.shared.out[index][: self.shared.posted[index]]
+        rows = self.shared.out[index][: self.shared.submitted[index]]
         out = torch.empty_like(rows, device=self.device)
         self.driver.copy(out, rows)
         return out
@@ -470,10 +481,10 @@ class _MemOps(_OnStream):
 
 class _HostFunctions(_OnStream):
     def signal(self, index: int) -> None:
-        self.driver.call(_core.Cold.host_functions()[0], self.shared.native.host_argument(index))
+        self.driver.call(_core.CpuWorker.host_functions()[0], self.shared.native.host_argument(index))
 
     def wait(self, index: int) -> None:
-        self.driver.call(_core.Cold.host_functions()[1], self.shared.native.host_argument(index))
+        self.driver.call(_core.CpuWorker.host_functions()[1], self.shared.native.host_argument(index))
 
 
 class _Spin(_OnStream):
@@ -491,13 +502,13 @@ class _Spin(_OnStream):
         from hotset.backends.gpu import spin_kernel
 
         shared = self.shared
-        shared.posted[index] = len(h)
+        shared.submitted[index] = len(h)
         spin_kernel.post(h, bits, shared.h, shared.bits[index], self._requests[index])
 
     def collect(self, index: int) -> Tensor:
         from hotset.backends.gpu import spin_kernel
 
-        rows = self.shared.out[index][: self.shared.posted[index]]
+        rows = self.shared.out[index][: self.shared.submitted[index]]
         out = torch.empty_like(rows, device=self.device)
         spin_kernel.collect(self._dones[index], self.shared.out[index], out)
         return out
@@ -616,7 +627,9 @@ def _exchange(
         return _Direct(shared, device)
     if driver is None:
         if device.type != "cuda":
-            raise DeviceError(f"{device} has no streams that wait, so that the handshake cannot be {kind}")
+            raise DeviceError(
+                f"{device} has no streams that wait, so that the host-device synchronisation cannot be {kind}"
+            )
         driver = CudaDriver(device)
     kinds: dict[Kind, type[_OnStream]] = {"memops": _MemOps, "spin": _Spin, "hostfunc": _HostFunctions}
     return kinds[kind](shared, device, driver)
@@ -643,9 +656,11 @@ def choose_kind(device: torch.device | str) -> ChosenKind:
     if forced := os.environ.get("HOTSET_HANDSHAKE"):
         if forced not in KINDS:
             raise InvalidRequestError(f"HOTSET_HANDSHAKE must be one of {', '.join(KINDS)}, not {forced!r}")
-        return ChosenKind(forced, None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
+        return ChosenKind(forced, None, f"host-device synchronisation {forced}, as HOTSET_HANDSHAKE says")
     if device.type != "cuda":
-        return ChosenKind("direct", None, f"handshake direct: {device} has no streams that wait")
+        return ChosenKind(
+            "direct", None, f"host-device synchronisation direct: {device} has no streams that wait"
+        )
     if device not in _chosen:
         _chosen[device] = _probe(device)
     return _chosen[device]
@@ -666,14 +681,18 @@ def _probe(device: torch.device) -> ChosenKind:
         except DeviceError as error:
             tried.append(f"{kind} does not work ({_sentence(error)})")
     if not works:
-        return ChosenKind("direct", None, f"handshake direct, for no other can be had: {'; '.join(tried)}")
+        return ChosenKind(
+            "direct", None, f"host-device synchronisation direct, for no other can be had: {'; '.join(tried)}"
+        )
     best = min(works, key=lambda kind: works[kind])
-    return ChosenKind(best, works[best], f"handshake {best}; a round trip takes: {', '.join(tried)}")
+    return ChosenKind(
+        best, works[best], f"host-device synchronisation {best}; a round trip takes: {', '.join(tried)}"
+    )
 
 
 _PROBE = """
 import sys
-from hotset.backends.gpu.handshake import round_trip_seconds
+from hotset.backends.gpu.cpu_offload import round_trip_seconds
 from hotset.errors import HotsetError
 try:
     print(round_trip_seconds(*sys.argv[1:3]))
@@ -712,7 +731,7 @@ def round_trip_seconds(
     wanted = {"scores": scores, "threshold": 0.0, "first": 0}
     plan.add("neurons", x=x, up={"weight": rows}, **relu, **wanted, sparse=True, out=values)
     plan.add("transposed_linear", x=values, weight=rows, sparse=True, out=out)
-    native = _core.Cold(plan, width, 1, PROBE_TIMEOUT)
+    native = _core.CpuWorker(plan, width, 1, PROBE_TIMEOUT)
     everything = np.full(n_ff // 8, 255, np.uint8)
     native.layer(0, 0, plan.n_ops, [], [], x, out, n_ff, everything, True, scores)
     native.start()

@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda  # noqa: E402
 
 from hotset import _core  # noqa: E402
-from hotset.backends.gpu import handshake  # noqa: E402
-from hotset.backends.gpu.handshake import (  # noqa: E402
-    ColdService,
+from hotset.backends.gpu import cpu_offload  # noqa: E402
+from hotset.backends.gpu.cpu_offload import (  # noqa: E402
+    CpuOffload,
     choose_kind,
     round_trip_seconds,
     split_ffns,
@@ -41,12 +41,12 @@ def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
     return hot
 
 
-def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> ColdService:
+def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
     ready, graph = prepared(gguf, mode)
     hot = options.pop("hot", None)
     layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else {i: hot for i in LAYERS}
     given = {"max_batch": 16, "n_threads": 2, **options}
-    return ColdService(ready.weights, graph, layers, "cpu", **given)
+    return CpuOffload(ready.weights, graph, layers, "cpu", **given)
 
 
 def packed(selected: np.ndarray) -> torch.Tensor:
@@ -61,7 +61,7 @@ def random_bits(n: int, share: float = 0.4, seed: int = 5) -> torch.Tensor:
     return packed(np.random.default_rng(seed).random((n, N_FF)) < share)
 
 
-def ask(cold: ColdService, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
+def ask(cold: CpuOffload, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
     with cold.step(len(h)):
         cold.post(layer, h, bits)
         return cold.collect(layer).numpy()
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
     silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
     ready, graph = prepared(silu, "dense")
     with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
-        ColdService(ready.weights, graph, {0: np.zeros(96, np.bool_)}, "cpu", max_batch=1)
+        CpuOffload(ready.weights, graph, {0: np.zeros(96, np.bool_)}, "cpu", max_batch=1)
     cold = service(gguf, "exact")
     with pytest.raises(ValueError, match="takes 1 to 16 tokens, not 17"):
         cold.begin_step(17)
@@ -236,14 +236,14 @@ def test_kinds_are_tried_in_processes_of_their_own(monkeypatch: pytest.MonkeyPat
         return outcome
 
     monkeypatch.delenv("HOTSET_HANDSHAKE", raising=False)
-    monkeypatch.setattr(handshake, "_measured_by", measured)
+    monkeypatch.setattr(cpu_offload, "_measured_by", measured)
     for given, kind, order in (
         ({"memops": 9e-6, "spin": 7e-6}, "spin", ["memops", "spin"]),
         ({"memops": "too old", "spin": 7e-6}, "spin", ["memops", "spin"]),
         ({"memops": "a", "spin": "b", "hostfunc": 5e-5}, "hostfunc", ["memops", "spin", "hostfunc"]),
         ({"memops": "a", "spin": "b", "hostfunc": "c"}, "direct", ["memops", "spin", "hostfunc"]),
     ):
-        monkeypatch.setattr(handshake, "_chosen", {})
+        monkeypatch.setattr(cpu_offload, "_chosen", {})
         outcomes, tried[:] = given, []
         chosen = choose_kind(device)
         assert (chosen.kind, tried) == (kind, order)
@@ -254,7 +254,7 @@ def test_kinds_are_tried_in_processes_of_their_own(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_measures_may_fail_in_any_way() -> None:
     def said(code: str, timeout: float = 60.0) -> float:
-        return handshake._measured_by([sys.executable, "-S", "-c", code], timeout)
+        return cpu_offload._measured_by([sys.executable, "-S", "-c", code], timeout)
 
     assert said("print('a line'); print(1.5e-05)") == 1.5e-5
     with pytest.raises(DeviceError, match=r"^no such call$"):
@@ -273,19 +273,19 @@ def test_a_round_trip_is_measured() -> None:
 
 
 @pytest.fixture
-def cold(tmp_path: Path) -> Iterator[ColdService]:
+def cold(tmp_path: Path) -> Iterator[CpuOffload]:
     made = service(write(tmp_path, "llama"), "exact", timeout=WATCHDOG)
     yield made
     within(WATCHDOG, made.close)
 
 
-def assert_works(cold: ColdService) -> None:
+def assert_works(cold: CpuOffload) -> None:
     fresh = within(WATCHDOG, lambda: ask(cold, 1, inputs(2)))
     assert np.abs(fresh).max() > 0
     np.testing.assert_array_equal(within(WATCHDOG, lambda: ask(cold, 1, inputs(2))), fresh)
 
 
-def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> None:
+def test_a_device_that_fails_leaves_the_next_step_clean(cold: CpuOffload) -> None:
     def fail(at: int) -> None:
         with cold.step(2):
             for point, work in enumerate([lambda: cold.post(0, inputs(2)), lambda: cold.collect(0)] * 2):
@@ -300,13 +300,13 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> No
         assert_works(cold)
 
 
-def test_what_was_posted_must_be_collected(cold: ColdService) -> None:
-    with pytest.raises(DeviceError, match="layer 0 were asked for and not collected"), cold.step(1):
+def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
+    with pytest.raises(DeviceError, match="layer 0 were asked for and not gathered"), cold.step(1):
         cold.post(0, inputs(1))
     assert_works(cold)
 
 
-def test_what_was_answered_must_be_collected_too(cold: ColdService) -> None:
+def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
     """An answer that nobody took would be taken for the next step's."""
     done = cold._exchange.shared.flags(cold._exchange.shared.done)
 
@@ -315,12 +315,12 @@ def test_what_was_answered_must_be_collected_too(cold: ColdService) -> None:
             cold.post(0, inputs(1))
             until(lambda: done[0])
 
-    with pytest.raises(DeviceError, match="layer 0 were asked for and not collected"):
+    with pytest.raises(DeviceError, match="layer 0 were asked for and not gathered"):
         within(WATCHDOG, answered_and_left)
     assert_works(cold)
 
 
-def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
+def test_a_waiter_is_released_from_elsewhere(cold: CpuOffload) -> None:
     in_step = threading.Event()
 
     def wait_for_nothing() -> None:
@@ -334,7 +334,7 @@ def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
     assert_works(cold)
 
 
-def test_a_waiter_is_released_by_close(cold: ColdService) -> None:
+def test_a_waiter_is_released_by_close(cold: CpuOffload) -> None:
     in_step = threading.Event()
 
     def wait_for_nothing() -> None:
@@ -350,13 +350,13 @@ def test_a_waiter_is_released_by_close(cold: ColdService) -> None:
     cold.close()
 
 
-def test_a_step_within_a_step_is_refused(cold: ColdService) -> None:
+def test_a_step_within_a_step_is_refused(cold: CpuOffload) -> None:
     with cold.step(1), pytest.raises(DeviceError, match="in the middle of a step"):
         cold.begin_step(1)
     assert_works(cold)
 
 
-def test_ctrl_c_gets_through_to_a_waiter(cold: ColdService) -> None:
+def test_ctrl_c_gets_through_to_a_waiter(cold: CpuOffload) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -380,7 +380,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     gguf = open_gguf(path)
     ready, graph = prepared(gguf, "exact")
     h = torch.from_numpy(np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32))
-    slow = ColdService(
+    slow = CpuOffload(
         ready.weights, graph, {0: np.zeros(2048, np.bool_)}, "cpu", max_batch=1024, n_threads=1, timeout=1e-3
     )
 
@@ -463,7 +463,7 @@ def fake() -> Iterator[FakeCuda]:
     made.close()
 
 
-def on_stream(tmp_path: Path, fake: FakeCuda, kind: str, **options: Any) -> ColdService:
+def on_stream(tmp_path: Path, fake: FakeCuda, kind: str, **options: Any) -> CpuOffload:
     return service(write(tmp_path, "llama"), "predicted", kind=kind, driver=fake, **options)
 
 

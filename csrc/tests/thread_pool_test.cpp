@@ -1,4 +1,4 @@
-// The team of threads: how a step is cancelled, who may still write afterwards, and how memory is let go of.
+// The thread pool: how a step is cancelled, who may still write afterwards, and how memory is let go of.
 // Everything is forced by gates in the chunks; nothing depends on time.
 #include <chrono>
 #include <cstdio>
@@ -14,7 +14,7 @@ using namespace hotset;
 
 void check(bool condition, const char* what) {
     if (condition) return;
-    std::fprintf(stderr, "team_test: %s\n", what);
+    std::fprintf(stderr, "thread_pool_test: %s\n", what);
     std::exit(1);
 }
 
@@ -48,7 +48,7 @@ class Chunks : public Job {
 
 bool run(Runtime& runtime, const Chunks& job, std::atomic<bool>& cancel, const Poll* poll = nullptr) {
     const Runtime::Turn turn(runtime, cancel, poll);
-    return turn.team().run(turn.team().free_slot(), job, cancel, poll, &job);
+    return turn.pool().run(turn.pool().free_slot(), job, cancel, poll, &job);
 }
 
 void expect_whole(Runtime& runtime) {
@@ -241,5 +241,5 @@ int main() {
     test_a_late_thread_writes_nothing();
     test_leave_waits_for_late_threads();
     test_turns();
-    std::printf("team_test: passed\n");
+    std::printf("thread_pool_test: passed\n");
 }
