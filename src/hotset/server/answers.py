@@ -1,6 +1,6 @@
 """An answer as every API schema sees it: what is asked for, and the deltas that come of it.
 
-A API schema translates: its JSON into an AnswerRequest, and deltas (or the finished choices) into its own
+An API schema translates: its JSON into an AnswerRequest, and deltas (or the finished choices) into its own
 JSON.
 `Service.ask` makes an Answer of the one:
 
@@ -204,7 +204,7 @@ class Choice:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call for a API schema that has them as an object, not as text.
+    """The arguments of a call for an API schema that has them as an object, not as text.
 
     What a model wrote that is no JSON object is handed on as {"INVALID_JSON": text}: a client may show it to
     the model again. So are numbers that JSON does not have, such as NaN and 1e999, and arguments that are

@@ -77,7 +77,7 @@ def documented_as(media_type: str) -> Responses:
 
 
 def errors(reply: type[BaseModel]) -> Responses:
-    """`responses` of all routes of a API schema."""
+    """`responses` of all routes of an API schema."""
     return {
         "4XX": {"model": reply, "description": "What is wrong with the request, as a message"},
         "5XX": {"model": reply, "description": "What went wrong here, or that the model is not ready"},

@@ -1,4 +1,4 @@
-"""Turns of a conversation on their way from a API schema to a chat template.
+"""Turns of a conversation on their way from an API schema to a chat template.
 
 A turn is a message as OpenAI's clients write one; templates read nothing else. Other API schemas have the
 parts
