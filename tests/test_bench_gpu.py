@@ -213,7 +213,7 @@ def test_what_steps_find_becomes_tables(
         blocking = options.get("env", {}).get("CUDA_LAUNCH_BLOCKING")  # type: ignore[attr-defined]
         budget = int(task.get("options", {}).get("vram_budget", 0) * hybrid.GIB)
         said = {
-            "handshake": {"seconds": 8e-6},
+            "synchronisation": {"seconds": 8e-6},
             "replays": {
                 "different": [],
                 "captured": 8,
@@ -235,14 +235,14 @@ def test_what_steps_find_becomes_tables(
     setup = hybrid.Setup(torch.device("cpu"), *what, 64, 1, (0.5,), {})
     steps.run(Ledger(tmp_path / "steps", 60), setup)
     said = capsys.readouterr().out
-    assert said.rstrip().splitlines()[-1].startswith("1 units left (handshake-memops is next)")
+    assert said.rstrip().splitlines()[-1].startswith("1 units left (synchronisation-memops is next)")
     kept = {path.stem for path in (tmp_path / "steps").iterdir()}
-    assert kept > {"handshake-spin", "replays-half", "prompt"}
-    assert "handshake-memops" not in kept
+    assert kept > {"synchronisation-spin", "replays-half", "prompt"}
+    assert "synchronisation-memops" not in kept
     lines = said.splitlines()
     found = {cells[1].strip(): cells[3].strip() for line in lines if len(cells := line.split("|")) == 5}
-    assert found["handshake spin"] == "pass"
-    assert found["handshake memops"] == "FAIL"
+    assert found["host-device synchronisation spin"] == "pass"
+    assert found["host-device synchronisation memops"] == "FAIL"
     assert found["captured steps, whole on the device"] == "pass"
     assert found["captured steps, half on the device"] == "FAIL"  # no layer was shared
     assert found["prompt of 1800 tokens, launches that wait"] == "FAIL"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
@@ -58,9 +57,7 @@ def _only_value(field: FieldInfo) -> list[Any]:
     if isinstance(kind, type) and issubclass(kind, Shape):
         only = kind.written()
         return [only] if only.keys() == kind.model_fields.keys() else []
-    return (
-        [[]] if any(isinstance(limit, MaxLen) and limit.max_length == 0 for limit in field.metadata) else []
-    )
+    return [[]] if any(getattr(limit, "max_length", None) == 0 for limit in field.metadata) else []
 
 
 Responses = dict[int | str, dict[str, Any]]
