@@ -537,6 +537,12 @@ def test_long_tokens_count_only_for_the_bytes_that_they_have(metadata):
     assert tokenizer.fewest_tokens("-" * 100_000) == 100
 
 
+def test_a_text_of_few_bytes_fits_without_a_look_at_the_vocabulary(monkeypatch):
+    tokenizer = load_tokenizer(bpe_metadata())
+    monkeypatch.setattr(tokenizer, "fewest_tokens", None)
+    assert tokenizer.encode("x" * 100, most=100) == tokenizer.encode("x" * 100)
+
+
 def test_bytes_that_texts_lose_count_for_no_tokens():
     given = bpe_metadata()
     given["tokenizer.ggml.tokens"] = [
