@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.sparsity.stats import StatsAccumulator
+from hotset.sparsity.stats import StepCosts
 
 if TYPE_CHECKING:
     from hotset import Model
@@ -81,10 +81,7 @@ def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
             share = rows[name][ffn.layer]
             if share < STREAMS_ABOVE and (name != "down" or ffn.by_neuron):
                 gathered += tensors[op.weight].nbytes * share
-    counts = StatsAccumulator(model.graph, tensors)
-    for step in stats:
-        counts.add(step)
-    summary = counts.summary()
+    summary = StepCosts(model.graph, tensors).summary(stats)
     keys_and_values = model.cost.kv_bytes_read(n_warm + n_tokens / 2, model.kv_type)
     return Anatomy(
         streamed=summary.bytes_touched_per_token - gathered + keys_and_values,

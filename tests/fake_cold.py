@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hotset.backends.gpu.cpu_offload import CpuWorkerCounts
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
@@ -25,7 +24,8 @@ class FakeCpuWorker:
     def __init__(
         self, weights: WeightSource, graph: Graph, layers: Mapping[int, np.ndarray], max_batch: int
     ) -> None:
-        self.layers, self.graph, self.max_batch = layers, graph, max_batch
+        self.layers, self.graph, self.max_batch = tuple(sorted(layers)), graph, max_batch
+        self._hot = layers
         self._reference = ReferenceBackend(weights, graph, n_pages=1)
         # Where results stay from step to step, as memory that a device has mapped does.
         width = graph.ops[0].out.width
@@ -55,7 +55,7 @@ class FakeCpuWorker:
             raise RuntimeError("the cold half failed")
 
     def post(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
-        hot = self.layers[layer]
+        hot = self._hot[layer]
         assert layer not in self._done
         assert self._n_tokens, "outside a step"
         assert h.shape[0] == self._n_tokens
@@ -75,13 +75,14 @@ class FakeCpuWorker:
         self._done.remove(layer)
         return self._out[layer][: self._n_tokens]
 
-    def counts(self) -> CpuWorkerCounts:
+    def counts(self) -> np.ndarray:
         """All of them zero but the neurons that were asked for in all steps together, of the first layer."""
-        zeros = np.zeros(len(self.layers), np.int64)
-        selected = zeros + np.eye(len(zeros), 1, dtype=np.int64)[:, 0] * self.n_selected
-        return CpuWorkerCounts(
-            tuple(sorted(self.layers)), zeros, selected, *(zeros,) * 4, zeros.astype(float)
-        )
+        counts = np.zeros((len(self.layers), 5), np.int64)
+        counts[0, 0] = self.n_selected
+        return counts
+
+    def seconds(self) -> np.ndarray:
+        return np.zeros(len(self.layers))
 
     def cancel(self, reason: str) -> None:
         raise AssertionError("the fake waits for nobody")

@@ -16,7 +16,6 @@ import hotset
 from hotset.backends.base import StepStats
 from hotset.server.activity import ActivityReport
 from hotset.server.service import Service
-from hotset.sparsity.stats import StatsAccumulator
 
 BODY = {
     "messages": MESSAGES,
@@ -47,26 +46,6 @@ def activity_of(text: str, index: int = 0) -> list[dict[str, Any]]:
         if event["choices"] and event["choices"][0]["index"] == index:
             entries += event.get("hotset", {}).get("activity", [])
     return entries
-
-
-def test_a_step_by_itself_is_what_adding_it_up_alone_says(sparse: Path) -> None:
-    with hotset.load(sparse, backend="cpu", n_threads=1) as model:
-        model.generate([1, 2, 3], max_tokens=2, temperature=0)
-        for _ in range(2):
-            step = model.backend.stats()
-            assert step is not None
-            statistics = StatsAccumulator(model.graph, model.weights.tensors)
-            found = statistics.of_step(step)
-            assert statistics.summary().n_steps == 0
-            statistics.add(step)
-            summary = statistics.summary()
-            assert found.of_all == summary.active_share
-            assert (found.touched, found.total) == pytest.approx(
-                (summary.bytes_touched_per_token, summary.bytes_total_per_token)
-            )
-            assert found.active_share.tolist() == [layer.active_share for layer in summary.layers]
-            assert found.bytes == pytest.approx([layer.bytes for layer in summary.layers])
-            model.generate(list(range(1, 20)), max_tokens=1, temperature=0)  # a step of many tokens
 
 
 def test_every_token_has_the_numbers_of_its_step(sparse: Path) -> None:

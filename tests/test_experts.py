@@ -26,7 +26,7 @@ from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.formats.requantize import quantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.sparsity.stats import StatsAccumulator
+from hotset.sparsity.stats import StepCosts
 
 T = GGMLType
 MIXED = {"ffn_gate_exps": T.Q4_K, "ffn_up_exps": T.Q4_0, "ffn_down_exps": T.Q6_K, "output": T.Q8_0}
@@ -201,19 +201,17 @@ def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str)
 def test_statistics_know_the_share_of_experts(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    backend, statistics = cpu(gguf), StatsAccumulator(graph, gguf.tensors)
+    backend, costs, steps = cpu(gguf), StepCosts(graph, gguf.tensors), []
     for at in range(3):
         backend.step(batch([(tokens(1, at), at, [0])]))
-        statistics.add(backend.stats())
-    summary = statistics.summary()
+        steps.append(backend.stats())
+    summary = costs.summary(steps)
     assert [layer.expert_share for layer in summary.layers] == pytest.approx([3 / 9] * 2)
     assert summary.active_share == pytest.approx(3 / 9, abs=0.01)
     of_experts = sum(gguf.tensors[f"blk.0.ffn_{n}_exps.weight"].nbytes for n in ("gate", "up", "down"))
     assert summary.layers[0].bytes == pytest.approx(of_experts * 3 / 9)
     backend.step(batch([(tokens(100), 0, [1, 2])]))  # all of them
-    statistics = StatsAccumulator(graph, gguf.tensors)
-    statistics.add(backend.stats())
-    assert [layer.expert_share for layer in statistics.summary().layers] == [1.0, 1.0]
+    assert [layer.expert_share for layer in costs.summary([backend.stats()]).layers] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("form", ["relu", "by neuron"])

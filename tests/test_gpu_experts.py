@@ -20,7 +20,6 @@ from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from waiting import within  # noqa: E402
 
-from hotset.backends.base import ExpertCounts  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu import fallback  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
@@ -36,6 +35,7 @@ from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
 from hotset.model.operations import Ffn, Heads, Route, Value  # noqa: E402
+from hotset.offload.cache_stats import CacheStats  # noqa: E402
 from hotset.offload.misses import Fetching, MissRates  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_what_the_device_computes_is_not_asked_of_the_cpu(tmp_path: Path) -> Non
             parts = service.collect(0).view(2, 3, -1)
         assert service.route(0).tolist() == asked
         n_rows = graph.ffns[0].n_ff // 9
-        assert service.counts().selected.tolist() == [n_rows * int((ids >= 0).sum())]
+        assert service.counts()[:, 0].tolist() == [n_rows * int((ids >= 0).sum())]
     assert parts.shape == (2, 3, graph.ffns[0].out.width)
     service.close()
 
@@ -267,7 +267,7 @@ LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=
 EVEN = MissRates(cpu=1e9, cpu_beside=1e9, many=1e10, link=1e9, link_beside=1e9)
 
 
-def counted(backend: ChainBackend) -> ExpertCounts:
+def counted(backend: ChainBackend) -> CacheStats:
     [stage] = backend.stages
     assert isinstance(stage, GpuStage)
     return stage.expert_counts()

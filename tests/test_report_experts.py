@@ -13,13 +13,13 @@ from test_report import check_self_contained
 from test_trace import EXPERTS, moe_layer, random_trace, traced
 
 import hotset
-from hotset.backends.base import ExpertCounts
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.offload.cache_stats import CacheStats
 from hotset.report.activity import LAGS
 from hotset.report.experts import drift_of, experts_dict, experts_line, hotness_of
 from hotset.report.layers import expert_table
@@ -197,13 +197,13 @@ def test_profile_and_report_of_a_mixture(
 
 
 def test_a_line_of_experts() -> None:
-    beside = ExpertCounts(hits=1300, on_cpu=600, fetched=124, streamed=100)
+    beside = CacheStats(hits=1300, on_cpu=600, fetched=124, streamed=100)
     assert experts_line(beside) == (
         "1,300 of 2,000 experts were in the cache (65%), 100 streamed, 124 fetched, 600 computed by the CPU"
     )
-    stored = ExpertCounts(hits=3, read=1)
+    stored = CacheStats(hits=3, misses=1)
     assert experts_line(stored) == "3 of 4 experts were in the cache (75%), 1 read from the disk"
-    assert experts_line(ExpertCounts()) == "0 of 0 experts were in the cache"
+    assert experts_line(CacheStats()) == "0 of 0 experts were in the cache"
     assert experts_dict(beside + stored) == {
         "hits": 1303, "on_cpu": 600, "fetched": 124, "read": 1, "streamed": 100, "hit_rate": 1303 / 2004
     }  # fmt: skip

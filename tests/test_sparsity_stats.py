@@ -22,7 +22,7 @@ from hotset.model.predictor import Predictor
 from hotset.report.layers import stats_table
 from hotset.sparsity import taps
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.stats import LayerStats, StatsAccumulator, StatsSummary, measure_predictor
+from hotset.sparsity.stats import LayerStats, StatsSummary, StepCosts, measure_predictor
 
 N_FF, D = 96, 64
 Q4, Q8 = row_bytes(GGMLType.Q4_0, D), row_bytes(GGMLType.Q8_0, D)
@@ -59,9 +59,8 @@ def test_every_row_is_what_the_model_costs(tmp_path: Path) -> None:
     """A dense step reads what Cost counts, and is multiplied with every parameter of the matrices."""
     gguf = opened(tmp_path / "model.gguf", dialect="gguf", ranks=(32, 32))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    statistics = StatsAccumulator(graph, gguf.tensors)
-    statistics.add(dense_step())
-    summary = statistics.summary()
+    costs = StepCosts(graph, gguf.tensors)
+    summary = costs.summary([dense_step()])
     assert summary.bytes_touched_per_token == summary.bytes_total_per_token
     assert summary.bytes_touched_per_token == sum(Cost(graph, gguf.tensors).weight_bytes.values())
     matrices = [t for name, t in gguf.tensors.items() if len(t.shape) == 2 and name != "token_embd.weight"]
@@ -72,10 +71,9 @@ def test_every_row_is_what_the_model_costs(tmp_path: Path) -> None:
 def test_rows_that_were_read_are_bytes(tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", ranks=(32, 64))
     graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
-    statistics = StatsAccumulator(graph, gguf.tensors)
+    costs = StepCosts(graph, gguf.tensors)
     counts = {"selected": [40, 10], "active": [8, 2], "gate_rows": [40, 10]}
-    statistics.add(step(**counts, up_rows=[12, 4], down_rows=[8, 2]))
-    summary = statistics.summary()
+    summary = costs.summary([step(**counts, up_rows=[12, 4], down_rows=[8, 2])])
     first, second = summary.layers
     fc = [rank * D * 2 + N_FF * rank * 4 for rank in (32, 64)]  # fc1 is F16, fc2 F32
     assert first.bytes == 40 * Q4 + 12 * Q8 + 8 * Q8 + fc[0]
@@ -95,10 +93,9 @@ def test_scales_of_planes_are_read_by_group(tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", dialect="gguf")
     config = config_from_gguf(gguf)
     ready = prepare(gguf, config, choose(config, gguf.tensors))
-    statistics = StatsAccumulator(describe(config, ready.weights.tensors), ready.weights.tensors)
+    costs = StepCosts(describe(config, ready.weights.tensors), ready.weights.tensors)
     counts = {"selected": [N_FF, N_FF], "active": [8, N_FF], "gate_rows": [N_FF] * 2}
-    statistics.add(step(**counts, up_rows=[8, N_FF], down_rows=[8, N_FF]))
-    first, second = statistics.summary().layers
+    first, second = costs.summary([step(**counts, up_rows=[8, N_FF], down_rows=[8, N_FF])]).layers
     groups = 3 * (1 - (1 - 8 / N_FF) ** 32)
     assert first.bytes == pytest.approx(N_FF * Q4 + 8 * Q8 + 8 * D + groups * 2 * D)
     assert second.bytes == N_FF * Q4 + N_FF * Q8 + N_FF * D + 3 * 2 * D
@@ -106,29 +103,27 @@ def test_scales_of_planes_are_read_by_group(tmp_path: Path) -> None:
 
 def test_a_down_matrix_by_output_is_read_whole(tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", dialect="gguf")
-    statistics = StatsAccumulator(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
+    costs = StepCosts(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
     counts = {"selected": [N_FF] * 2, "active": [8, 1], "gate_rows": [N_FF] * 2}
-    statistics.add(step(**counts, up_rows=[8, 1], down_rows=[8, 1]))
-    layer = statistics.summary().layers[0]
+    layer = costs.summary([step(**counts, up_rows=[8, 1], down_rows=[8, 1])]).layers[0]
     assert layer.bytes == N_FF * Q4 + 8 * Q8 + D * row_bytes(GGMLType.Q8_0, N_FF)
 
 
 def test_tokens_of_a_step_share_its_bytes(tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", "opt")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    one, four = (StatsAccumulator(graph, gguf.tensors) for _ in range(2))
-    one.add(dense_step(gated=False))
-    four.add(dense_step(4, gated=False))
+    costs = StepCosts(graph, gguf.tensors)
+    one, four = (costs.summary([dense_step(n, gated=False)]) for n in (1, 4))
     embedded = 2 * D * 4  # a token's own rows: of the embedding and of the positions
-    alone, shared = one.summary().bytes_touched_per_token, four.summary().bytes_touched_per_token
+    alone, shared = one.bytes_touched_per_token, four.bytes_touched_per_token
     assert shared - embedded == pytest.approx((alone - embedded) / 4)
-    assert one.summary().active_parameters == four.summary().active_parameters
-    assert four.summary().n_tokens == 4
+    assert one.active_parameters == four.active_parameters
+    assert four.n_tokens == 4
 
 
 def test_nothing_yet_is_zero_and_json(tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf")
-    summary = StatsAccumulator(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors).summary()
+    summary = StepCosts(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors).summary([])
     assert (summary.n_tokens, summary.active_share) == (0, 0)
     assert json.loads(json.dumps(summary.as_dict()))["layers"][1]["layer"] == 1
 
@@ -138,16 +133,16 @@ def test_what_a_backend_counts_is_what_its_taps_saw(architecture: str, tmp_path:
     gguf = opened(tmp_path / "model.gguf", architecture)
     graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
     backend = ReferenceBackend(gguf, graph, n_pages=1, sparse=True)
-    statistics = StatsAccumulator(graph, gguf.tensors)
-    active = 0
+    costs = StepCosts(graph, gguf.tensors)
+    active, steps = 0, []
     for values in taps.steps(
         backend, np.arange(40, dtype=np.int32), ("blk.0.ffn_masked", "blk.1.ffn_masked")
     ):
         stats = backend.stats()
         assert stats is not None
-        statistics.add(stats)
+        steps.append(stats)
         active += sum(np.count_nonzero(value) for value in values.values())
-    summary = statistics.summary()
+    summary = costs.summary(steps)
     assert summary.active_share == pytest.approx(active / (2 * 40 * N_FF))
     assert summary.bytes_touched_per_token > 0
     assert all(value > 0 for value in summary.seconds.values())
@@ -172,7 +167,7 @@ def test_recall_and_precision(tmp_path: Path) -> None:
         assert layer.precision == (fires & chosen).sum() / chosen.sum()
         assert layer.of_magnitude == pytest.approx(np.abs(neurons[chosen]).sum() / np.abs(neurons).sum())
         assert (layer.active_share, layer.selected_share) == (fires.mean(), chosen.mean())
-    summary = StatsAccumulator(graph, gguf.tensors).summary().with_quality(found)
+    summary = StepCosts(graph, gguf.tensors).summary([]).with_quality(found)
     assert [layer.recall for layer in summary.layers] == [layer.recall for layer in found]
 
 

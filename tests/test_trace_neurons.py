@@ -25,7 +25,7 @@ from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.offload.weight_store import StoreCounts
+from hotset.offload.cache_stats import CacheStats
 from hotset.sparsity import recorder, taps
 from hotset.sparsity.recorder import record
 from hotset.sparsity.reorder import reorder
@@ -189,9 +189,9 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
             assert point.hit_rates[policy] == hits / replayed.n_counted, (policy, point)
 
 
-def of_rows(weights: Any) -> StoreCounts:
+def of_rows(weights: Any) -> CacheStats:
     """Without the embedding's."""
-    return StoreCounts(*weights.store.counts())
+    return CacheStats(*weights.store.counts())
 
 
 def counted(backend: CpuBackend, weights: Any) -> tuple[float, float, int]:
@@ -202,7 +202,7 @@ def counted(backend: CpuBackend, weights: Any) -> tuple[float, float, int]:
             before = of_rows(weights)
         backend.step(batch([(np.array([id]), i, [2])]))
     assert before is not None
-    done = of_rows(weights).since(before)
+    done = of_rows(weights) - before
     return done.hit_rate, done.bytes_read / (N_TOKENS - N_TOKENS // 2), done.n_reads
 
 

@@ -19,7 +19,7 @@ from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import PREDICTOR_MASKS_KEY, config_from_gguf
 from hotset.model.decoder import describe
-from hotset.sparsity.stats import StatsAccumulator
+from hotset.sparsity.stats import StepCosts
 from hotset.training.predictor import train_predictors
 
 torch = pytest.importorskip("torch")
@@ -92,15 +92,15 @@ def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -
     gguf = open_gguf(model[0] / "model.gguf")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     for sparse in (False, True):
-        statistics = StatsAccumulator(graph, gguf.tensors)
+        steps = []
         for step, ours, theirs in counted_twice(gguf, sparse=sparse):
             np.testing.assert_allclose(ours.selected, theirs.selected, rtol=0.02)
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.03)
             assert (ours.gate_rows >= theirs.gate_rows * 0.98).all()
             if sparse and len(step.tokens) == 1:  # many rows of a chunk: all of it is read
                 assert (ours.gate_rows < sum(config_from_gguf(gguf).n_ff)).all()
-            statistics.add(ours)
-        summary = statistics.summary()
+            steps.append(ours)
+        summary = StepCosts(graph, gguf.tensors).summary(steps)
         assert summary.bytes_touched_per_token > 0
         for layer in summary.layers:
             assert layer.expert_share is None or 0.4 < layer.expert_share <= 1.0

@@ -38,7 +38,7 @@ from hotset.settings import LoadSettings, ModelPath, taking
 if TYPE_CHECKING:
     from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
-    from hotset.sparsity.stats import PredictorQuality, StatsSummary
+    from hotset.sparsity.stats import PredictorQuality, StatsSummary, StepCosts
     from hotset.text.chat import ChatTemplate
     from hotset.text.constraint import Grammars
     from hotset.text.output import OutputForm
@@ -363,14 +363,13 @@ class Model:
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary | None:
         """What these steps of the backend did, mean per token; None without any."""
-        if not steps:
-            return None
-        from hotset.sparsity.stats import StatsAccumulator
+        return self._step_costs.summary(steps) if steps else None
 
-        statistics = StatsAccumulator(self.graph, self.weights.tensors)
-        for step in steps:
-            statistics.add(step)
-        return statistics.summary()
+    @cached_property
+    def _step_costs(self) -> StepCosts:
+        from hotset.sparsity.stats import StepCosts
+
+        return StepCosts(self.graph, self.weights.tensors)
 
     def measure_predictor(self, tokens: Prompt) -> list[PredictorQuality]:
         """Recall and precision of the predictor, layer by layer, against the neurons that fire on a text.

@@ -128,39 +128,6 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> 
     return np.asarray(tables[np.arange(n), last].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE)
 
 
-@dataclass(frozen=True)
-class ExpertCounts:
-    """What became of the experts that tokens needed, since the model was loaded.
-
-    hits: they were in the cache, a device's or, under a budget of memory, this machine's. streamed: a device
-    that did not have them fetched and computed them; on_cpu: the CPU computed them for it. read: from the
-    disk. fetched: copies of experts that were made in a device's memory, for its cache or for a step, whose
-    tokens share them.
-    """
-
-    hits: int = 0
-    on_cpu: int = 0
-    fetched: int = 0
-    read: int = 0
-    streamed: int = 0
-
-    def __add__(self, other: ExpertCounts) -> ExpertCounts:
-        return ExpertCounts(
-            self.hits + other.hits, self.on_cpu + other.on_cpu, self.fetched + other.fetched,
-            self.read + other.read, self.streamed + other.streamed,
-        )  # fmt: skip
-
-    @property
-    def needed(self) -> int:
-        """All of them."""
-        return self.hits + self.streamed + self.on_cpu + self.read
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Of what was needed; None where nothing was."""
-        return self.hits / self.needed if self.needed else None
-
-
 # What operations of a layer count (csrc/plan.h), in this order: fields of StepStats.
 COUNTS = ("selected", "active", "gate_rows", "up_rows", "down_rows", "left_out")
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import COUNTS, Batch, ExpertCounts, StepResult, StepStats, cache_slots
+from hotset.backends.base import COUNTS, Batch, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.operations import PARTS
+from hotset.offload.cache_stats import CacheStats
 
 if TYPE_CHECKING:
     from hotset import _core
@@ -136,9 +137,9 @@ class ChainBackend:
         """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""
         return sum((stage.cpu_worker_seconds() for stage in self.stages), np.zeros(self.n_layer))
 
-    def expert_counts(self) -> ExpertCounts:
+    def expert_counts(self) -> CacheStats:
         """What became of the experts of the devices' layers, since the stages were made."""
-        return sum((stage.expert_counts() for stage in self.stages), ExpertCounts())
+        return sum((stage.expert_counts() for stage in self.stages), CacheStats())
 
     def cancel(self) -> None:
         """Ends the step in flight on all sides, from any thread; it raises StepCancelledError."""

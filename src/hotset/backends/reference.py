@@ -13,7 +13,7 @@ from typing import assert_never
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
+from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
@@ -22,6 +22,7 @@ from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import (
+    PARTS,
     Activate,
     Add,
     Attention,
@@ -36,7 +37,6 @@ from hotset.model.operations import (
     Linear,
     Mask,
     Multiply,
-    Part,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -122,22 +122,24 @@ class ReferenceBackend:
         values: dict[int, np.ndarray] = {}
         taps: dict[str, np.ndarray] = {}
         last_use = self._last_use()
-        counts = _Counts(self.graph, len(batch.tokens), self.sparse)
+        counts = np.zeros((self.graph.n_layer, len(COUNTS)), np.int64)
+        seconds = np.zeros((self.graph.n_layer + 1, len(PARTS)))  # the last row: of no layer
         for index, op in enumerate(self.graph.ops):
             if self._cancelled:
                 raise StepCancelledError
             for part in op.primitives if isinstance(op, Ffn) else (op,):
                 began = time.perf_counter()
                 values[part.out.id] = self._compute(part, values, batch, slots)
-                counts.add_time(part.layer, part.part, time.perf_counter() - began)
+                seconds[part.layer, PARTS.index(part.part)] += time.perf_counter() - began
                 if part.out.name in batch.taps:
                     taps[part.out.name] = values[part.out.id].copy()
             if isinstance(op, Ffn):
-                counts.add(op, values)
+                counts[op.layer] = _counts_of(op, values, self.sparse)
             for id in [id for id in values if last_use.get(id, -1) < index]:
                 del values[id]
         self.weights.check()
-        self._stats = counts.stats()
+        other = float(seconds[:, -1].sum())
+        self._stats = StepStats.of(len(batch.tokens), counts, seconds[:-1], other, is_cut=False)
         return StepResult(values[self.graph.result.id], taps)
 
     def stats(self) -> StepStats | None:
@@ -318,40 +320,21 @@ class ReferenceBackend:
         return self._weights.whole(name)
 
 
-class _Counts:
-    """Collects StepStats while a step runs."""
-
-    def __init__(self, graph: Graph, n_tokens: int, sparse: bool) -> None:
-        self.n_tokens, self.sparse = n_tokens, sparse
-        n_layer = graph.n_layer
-        names = ("selected", "active", "gate_rows", "up_rows", "down_rows")
-        self.counts = {name: np.zeros(n_layer, np.int64) for name in names}
-        self.times = {name: np.zeros(n_layer) for name in ("predictor", "ffn", "attention")}
-        self.other = 0.0
-
-    def add_time(self, layer: int, part: Part, seconds: float) -> None:
-        if part == "other":
-            self.other += seconds
-        else:
-            self.times[part][layer] += seconds
-
-    def add(self, ffn: Ffn, values: dict[int, np.ndarray]) -> None:
-        """Counts what the values of an FFN say about its neurons."""
-        active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
-        chosen = there = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
-        if ffn.mask is not None:
-            chosen = _of_all_experts(ffn, values, selected(ffn.mask, values[ffn.mask.scores.id]))
-        fires = _of_all_experts(ffn, values, values[ffn.fires.id] != 0)
-        up = chosen if ffn.gate is None else chosen & fires
-        for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
-            needed = needed if self.sparse else there if ffn.route is not None else np.ones_like(chosen)
-            n_rows = needed.any(axis=0).sum()
-            self.counts[name][ffn.layer] = 0 if name == "gate_rows" and ffn.gate is None else n_rows
-        self.counts["selected"][ffn.layer] = chosen.sum()
-        self.counts["active"][ffn.layer] = active.sum()
-
-    def stats(self) -> StepStats:
-        return StepStats(self.n_tokens, **self.counts, **self.times, other=self.other)
+def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:
+    """What the values of an FFN say about its neurons, in the order of base.COUNTS."""
+    active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
+    chosen = there = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
+    if ffn.mask is not None:
+        chosen = _of_all_experts(ffn, values, selected(ffn.mask, values[ffn.mask.scores.id]))
+    fires = _of_all_experts(ffn, values, values[ffn.fires.id] != 0)
+    up = chosen if ffn.gate is None else chosen & fires
+    if not sparse:
+        rows = [there if ffn.route is not None else np.ones_like(chosen)] * 3
+    else:
+        rows = [chosen, up, active]
+    gate_rows, up_rows, down_rows = (int(needed.any(axis=0).sum()) for needed in rows)
+    gate_rows = 0 if ffn.gate is None else gate_rows
+    return int(chosen.sum()), int(active.sum()), gate_rows, up_rows, down_rows, 0
 
 
 def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarray) -> np.ndarray:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from hotset.backends.base import Batch, ExpertCounts
+from hotset.backends.base import Batch
 from hotset.model.graph import Graph
 from hotset.model.operations import Value
+from hotset.offload.cache_stats import CacheStats
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ class Stage(Protocol):
         layers. They pass at the same time as those of `seconds`."""
         ...
 
-    def expert_counts(self) -> ExpertCounts:
+    def expert_counts(self) -> CacheStats:
         """What became of experts for whose layers a device asks the CPU."""
         ...
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +37,7 @@ from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.escaping import LONGEST_CELL, escaped
 from hotset.formats.mapped import MappedFile
-from hotset.offload.weight_store import StoreCounts
+from hotset.offload.cache_stats import CacheStats
 from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
 from hotset.report.disk import disk_dict, disk_line
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hotset.engine.engine import CutTokens
     from hotset.engine.sequence import Sequence
     from hotset.model.cost import KVType
-    from hotset.offload.weight_store import StoreCounts, StoredWeights
+    from hotset.offload.weight_store import StoredWeights
 
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -87,7 +87,7 @@ class Measurement:
     seconds: list[float] = field(default_factory=list)
     bandwidth: list[float] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
-    disk: list[StoreCounts] = field(default_factory=list)
+    disk: list[CacheStats] = field(default_factory=list)
 
 
 def bench(
@@ -223,7 +223,7 @@ def measure(
             before = stored.counts() if stored else None
             result.seconds.append(run.once(test.n_gen))
             if stored is not None and before is not None:
-                result.disk.append(stored.counts().since(before))
+                result.disk.append(stored.counts() - before)
             on_run(i + 2, repetitions + 1)
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
@@ -336,7 +336,7 @@ def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
     """What was read from the disk, over all repetitions; nothing where files are mapped."""
     if model.ram is None or not result.disk:
         return {}
-    total = StoreCounts(*(sum(column) for column in zip(*map(astuple, result.disk), strict=True)))
+    total = sum(result.disk, CacheStats())
     timed = test.n_prompt + test.n_gen
     counted = timed + (test.n_prompt == 0)  # with the token that generation begins with, which is not timed
     return disk_dict(total, counted * len(result.seconds), sum(result.seconds) * counted / timed, model.ram)

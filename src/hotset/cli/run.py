@@ -31,8 +31,8 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.backends.base import ExpertCounts
     from hotset.generation import Chunk, Timings
+    from hotset.offload.cache_stats import CacheStats
     from hotset.sparsity.stats import StatsSummary
 
 # What a model is made of are hundreds of thousands of objects in no circle: to look for circles among them
@@ -284,7 +284,7 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
     )
 
 
-def _expert_counts(model: Model) -> ExpertCounts | None:
+def _expert_counts(model: Model) -> CacheStats | None:
     """What became of an MoE model's experts, where there is a cache of them."""
     if not model.config.has_experts:
         return None

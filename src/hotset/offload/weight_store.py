@@ -22,7 +22,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear, has_zeros
+from hotset.offload.cache_stats import CacheStats
 from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
 
@@ -45,30 +46,6 @@ _PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
 _USUAL_SHARE, _USUAL_LEAST = 1 / 8, 1024
 # Tokens of a step where weights have no room: buffers for more, which only long prompts use, would take it.
 STEP = 128
-
-
-@dataclass(frozen=True)
-class StoreCounts:
-    """Of rows, since the model was loaded: how many were there when they were needed, and how many were not;
-    bytes read for these, in how many reads; seconds of waiting for whatever was read; and bytes and reads of
-    weights that stream."""
-
-    hits: int = 0
-    misses: int = 0
-    bytes_read: int = 0
-    n_reads: int = 0
-    seconds_waited: float = 0.0
-    bytes_streamed: int = 0
-    stream_reads: int = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the rows that were there; None where none was needed."""
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
-
-    def since(self, before: StoreCounts) -> StoreCounts:
-        """What was done after `before`."""
-        return StoreCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -301,7 +278,7 @@ class StoredWeights:
             )
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
-        self._uncounted = StoreCounts()
+        self._uncounted = CacheStats()
         self._n_bytes = self._n_reads = 0  # that `read` has read
         self._lock = threading.Lock()
         self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
@@ -391,30 +368,23 @@ class StoredWeights:
         """All that always stays, uint8."""
         return self._block
 
-    def counts(self) -> StoreCounts:
+    def counts(self) -> CacheStats:
         """What the store and the stream did since they are counted."""
-        return self._all_counts().since(self._uncounted)
+        return self._all_counts() - self._uncounted
 
     def start_counting(self) -> None:
         """What was done until now does not count: steps that warm a device up."""
         self._uncounted = self._all_counts()
 
-    def _all_counts(self) -> StoreCounts:
-        counts = StoreCounts(*(() if self.store is None else self.store.counts()))
-        counts = replace(
-            counts, bytes_read=counts.bytes_read + self._n_bytes, n_reads=counts.n_reads + self._n_reads
-        )
+    def _all_counts(self) -> CacheStats:
+        counts = CacheStats(*(() if self.store is None else self.store.counts()))
+        counts += CacheStats(bytes_read=self._n_bytes, n_reads=self._n_reads)
         if self._embeddings is not None:  # no hit is to be had there, and none is missed
-            _, _, n_bytes, n_reads, seconds = self._embeddings.counts()
-            counts = replace(
-                counts, bytes_read=counts.bytes_read + n_bytes, n_reads=counts.n_reads + n_reads,
-                seconds_waited=counts.seconds_waited + seconds,
-            )  # fmt: skip
-        if self.streamed is None:
-            return counts
-        n_bytes, n_reads, seconds = self.streamed.stream.counts()
-        waited = counts.seconds_waited + seconds
-        return replace(counts, seconds_waited=waited, bytes_streamed=n_bytes, stream_reads=n_reads)
+            counts += CacheStats(0, 0, *self._embeddings.counts()[2:])
+        if self.streamed is not None:
+            n_bytes, n_reads, seconds = self.streamed.stream.counts()
+            counts += CacheStats(seconds_waited=seconds, bytes_streamed=n_bytes, stream_reads=n_reads)
+        return counts
 
     def _open(
         self, reader: _core.Reader, gap: int, groups: Sequence[RowGroup], n_bytes: int

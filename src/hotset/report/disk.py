@@ -8,11 +8,11 @@ from hotset.report.bars import percent
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.offload.weight_store import StoreCounts
+    from hotset.offload.cache_stats import CacheStats
     from hotset.placement.ram import RamPlan
 
 
-def disk_dict(counts: StoreCounts, n_tokens: int, seconds: float, ram: RamPlan) -> dict[str, Any]:
+def disk_dict(counts: CacheStats, n_tokens: int, seconds: float, ram: RamPlan) -> dict[str, Any]:
     """For JSON: what `counts` says of n_tokens that took some seconds.
 
     disk_ceiling_ts: tokens per second if nothing were done but read what was missing and what streams, at

@@ -8,13 +8,13 @@ the beginning are still good for later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import ExpertCounts
 from hotset.backends.pipeline import ChainBackend
+from hotset.offload.cache_stats import CacheStats
 from hotset.offload.replacement import arrange
 from hotset.report.activity import LAGS
 from hotset.report.bars import percent
@@ -88,7 +88,7 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
     return ExpertHotness(tuple(counts), hotness, n_used)
 
 
-def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> ExpertCounts | None:
+def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> CacheStats | None:
     """What became of an MoE model's experts since it was loaded; None where no cache is between them and what
     computes them."""
     if not any(ffn.route is not None for ffn in graph.ffns):
@@ -98,24 +98,31 @@ def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights |
         return beside
     counts = stored.counts()  # whose rows are experts alone, but in layers that have none
     if beside is None:
-        return ExpertCounts(counts.hits, read=counts.misses)
+        return CacheStats(hits=counts.hits, misses=counts.misses)
     read = min(counts.misses, beside.on_cpu)  # of those that the CPU computed for devices
-    return replace(beside, on_cpu=beside.on_cpu - read, read=read)
+    return replace(beside, on_cpu=beside.on_cpu - read, misses=read)
 
 
-def experts_dict(counts: ExpertCounts) -> dict[str, Any]:
+def experts_dict(counts: CacheStats) -> dict[str, Any]:
     """For JSON."""
-    return asdict(counts) | {"hit_rate": counts.hit_rate}
+    return {
+        "hits": counts.hits,
+        "on_cpu": counts.on_cpu,
+        "fetched": counts.fetched,
+        "read": counts.misses,
+        "streamed": counts.streamed,
+        "hit_rate": counts.hit_rate,
+    }
 
 
-def experts_line(counts: ExpertCounts) -> str:
+def experts_line(counts: CacheStats) -> str:
     """The same for a person."""
     rate = "" if counts.hit_rate is None else f" ({percent(counts.hit_rate)})"
     parts = [f"{counts.hits:,} of {counts.needed:,} experts were in the cache{rate}"]
     parts += [f"{counts.streamed:,} streamed"] if counts.streamed else []
     parts += [f"{counts.fetched:,} fetched"] if counts.fetched else []
     parts += [f"{counts.on_cpu:,} computed by the CPU"] if counts.on_cpu else []
-    parts += [f"{counts.read:,} read from the disk"] if counts.read else []
+    parts += [f"{counts.misses:,} read from the disk"] if counts.misses else []
     return ", ".join(parts)
 
 

@@ -7,9 +7,9 @@ that brings the token's text or a later one:
      "bytes_total": 143000000, "step_tokens": 1, "active_share": 0.3113, "layers": {
       "active_share": [0.4212, ...], "bytes": [1800000, ...], "cpu_share": [0.0731, ...]}}
 
-docs/SERVER.md says what each means. Numbers are those of the step that gave the token
-(StatsAccumulator.of_step), which are of all tokens in it. They cost some 0.1 ms each, in a thread of the
-service: neither the event loop nor the engine waits for them.
+docs/SERVER.md says what each means. Numbers are those of the step that gave the token (Model.summary), which
+are of all tokens in it. They are made in a thread of the service: neither the event loop nor the engine waits
+for them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hotset.api import Model
 from hotset.generation import Generation
-from hotset.sparsity.stats import StatsAccumulator
 
 _DIGITS = 4  # of a share
 
@@ -29,7 +30,6 @@ class ActivityReport:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._statistics = StatsAccumulator(model.graph, model.weights.tensors)
         self._weight_bytes = sum(model.cost.weight_bytes.values())
 
     def of_token(self, generation: Generation, i: int) -> dict[str, Any]:
@@ -45,19 +45,21 @@ class ActivityReport:
         if i >= len(sequence.step_stats):  # every neuron counts in this model
             return entry | {"bytes_touched": self._weight_bytes, "bytes_total": self._weight_bytes}
         step = sequence.step_stats[i]
-        found = self._statistics.of_step(step)
+        found = model.summary([step])
+        assert found is not None
+        shares = np.array([layer.active_share for layer in found.layers])
         layers = {
-            "active_share": found.active_share.round(_DIGITS).tolist(),
-            "bytes": found.bytes.round().astype(int).tolist(),
+            "active_share": shares.round(_DIGITS).tolist(),
+            "bytes": [round(layer.bytes) for layer in found.layers],
         }
         if step.active_on_cpu is not None:
-            share = found.active_share * step.active_on_cpu / step.active.clip(1)
+            share = shares * step.active_on_cpu / step.active.clip(1)
             layers["cpu_share"] = share.round(_DIGITS).tolist()
         return entry | {
-            "bytes_touched": round(found.touched),
-            "bytes_total": round(found.total),
+            "bytes_touched": round(found.bytes_touched_per_token),
+            "bytes_total": round(found.bytes_total_per_token),
             "step_tokens": step.n_tokens,
-            "active_share": round(found.of_all, _DIGITS),
+            "active_share": round(found.active_share, _DIGITS),
             "layers": layers,
         }
 

@@ -43,7 +43,7 @@ EXPERT_COUNTERS = {  # of an MoE model with a cache of experts
     "hotset_experts_streamed": ("streamed", "Experts of tokens that a device fetched and computed."),
     "hotset_experts_on_cpu": ("on_cpu", "Experts of tokens that the CPU computed for a device."),
     "hotset_experts_fetched": ("fetched", "Experts that were copied into a device's memory."),
-    "hotset_experts_read": ("read", "Experts that were read from the disk."),
+    "hotset_experts_read": ("misses", "Experts that were read from the disk."),
 }
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that share steps."),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE, Batch, ExpertCounts, StepResult, StepStats
+from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE, Batch, StepResult, StepStats
 from hotset.backends.cpu.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.cores import usable_cores
@@ -22,6 +22,7 @@ from hotset.formats.source import WeightSource
 from hotset.model.cost import KV_BLOCKS, KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
+from hotset.offload.cache_stats import CacheStats
 from hotset.offload.weight_store import StoredWeights
 
 KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
@@ -197,9 +198,9 @@ class CpuBackend:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""
         return np.zeros(self.n_layer)
 
-    def expert_counts(self) -> ExpertCounts:
+    def expert_counts(self) -> CacheStats:
         """No device asks here."""
-        return ExpertCounts()
+        return CacheStats()
 
     def cancel(self) -> None:
         """Ends the step in flight, from any thread; it raises StepCancelledError."""

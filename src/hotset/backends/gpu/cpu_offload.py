@@ -68,24 +68,6 @@ EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many a
 PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compiled
 
 
-@dataclass(frozen=True)
-class CpuWorkerCounts:
-    """What the CPU did in the latest step; arrays are [len(layers)].
-
-    requests: how often a layer was asked for. The rest as in StepStats, of cold neurons alone; seconds: from
-    a request's arrival to its answer.
-    """
-
-    layers: tuple[int, ...]
-    requests: np.ndarray
-    selected: np.ndarray
-    active: np.ndarray
-    gate_rows: np.ndarray
-    up_rows: np.ndarray
-    down_rows: np.ndarray
-    seconds: np.ndarray
-
-
 def split_ffns(graph: Graph) -> dict[int, Ffn]:
     """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
     return {ffn.layer: ffn for ffn in graph.ffns if ffn.has_zeros and ffn.by_neuron}
@@ -270,13 +252,13 @@ class CpuOffload:
         """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
         return self._native.nbytes
 
-    def counts(self) -> CpuWorkerCounts:
-        """Of the latest step, after its end."""
-        requests, selected, active, gate_rows, up_rows, down_rows = self._native.counts().T
-        seconds = self._native.seconds()
-        return CpuWorkerCounts(
-            self.layers, requests, selected, active, gate_rows, up_rows, down_rows, seconds
-        )
+    def counts(self) -> np.ndarray:
+        """Of the latest step, after its end: int64 [len(layers), 5], the first of base.COUNTS."""
+        return self._native.counts()[:, 1:]
+
+    def seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [len(layers)]: from the request of a layer to its answer."""
+        return self._native.seconds()
 
     def route(self, layer: int) -> np.ndarray:
         """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""

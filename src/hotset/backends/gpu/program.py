@@ -68,7 +68,6 @@ from hotset.model.operations import (
 )
 
 if TYPE_CHECKING:
-    from hotset.backends.gpu.cpu_offload import CpuWorkerCounts
     from hotset.backends.gpu.experts import ExpertCache
     from hotset.backends.gpu.experts_fetch import Choice, Fetcher
 
@@ -77,10 +76,11 @@ class CpuWorkerProtocol(Protocol):
     """The CPU's half of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
     capturable: whether posting and collecting only put work on the device's stream, so that a graph may hold
-    them; else the host waits in between.
+    them; else the host waits in between. layers: rising.
     """
 
     max_batch: int
+    layers: tuple[int, ...]
 
     @property
     def capturable(self) -> bool: ...
@@ -111,8 +111,12 @@ class CpuWorkerProtocol(Protocol):
         """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
         ...
 
-    def counts(self) -> CpuWorkerCounts:
-        """What the CPU's half did in the latest step that it took part in."""
+    def counts(self) -> np.ndarray:
+        """Of the latest step that it took part in, int64 [len(layers), 5]: the first of base.COUNTS."""
+        ...
+
+    def seconds(self) -> np.ndarray:
+        """Of that step, float64 [len(layers)]."""
         ...
 
     def cancel(self, reason: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts
+from hotset.backends.base import COUNTS, PAGE_SIZE, Batch
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.gpu.cpu_offload import CudaDriver
@@ -38,6 +38,7 @@ from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
+from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
 WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
@@ -210,23 +211,23 @@ class GpuStage:
         counts = self._counted.numpy().copy()
         if self._cold is not None and self._is_served:
             cold = self._cold.counts()
-            columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
-            counts[list(cold.layers), : len(columns)] += np.stack(columns, axis=1)
+            counts[list(self._cold.layers), : cold.shape[1]] += cold
         return counts
 
-    def expert_counts(self) -> ExpertCounts:
+    def expert_counts(self) -> CacheStats:
         """Of MoE models, since the stage was made."""
         if (cache := self._expert_cache) is None:
-            return ExpertCounts(self._n_hits, self._n_missed)
+            return CacheStats(hits=self._n_hits, on_cpu=self._n_missed)
         hits = self._n_hits - cache.n_streamed
-        return ExpertCounts(hits, self._n_missed, cache.n_fetched, streamed=cache.n_streamed)
+        return CacheStats(
+            hits=hits, on_cpu=self._n_missed, fetched=cache.n_fetched, streamed=cache.n_streamed
+        )
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
         active = np.zeros(self.n_layer, np.int64)
         if self._cold is not None and self._is_served:
-            cold = self._cold.counts()
-            active[list(cold.layers)] = cold.active
+            active[list(self._cold.layers)] = self._cold.counts()[:, COUNTS.index("active")]
         return active
 
     def seconds(self) -> np.ndarray:
@@ -240,8 +241,7 @@ class GpuStage:
         """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
         seconds = np.zeros(self.n_layer)
         if self._cold is not None and self._is_served:
-            counts = self._cold.counts()
-            seconds[list(counts.layers)] += counts.seconds
+            seconds[list(self._cold.layers)] += self._cold.seconds()
         return seconds
 
     def cancel(self) -> None:
