@@ -42,7 +42,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 
 # What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
 test: build $(VENV)/.dev lint kernel-test
-	$(BIN)/python tests/prepare.py
+	$(BIN)/python tests/support/prepare.py
 	$(BIN)/python -m pytest -n $(JOBS) $(MARKED)
 
 # The tests marked `slow` too.
@@ -59,7 +59,7 @@ test-deps:
 # Tests beside busy processes and one that keeps nearly all memory: those that once depended on time, or could,
 # ten times, then the whole suite twice. Hours.
 test-loaded: build $(VENV)/.dev
-	$(BIN)/python tests/loaded.py
+	$(BIN)/python tests/support/loaded.py
 
 # The whole suite in random order, again and again: no test may lean on those that ran before it.
 ORDERS ?= 20
@@ -80,7 +80,7 @@ build/clients/.installed: tests/clients/requirements.txt
 	touch $@
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
-SCALE ?= tests/scale/check_*.py
+SCALE ?= tests/cluster/check_*.py
 test-scale: build $(VENV)/.dev
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[serve,scale]"
 	$(BIN)/python -m pytest $(SCALE)
@@ -91,7 +91,7 @@ TRITONS ?= 3.6.0 3.9.0
 test-triton: build $(VENV)/.dev
 	for version in $(TRITONS); do folder=$(abspath build/triton)/$$version; \
 	  [ -d $$folder ] || $(BIN)/python -m pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
-	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest tests/test_gpu_aot.py || exit 1; done
+	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest tests/backends/gpu/test_gpu_aot.py || exit 1; done
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).
@@ -125,8 +125,8 @@ kernel-test: $(VENV)/.tools
 
 # The same for AArch64, cross-compiled and run under qemu.
 test-neon: $(VENV)/.dev
-	$(BIN)/python tests/prepare.py
-	PYTHONPATH=tests $(BIN)/python -c 'import cross; print(cross.compiler(), cross.emulator(), sep="\n")' | \
+	$(BIN)/python tests/support/prepare.py
+	PYTHONPATH=tests/support $(BIN)/python -c 'import cross; print(cross.compiler(), cross.emulator(), sep="\n")' | \
 	  { read -r CXX_AARCH64; read -r QEMU_AARCH64; export CXX_AARCH64 QEMU_AARCH64; sh csrc/tests/run_neon.sh; }
 
 # Under the address and undefined-behaviour sanitizers: kernels, plan and pool by themselves, then the tests that run the native
@@ -135,8 +135,8 @@ test-neon: $(VENV)/.dev
 SANITIZE := build/sanitize
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
-NATIVE_TESTS := tests/test_plan_bounds.py tests/test_cpu_backend.py tests/test_sparse_cpu.py tests/test_kernels.py \
-  tests/test_numerics.py tests/test_fuzz_shapes.py tests/test_cpu_worker.py tests/test_planes.py tests/test_quantize.py
+NATIVE_TESTS := tests/backends/cpu/test_plan_bounds.py tests/backends/cpu/test_cpu_backend.py tests/backends/cpu/test_sparse_cpu.py tests/backends/cpu/test_kernels.py \
+  tests/backends/cpu/test_numerics.py tests/fuzz/test_fuzz_shapes.py tests/backends/gpu/test_cpu_worker.py tests/formats/test_planes.py tests/formats/test_quantize.py
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null

@@ -2,8 +2,8 @@
 
     python bench/constrained.py [MODEL] [-n 200] [--seed 0] [--json]
 
-The schemas are those of tests/test_constraint.py and some that a program would ask for; half of the answers
-are greedy. An answer that is cut by the limit of tokens is counted apart: it cannot be whole.
+The schemas are those of tests/text/test_constraint.py and some that a program would ask for; half of the
+answers are greedy. An answer that is cut by the limit of tokens is counted apart: it cannot be whole.
 
 The cost is what masks take of the engine's thread (having them found, applying them, taking the token), a
 token, against the quickest tenth of the steps of the same run, on one stream: on a busy machine others' work
@@ -27,7 +27,7 @@ import hotset
 from hotset.engine.sampler import Sampler
 from hotset.text.constraint import GrammarConstraint
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("support", "text")]
 from test_constraint import SCHEMAS
 
 WORD = {"type": "string", "minLength": 1, "maxLength": 24}

@@ -2,11 +2,11 @@
 
 usage: python bench/converters.py --source llama.cpp --llama BUILD/bin [NAME ...]
 
-Of each recipe of tests/tiny_models.py (all mixtures without NAME) a checkpoint is converted to F32 by both
-converters (--source: llama.cpp's repository), and the logits of both files are compared in hotset, weights
-and cache in F32. Then llama-server (--llama) says on its own file what follows a prompt of token ids, and
-each of the tokens that hotset chooses greedily: its choices, and the logarithms of all tokens' probabilities,
-are compared. Needs torch and transformers, as the tests do.
+Of each recipe of tests/support/tiny_models.py (all mixtures without NAME) a checkpoint is converted to F32 by
+both converters (--source: llama.cpp's repository), and the logits of both files are compared in hotset,
+weights and cache in F32. Then llama-server (--llama) says on its own file what follows a prompt of token ids,
+and each of the tokens that hotset chooses greedily: its choices, and the logarithms of all tokens'
+probabilities, are compared. Needs torch and transformers, as the tests do.
 
 llama.cpp's converter knows published tokenizers by a hash of what they make of a text, and refuses the tests'
 own: here it is told that they cut text as GPT-2's does. Some models are changed a little, so that llama.cpp
@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import peers
 import tiny_models
 from tokenizers import Tokenizer

@@ -36,6 +36,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CHILDREN = HERE / "children"
 sys.path.append(str(CHILDREN))
+FOR_CHILDREN = os.pathsep.join(map(str, (CHILDREN, HERE / "support", HERE)))
 
 import seeded  # noqa: E402
 from seeded import UnseededDrawError  # noqa: E402
@@ -107,7 +108,7 @@ def no_unseeded_draws() -> Iterator[None]:
         for name in ("randbits", "randbelow", "choice", "token_bytes", "token_hex", "token_urlsafe"):
             patch.setattr(secrets, name, _refused(getattr(secrets, name), f"secrets.{name}()"))
         patch.setattr(os, "urandom", _refused(os.urandom, "os.urandom()"))
-        patch.setenv("PYTHONPATH", str(CHILDREN), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", FOR_CHILDREN, prepend=os.pathsep)
         yield
 
 

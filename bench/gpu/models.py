@@ -1,7 +1,8 @@
 """Whole models on a device and split with the CPU, against the CPU engine: are the logits the same?
 
 The CPU's kernels round their inputs to 8 bits, so quantised models differ by that; the tolerance is that of
-the tests (tests/test_hybrid.py). Models of floats must agree to a float's rounding, whatever the split.
+the tests (tests/backends/gpu/test_hybrid.py). Models of floats must agree to a float's rounding, whatever the
+split.
 """
 
 from __future__ import annotations

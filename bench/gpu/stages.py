@@ -39,7 +39,7 @@ from ledger import LIMIT, Ledger, run_within
 from hotset.cores import usable_cores
 
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = "tests/interpreted_gpu_kernels.py"
+KERNEL_TESTS = "tests/backends/gpu/interpreted_gpu_kernels.py"
 PARTS = {
     "kernels": "each compiled kernel against its fallback",
     "models": "logits of whole models against the CPU engine's",

@@ -1,7 +1,8 @@
 """Writes docs/reference/cli.md and python.md from the code: `make reference`.
 
 The command line comes from the declarations of the subcommands' parameters, the Python API from signatures
-and docstrings. tests/test_reference_docs.py compares the files with what this makes, so they cannot drift.
+and docstrings. tests/repository/test_reference_docs.py compares the files with what this makes, so they
+cannot drift.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BIN = WORK / "venv" / "bin"
 KEY = "a-key-of-the-tests"
 LOADED_SECONDS = 300
 
-sys.path.append(str(HERE.parent))
+sys.path += [str(HERE.parent / folder) for folder in ("support", "", "text")]
 from scripted_serve import CALLS  # noqa: E402
 from test_api import write_model  # noqa: E402
 

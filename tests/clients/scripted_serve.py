@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
+sys.path += [str(HERE.parent / folder) for folder in ("support", "", "text")]
 
 from test_api import write_model  # noqa: E402
 from test_tool_calls import GLM, INVOKE, KIMI, QWEN, TEMPLATES, V3, V31, J  # noqa: E402

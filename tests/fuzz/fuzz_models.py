@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+if __name__ == "__main__":  # as pytest does for the tests
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 from tiny_gguf import write_llama, write_relu
 

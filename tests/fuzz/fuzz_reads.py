@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 
 if __name__ == "__main__":  # as pytest does for the tests
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import hotset
 from hotset.errors import DeviceError, ReadError

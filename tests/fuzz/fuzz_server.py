@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 if __name__ == "__main__":  # as pytest does for the tests
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 from tiny_server import events_of, text_of, write_model
 

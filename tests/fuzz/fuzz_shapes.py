@@ -2,14 +2,14 @@
 
 usage: python tests/fuzz/fuzz_shapes.py [--seconds 60] [--seed 0] [--case N] [--verbose]
 
-Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor
-types), so are the cache's type, the mode, the predictor, cutoffs, threads, pages, sequences and how they
-are cut into steps. Models with recurrent layers, latent vectors for keys and whatever else architectures
-differ in come from tests/tiny_models.py, where transformers is installed. Of each case every operation of
-some steps is compared with the reference (derived_bounds.Oracle), and the logits, to the bit, with those of
-another number of threads, instruction set and cut, under a random budget of memory, and of a bundled file. A
-case is its seed and number: what fails is printed so, and `--seed S --case N` runs it again. The exit status
-is 1 if one fails.
+Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor types),
+so are the cache's type, the mode, the predictor, cutoffs, threads, pages, sequences and how they are cut into
+steps. Models with recurrent layers, latent vectors for keys and whatever else architectures differ in come
+from tests/support/tiny_models.py, where transformers is installed. Of each case every operation of some steps
+is compared with the reference (derived_bounds.Oracle), and the logits, to the bit, with those of another
+number of threads, instruction set and cut, under a random budget of memory, and of a bundled file. A case is
+its seed and number: what fails is printed so, and `--seed S --case N` runs it again. The exit status is 1 if
+one fails.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 if __name__ == "__main__":  # as pytest does for the tests
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu

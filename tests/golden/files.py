@@ -1,8 +1,8 @@
 """JSON that was stored (tests/data/golden): how it is written, read and compared.
 
 A file says on which platform it was written, and on another one its test is skipped: logits may differ there
-in their last bits (tests/test_bits.py). Where a library decides about the content, the file has its version
-too. Numbers with a fraction are stored with six digits and compared with a tolerance: logarithms and
+in their last bits (tests/backends/test_bits.py). Where a library decides about the content, the file has its
+version too. Numbers with a fraction are stored with six digits and compared with a tolerance: logarithms and
 exponentials of NumPy differ in their last bits between processors.
 """
 
@@ -13,12 +13,12 @@ import math
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import DATA
 
-FOLDER = Path(__file__).parents[1] / "data" / "golden"
+FOLDER = DATA / "golden"
 PLATFORM = f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}"
 _WIDTH, _IN_LINE = 110, 8  # characters of a line; short values in one, of a list that is longer
 
@@ -26,7 +26,7 @@ _WIDTH, _IN_LINE = 110, 8  # characters of a line; short values in one, of a lis
 def stored(name: str, libraries: Sequence[str] = ()) -> Any:
     """What a file holds; skips where that was made with something else."""
     path = FOLDER / f"{name}.json"
-    assert path.is_file(), f"{path.name} is missing: python tests/test_golden.py --write {name}"
+    assert path.is_file(), f"{path.name} is missing: python tests/golden/test_golden.py --write {name}"
     content = json.loads(path.read_text("utf-8"))
     if content["made_with"] != (here := _made_with(libraries)):
         pytest.skip(f"golden JSON was made with {content['made_with']}; here is {here}")

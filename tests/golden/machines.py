@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +34,8 @@ import gguf
 import numpy as np
 import torch
 from golden.files import rounded
+from paths import DATA
+from synthetic import SHAPES, Shape
 from test_cli import inside
 
 from hotset import _core
@@ -47,10 +48,7 @@ from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from synthetic import SHAPES, Shape
-
-FOLDER = Path(__file__).parents[1] / "data" / "machines"
+FOLDER = DATA / "machines"
 N_VOCAB, N_CTX = 32000, 8192
 RANK = 1024  # of the predictors of bamboo
 

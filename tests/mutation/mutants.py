@@ -45,15 +45,18 @@ DEFAULT = ("src/hotset/*.py", "csrc/ops/*.cpp")
 QUICK = 20.0  # seconds of tests in the first attempt; most faults fall there
 # Run by tests in processes of their own, or in an interpreter that coverage does not see.
 UNSEEN = {
-    "src/hotset/backends/gpu/triton_kernels.py": ("tests/test_gpu_triton.py",),
-    "src/hotset/backends/gpu/spin_kernel.py": ("tests/test_cold_spin.py",),
+    "src/hotset/backends/gpu/triton_kernels.py": ("tests/backends/gpu/test_gpu_triton.py",),
+    "src/hotset/backends/gpu/spin_kernel.py": ("tests/backends/gpu/test_cold_spin.py",),
 }
 # Of these some lines are run by processes alone: a line that no test here runs is tried with all of these.
 SPAWNED = {
-    "src/hotset/cli/main.py": ("tests/test_terminal.py", "tests/test_cli.py"),
-    "src/hotset/text/jinja_child.py": ("tests/test_chat.py",),
+    "src/hotset/cli/main.py": ("tests/cli/test_terminal.py", "tests/cli/test_cli.py"),
+    "src/hotset/text/jinja_child.py": ("tests/text/test_chat.py",),
 }
-LEFT_OUT = ("tests/test_packaging.py", "tests/test_neon.py")  # builds, which no mutant changes
+LEFT_OUT = (
+    "tests/repository/test_packaging.py",
+    "tests/backends/cpu/test_neon.py",
+)  # builds, which no mutant changes
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,8 @@ class Scratch:
         lines: dict[str, dict[int, set[str]]] = {}
         seconds: dict[str, float] = {}
         failed: set[str] = set()
-        for path in sorted((self.tree / "tests").glob("test_*.py")):
-            name = f"tests/{path.name}"
+        for path in sorted((self.tree / "tests").rglob("test_*.py")):
+            name = path.relative_to(self.tree).as_posix()
             if name in LEFT_OUT:
                 continue
             data, times = folder / f"{path.stem}.coverage", folder / f"{path.stem}.json"

@@ -1,0 +1,409 @@
+"""The bits of logits that were written down: a change of the code must not change one of them.
+
+`tests/data/bits.json` holds a hash for every architecture, tensor type and mode of the small models here, for
+every recipe of tiny_models.py in every mode and with every KV type, and for some real files. Tokens of a
+step, threads and a RAM budget have no hash of their own: the logits must be the same. A change that means to
+alter the arithmetic writes them anew, in a commit that says so:
+
+    python tests/backends/test_bits.py --write [NAME ...]
+
+Frequencies, sines and cosines of the rotation come from the C library and may differ between platforms in
+their last bits: hashes of another platform are compared with the instruction sets of that platform alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+
+if __name__ == "__main__":  # as pytest does for the tests
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
+
+import published
+from fuzz import fuzz_reads
+from golden.files import PLATFORM
+from made_once import made_once
+from paths import DATA, ROOT
+from tiny_gguf import write_llama, write_relu
+
+import hotset
+from hotset import _core
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.placement import channel_rates, ram
+from hotset.placement.channels import ChannelRates, Workload
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
+from hotset.training.predictor_files import write_merged
+from hotset.training.predictor_layer import Weights
+
+tiny_models = pytest.importorskip("tiny_models")
+
+T = GGMLType
+TABLE = DATA / "bits.json"
+DENSE = {
+    "llama": {},
+    "llama-window": {"keys": {"llama.attention.sliding_window": 24}},
+    "llama-tied": {"tied": True},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen3": {"architecture": "qwen3"},
+}
+RELU = {
+    "llama": {"architecture": "llama"},
+    "bamboo": {"architecture": "bamboo"},
+    "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
+    "falcon-40b": {"architecture": "falcon", "two_norms": True},
+    "opt": {"architecture": "opt"},
+    "relu2": {"architecture": "llama", "keys": {"llama.hidden_activation": "relu2"}},
+    "fatrelu": {
+        "architecture": "llama",
+        "keys": {"llama.hidden_activation": "fatrelu", "hotset.fatrelu_threshold": 0.4},
+    },
+}
+RELU_TYPES = (T.F32, T.F16, T.Q8_0, T.Q4_0)
+LENGTHS = (61, 64, 65, 69, 90)  # tokens
+KV_TYPES = ("f16", "q8_0")
+
+
+def dense_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    for name, options in DENSE.items():
+        yield f"dense/{name}/F32", options, {}
+    for type_ in sorted(DECODABLE):
+        yield f"dense/llama/{type_.name}", {"type": type_}, {}
+    yield "dense/llama/Q4_1/q8_0 cache", {"type": T.Q4_1}, {"kv_type": "q8_0"}
+
+
+def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    for name, options in RELU.items():
+        for type_ in RELU_TYPES:
+            for mode in ("dense", "exact", "predicted"):
+                yield f"powerinfer/{name}/{type_.name}/{mode}", {**options, "type": type_}, {"sparsity": mode}
+            for mode in ("dense", "exact"):
+                plain = {**options, "type": type_, "dialect": "gguf"}
+                yield f"plain/{name}/{type_.name}/{mode}", plain, {"sparsity": mode}
+
+
+RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
+DENSE_CASES = {name: (model, settings) for name, model, settings in dense_cases()}
+RELU_CASES = {name: (model, settings) for name, model, settings in relu_cases()}
+REAL = {
+    "real/smollm2-135m": ("smollm2-135m", {}),
+    "real/smollm2-135m/q8_0 cache": ("smollm2-135m", {"kv_type": "q8_0"}),
+    "real/smollm2-135m-relu/dense": ("relu", {"sparsity": "dense"}),
+    "real/smollm2-135m-relu/exact": ("relu", {"sparsity": "exact"}),
+    "synthetic/bamboo/dense": ("synthetic", {"sparsity": "dense"}),
+    "synthetic/bamboo/exact": ("synthetic", {"sparsity": "exact"}),
+    "synthetic/bamboo/predicted": ("synthetic", {"sparsity": "predicted"}),
+}
+
+MERGED = "real/smollm2-135m-relu/file"
+
+
+def write(name: str, folder: Path) -> Path:
+    """The small model of a case."""
+    if name in RECIPES:
+        recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[RECIPES[name]]
+        return tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder)
+    if name in DENSE_CASES:
+        options = dict(DENSE_CASES[name][0])
+        type_ = options.pop("type", T.F32)
+        options = {"type_of": lambda _: type_, "head_dim": 64, "n_embd": 256, "n_ff": 256, **options}
+        return write_llama(folder / "model.gguf", **options)
+    options = dict(RELU_CASES[name][0])
+    type_ = options.pop("type")
+    return write_relu(
+        folder / "model.gguf", **{"n_embd": 64, "n_ff": 736, "type_of": lambda _: type_, **options}
+    )
+
+
+def bits_of(model: hotset.Model, n_vocab: int) -> str:
+    """SHA-256 of logits: of whole prompts, of a single token and of some tokens behind a reused page."""
+    ids = np.random.default_rng(0).integers(0, n_vocab, LENGTHS[-1]).tolist()
+    hasher = hashlib.sha256()
+    for n in LENGTHS:  # the full page of the second is reused by those behind it
+        hasher.update(np.ascontiguousarray(model.logits(ids[:n])).tobytes())
+    return hasher.hexdigest()[:24]
+
+
+def digest_of(path: Path) -> str:
+    """Of what a file holds."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
+
+
+def compute(name: str, folder: Path, isa: str | None = None, file: Path | None = None) -> str:
+    """`file`: the model of the case, where it has been written."""
+    path: Path | str
+    if name in REAL:
+        of, settings = REAL[name]
+        path, n_vocab = file or real(of, folder), 1000
+    else:
+        _, settings = (DENSE_CASES | RELU_CASES).get(name, (None, {}))
+        path, n_vocab = file or write(name, folder), 96
+    environment = {} if isa is None else {"HOTSET_ISA": isa}
+    with (
+        mock.patch.dict(os.environ, environment),
+        hotset.load(path, n_ctx=128, n_threads=2, backend="cpu", **settings) as model,
+    ):
+        return bits_of(model, n_vocab)
+
+
+def real(name: str, folder: Path) -> Path:
+    """A real file, or what is made of one, once in a folder; skips where it is not in the store."""
+    if name == "synthetic":
+        return made_once(
+            folder / "big.gguf",
+            lambda path: write_relu(
+                path, "bamboo", n_embd=1024, n_ff=2816, n_head=16, n_head_kv=4, n_vocab=1000,
+                ranks=(128, 256, 192), type_of=lambda name: T.F32 if "norm" in name else T.Q4_0, seed=7,
+            ),
+        )  # fmt: skip
+    path = published.model()
+    if name == published.NAME:
+        return path
+    from hotset.training.adapters import Adapters, merge
+
+    adapters = ROOT / "adapters" / "smollm2-135m-relu.safetensors"
+
+    def make(out: Path) -> None:
+        with open_gguf(path) as gguf:
+            merge(gguf, Adapters.open(adapters), out, T.Q8_0)
+
+    return made_once(folder / "smollm2-135m-relu.gguf", make)
+
+
+def known_bits() -> dict[str, str]:
+    """By name; skips on another platform."""
+    table = json.loads(TABLE.read_text())
+    if table["platform"] != PLATFORM:
+        pytest.skip(f"bits were written down on {table['platform']}; this is {PLATFORM}")
+    return table["bits"]
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *DENSE_CASES, *RELU_CASES])
+def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_folder: Path) -> None:
+    file = None
+    if name in RECIPES:  # a copy: hotset may write beside a model
+        file = Path(shutil.copy(tiny_models.shared_gguf(RECIPES[name], run_folder), tmp_path))
+    assert compute(name, tmp_path, file=file) == known_bits()[name]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_bits_of_larger_files(name: str, tmp_path: Path, run_folder: Path) -> None:
+    file = real(REAL[name][0], run_folder)
+    if file.parent == run_folder:
+        file = Path(shutil.copy(file, tmp_path))
+    assert compute(name, tmp_path, file=file) == known_bits()[name]
+
+
+def test_merged_adapters_are_the_same_file_on_every_machine(run_folder: Path) -> None:
+    assert digest_of(real("relu", run_folder)) == known_bits()[MERGED]
+
+
+# -- every recipe in every mode, with every cache ----------------------------------------------------
+
+N_CTX = 128
+N_TOKENS = 70  # more than a page, a window and a context before scaling; the last step of 64 is a short one
+CUTOFFS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
+MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first that the model takes
+    "dense": ({"sparsity": "dense"},),
+    "exact": ({"sparsity": "exact"},),
+    "predicted": ({"sparsity": "predicted"},),
+    "threshold": tuple({"thresholds": cutoffs} for cutoffs in (CUTOFFS, LayerCutoffs(gate=0.1))),
+}
+
+
+class Way(NamedTuple):
+    """How the same logits are computed: tokens of a step, threads, and whether in the least memory."""
+
+    n_tokens: int
+    n_threads: int
+    tight: bool
+
+
+WAYS = [Way(*way) for way in itertools.product((64, 5, 1), (3, 1), (False, True))]
+FEW_WAYS = [Way(64, 3, False), Way(5, 1, True), Way(1, 3, True)]
+
+
+def first_of_each_architecture() -> list[str]:
+    kinds = {
+        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
+        for name, recipe in reversed((tiny_models.RECIPES | tiny_models.EXPERTS).items())
+    }
+    return list(kinds.values())
+
+
+def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
+    settings = {
+        "n_ctx": N_CTX, "backend": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
+    }  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS).tolist()
+    with (  # what the program itself takes is no part of the budget, which would hold these models many times
+        mock.patch.object(ram, "own_memory", return_value=0),
+        mock.patch.object(ram, "_PROGRAM", 0),
+        mock.patch.object(channel_rates, "of_cpu", rates_of_channels),
+    ):
+        if way.tight:
+            settings["ram_budget"] = fuzz_reads.least_budget(path, **settings)
+        with hotset.load(path, **settings) as model:
+            return model.logits(ids)
+
+
+def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[GGMLType, ChannelRates]:
+    """In place of measured ones: by channel is always quicker."""
+    return {work.type: ChannelRates(1e9, 1e11) for work in works}
+
+
+def settings_of(mode: str, path: Path, base: BaseMode) -> Iterator[dict[str, Any]]:
+    """Of a mode; its file of thresholds, of `base`, is written beside the model."""
+    for settings in MODES[mode]:
+        if "thresholds" in settings:
+            file = path.with_name("thresholds.json")
+            with open_gguf(path) as gguf:
+                n_layer = config_from_gguf(gguf).n_layer
+                Thresholds(Calibrated.of(gguf), (settings["thresholds"],) * n_layer, base, True).save(file)
+            settings = {"thresholds": file}
+        yield settings
+
+
+def with_predictors(path: Path) -> Path:
+    """The model with random predictors, in a file beside it; itself if it can have none, or has some.
+
+    Those that hotset builds depend on the processor, by the SVD of NumPy.
+    """
+    with open_gguf(path) as model:
+        config, rng = config_from_gguf(model), np.random.default_rng(0)
+        if config.masked or config.has_experts or not config.has_zeros:
+            return path
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        layers = [Weights(normal(32, config.n_embd), normal(n_ff, 32)) for n_ff in config.n_ff]
+        out = path.with_name("predicted.gguf")
+        write_merged(out, model, config, layers, GGMLType.F16, "gguf")
+    return out
+
+
+def bits_of_modes(path: Path, kv_type: str, ways: Sequence[Way]) -> dict[str, str]:
+    """The hash of each mode that the model has; of a mode all ways must give the same logits."""
+    found: dict[str, str] = {}
+    for mode in MODES:
+        own = with_predictors(path) if mode == "predicted" else path
+        for settings in settings_of(mode, path, "exact" if "exact" in found else "dense"):
+            settings = {**settings, "kv_type": kv_type}
+            try:
+                logits = logits_in(ways[0], own, **settings)
+            except (InvalidRequestError, UnsupportedModelError):
+                continue
+            for way in ways[1:]:
+                np.testing.assert_array_equal(
+                    logits_in(way, own, **settings), logits, f"{mode}, {kv_type}, {way}", strict=True
+                )
+            found[mode] = hashlib.sha256(logits.tobytes()).hexdigest()[:24]
+            break
+    return found
+
+
+def bits_of_recipe(
+    name: str, folder: Path, run_folder: Path, kv_types: Sequence[str], ways: Sequence[Way]
+) -> dict[str, str]:
+    """By name, as the table has them: recipe, mode, cache."""
+    found = {}
+    for kv_type in kv_types:
+        heads = tiny_models.HEADS_OF_32.get(name, {}) if kv_type == "q8_0" else {}
+        own = folder / kv_type  # hotset writes beside a model
+        own.mkdir()
+        path = Path(shutil.copy(tiny_models.shared_gguf(name, run_folder, **heads), own / "model.gguf"))
+        found |= {
+            f"recipe/{name}/{m}/{kv_type}": bits for m, bits in bits_of_modes(path, kv_type, ways).items()
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", first_of_each_architecture())
+def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
+    """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
+    found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)
+    assert found == known_of_recipe(name, ["f16"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES.values())
+def test_modes_and_caches_of_every_recipe(name: str, tmp_path: Path, run_folder: Path) -> None:
+    """Tokens of a step, threads and memory change nothing."""
+    found = bits_of_recipe(name, tmp_path, run_folder, KV_TYPES, WAYS)
+    if f"recipe/{name}/exact/f16" in found:
+        assert found[f"recipe/{name}/exact/f16"] == found[f"recipe/{name}/dense/f16"]
+    assert found == known_of_recipe(name, KV_TYPES)
+
+
+def test_every_architecture_has_a_recipe_with_a_q8_0_cache() -> None:
+    kinds = {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in first_of_each_architecture()}
+    table = json.loads(TABLE.read_text())["bits"]
+    having = {name.split("/")[1] for name in table if name.endswith("/q8_0")}
+    assert kinds == {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in having}
+
+
+def known_of_recipe(name: str, kv_types: Sequence[str]) -> dict[str, str]:
+    """Those of the table that `bits_of_recipe` finds."""
+    first = f"recipe/{name}/"
+    return {
+        key: bits
+        for key, bits in known_bits().items()
+        if key.startswith(first) and key.rpartition("/")[2] in kv_types
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact", "recipe/qwen3next"],
+)
+def test_every_instruction_set_has_these_bits(name: str, tmp_path: Path) -> None:
+    file = write(name, tmp_path)
+    found = {isa: compute(name, tmp_path, isa, file) for isa in _core.available_isas()}
+    assert len(set(found.values())) == 1, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.add_argument("names", nargs="*", help="cases; all without one. A recipe's are recipe/NAME")
+    args = parser.parse_args()
+    names = args.names or [*RECIPES, *DENSE_CASES, *RELU_CASES, *REAL]
+    table = json.loads(TABLE.read_text()) if TABLE.exists() and args.names else {"bits": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, name in enumerate(names):
+            own = Path(folder) if name in REAL else Path(folder) / str(i)
+            own.mkdir(exist_ok=True)
+            table["bits"][name] = compute(name, own)
+            if name in RECIPES:
+                kept = {key: bits for key, bits in table["bits"].items() if not key.startswith(f"{name}/")}
+                found = bits_of_recipe(RECIPES[name], own, Path(folder), KV_TYPES, WAYS[:1])
+                table["bits"] = kept | found
+            if name in REAL and REAL[name][0] == "relu":
+                table["bits"][MERGED] = digest_of(real("relu", own))
+    table["platform"] = PLATFORM
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

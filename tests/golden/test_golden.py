@@ -1,0 +1,94 @@
+"""Replies of the server and reports of the command line, compared with the JSON that was stored.
+
+A change that means to alter one of them writes it anew, in a commit that says so:
+
+    python tests/golden/test_golden.py --write [NAME ...]
+
+What is stored, and what of it is left out because it changes from run to run: golden/replies.py,
+golden/machines.py and golden/files.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if __name__ == "__main__":  # as pytest does for the tests
+    sys.path[:0] = [
+        str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "", "../bench")
+    ]
+
+from golden import files, machines, replies
+
+from hotset.server.app import create_app
+from hotset.server.service import Service
+
+Golden = Callable[[Path], Any]
+
+
+def server_files() -> dict[str, Golden]:
+    """By name: what the file holds, made in an empty folder."""
+
+    made: dict[str, Golden] = {
+        f"server-{replies.name_of(*route)}": partial(replies.replies, cases, route)
+        for route, cases in replies.CASES.items()
+    }
+    return made | {"server-refusals": partial(replies.replies, replies.REFUSALS, ("", ""))}
+
+
+def machine_files() -> dict[str, Golden]:
+    """What the command line reports on other machines."""
+    return {f"machine-{name}": partial(machines.reports, name) for name in machines.NAMES}
+
+
+FILES = server_files() | machine_files()
+
+
+def libraries_of(name: str) -> tuple[str, ...]:
+    """Whose versions decide what a file holds."""
+    if name.startswith("machine-"):
+        return ("scipy",)
+    return ("fastapi", "pydantic") if name.endswith("openapi-json") else ()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_is_as_it_was_stored(name: str, tmp_path: Path) -> None:
+    found = FILES[name](tmp_path)
+    stored = files.stored(name, libraries_of(name))
+    assert files.near(found, stored) == stored
+
+
+def test_every_route_has_a_file() -> None:
+    app = create_app(Service(lambda: pytest.fail("nothing is loaded"), name="none"))
+    assert set(replies.routes_of(app.routes)) == set(replies.CASES)
+
+
+def test_every_file_has_a_test() -> None:
+    assert {path.stem for path in files.FOLDER.iterdir()} == set(FILES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.add_argument("names", nargs="*", help="files; all without one")
+    names = parser.parse_args().names
+    files.FOLDER.mkdir(exist_ok=True)
+    for path in files.FOLDER.iterdir():
+        if path.stem not in FILES:
+            path.unlink()
+    for name in names or FILES:
+        with tempfile.TemporaryDirectory() as folder:
+            files.write(name, FILES[name](Path(folder)), libraries_of(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""Commands and programs of every Markdown file run as they are written, on tiny models.
+
+The blocks of a document (`sh` and `python`) run in order in one folder, which has the files that they name
+and a store of models (scratch.py). A new document, block or command is covered without a change here; what is
+not known, or fails, fails the test. What is not run as it is written is in three tables: ADDED, NOT_RUN and
+PYTHON_NOT_RUN.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import documents
+import httpx
+import numpy as np
+import pytest
+import typer
+from documents import ROOT, Block, Command
+from scratch import N_CTX, QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
+from test_cli import inside, needs_core
+from tiny_server import client_to
+
+import hotset
+from hotset.cli import main as cli
+from hotset.server.service import Service
+from hotset.sparsity.profile import collect
+from hotset.sparsity.sidecar import fingerprint
+
+pytestmark = needs_core
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in documents.documents()}
+
+ADDED = (
+    # Sizes: options at the end of a command, where the last value counts. A seed: no test runs without one.
+    (r"hotset run", "--seed 1"),
+    (r"hotset run (?!.*--json-schema)", "-n 4"),
+    (r"hotset serve", "--max-tokens 64"),
+    (r"hotset bench", "-p 4 -n 2 -r 1"),
+    (r"hotset (profile|trace|report) .*-f", "-c 64 -n 256"),
+    (r"hotset perplexity", "-c 64 --chunks 2"),
+    (r"hotset calibrate", "-c 32 --tokens 64 --measured 128"),
+    (r"hotset train-predictor", QUICK_TRAINING),
+    (r"hotset sparsify", QUICK_SPARSIFYING),
+    # A machine of the tests has no GPU: PyTorch on the CPU takes its place.
+    (r"hotset run .*--vram-budget", "--device cpu"),
+)
+NOT_RUN = {  # and why; options and arguments are checked all the same
+    r"make ": "minutes to hours",
+    r"pip ": "the network",
+    r"python bench/": "minutes to hours, and models and programs to compare with",
+    r"hotset pull ": "the network: test_storage.py has a hub of its own",
+    r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",
+    r"hotset sparsify .*--adapters adapters/": "the published model: test_sparsify_adapters.py",
+    r"hotset sparsify .*--from-adapters ": "hours",
+    r"hotset .*wikitext2-": "a text that is not in the repository",
+    r"ray ": "another program: tests/cluster",
+    r"llm ": "another program: tests/clients",
+}
+PYTHON_NOT_RUN = {  # and why; imports are run all the same
+    "class SoftCap(Operation)": "a class of another module",
+    'device="cuda"': "a GPU",
+}
+OF_OTHERS = {"convert-hf-to-powerinfer-gguf.py"}  # source files of other projects
+LANGUAGES = ("sh", "python", "yaml", "cpp", "")
+
+
+# -- shell ---------------------------------------------------------------------------------------
+
+
+class Shell:
+    """Runs the commands of a document in the working directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._serve = ["serve", "smollm2-135m"]  # which server curl asks: the last that was begun
+
+    def run(self, command: Command) -> None:
+        program, text = command.words[0], " ".join(command.words)
+        if program in CHECKS:
+            CHECKS[program](list(command.words[1:]))
+        if any(re.match(pattern, text) for pattern in NOT_RUN):
+            return
+        assert program in ("hotset", "curl"), f"{program} is not known: run it, or say in NOT_RUN why not"
+        if program == "hotset":
+            self._hotset(command)
+        else:
+            self._curl(command)
+
+    def _hotset(self, command: Command) -> None:
+        words, text = list(command.words[1:]), " ".join(command.words)
+        words += [word for pattern, more in ADDED if re.match(pattern, text) for word in more.split()]
+        if words[0] == "serve":
+            self._serve = words
+            self._ask(lambda client: client.get("/health"))
+            return
+        done = inside(*words, stdin=command.stdin or "Hello\n")
+        assert done.returncode == 0, done.stderr
+        if "--json" in words or "--json-schema" in words:
+            json.loads(done.stdout)
+
+    def _curl(self, command: Command) -> None:
+        _, url, option, body = command.words
+        assert option == "-d"
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl says, and nobody means
+        self._ask(lambda client: client.post(url, content=body, headers=kind))
+
+    def _ask(self, request: Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]) -> None:
+        """Of the server that the last `hotset serve` began."""
+        services: list[Service] = []
+        with self._monkeypatch.context() as patch:
+            patch.setattr("hotset.server.listen.listen", lambda service, told: services.append(service))
+            done = inside(*self._serve)
+        assert done.returncode == 0, done.stderr
+
+        async def ask() -> None:
+            async with client_to(services[0]) as client:
+                answer = await request(client)
+                assert answer.status_code == 200, answer.text
+
+        asyncio.run(ask())
+
+
+@cache
+def command_of(subcommand: str) -> Any:
+    return typer.main.get_command(cli.app).get_command(None, subcommand)
+
+
+def check_options(words: list[str]) -> None:
+    """That a subcommand knows these options, and has the arguments that it needs."""
+    words = cli._as_options(words)
+    assert words[0] in cli.SUBCOMMANDS, f"hotset has no subcommand {words[0]}"
+    command = command_of(words[0])
+    parser = command.make_parser(command.context_class(command, info_name=words[0]))
+    values, rest, _ = parser.parse_args(list(words[1:]))
+    assert not rest, f"hotset {words[0]} does not take {rest}"
+    missing = [param.name for param in command.params if param.required and not values.get(param.name)]
+    assert not missing, f"hotset {words[0]} needs {missing}"
+
+
+def check_targets(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for word in words:
+        assert "=" in word or word in targets, f"the Makefile has no {word}"
+
+
+def check_packages(words: list[str]) -> None:
+    """That what is installed is this folder: hotset is not on PyPI."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        assert not word.startswith("hotset"), "hotset is not on PyPI: pip install '.[EXTRA]'"
+        if match := re.fullmatch(r"\.\[(.*)\]", word):
+            assert set(match[1].split(",")) <= extras.keys(), f"not all of {match[1]} are extras"
+
+
+def check_script(words: list[str]) -> None:
+    script, *rest = words
+    assert (ROOT / script).is_file(), f"there is no {script}"
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "bench").rglob("*.py"))
+    for word in rest:  # scripts share options
+        assert not word.startswith("-") or f'"{word}"' in sources, f"{script} does not know {word}"
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "hotset": check_options,
+    "make": check_targets,
+    "pip": check_packages,
+    "python": check_script,
+}
+
+
+# -- Python --------------------------------------------------------------------------------------
+
+
+def run_python(block: Block) -> None:
+    program = ast.parse(block.text)
+    if any(text in block.text for text in PYTHON_NOT_RUN):
+        program.body = [node for node in program.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    with given() as names:
+        try:
+            exec(compile(program, block.place, "exec"), names)
+        finally:
+            for value in names.values():
+                if isinstance(value, hotset.Model):
+                    value.close()
+
+
+@contextmanager
+def given() -> Iterator[dict[str, Any]]:
+    """What fragments of programs take for granted: a ReLU model, a text, and what follows from them."""
+    text = Path("text.txt").read_text()[: N_CTX - 500]
+    with hotset.load("relu.gguf", n_threads=1) as model:
+        tokens = np.array(model.encode(text), np.int32)
+        profiles = [
+            collect(model.backend, model.config, part, model=fingerprint(model.gguf))
+            for part in (tokens[:64], tokens[64:128])
+        ]
+        yield {
+            "path": Path("relu.gguf"), "text": text, "tokens": tokens, "model": model, "gguf": model.gguf,
+            "config": model.config, "backend": model.backend, "profile": profiles[0], "other": profiles[1],
+        }  # fmt: skip
+
+
+# -- the tests -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scratch(tmp_path_factory.mktemp("scratch"))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_says_what_works(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_seed: None, name: str
+) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    shell, failures = Shell(monkeypatch), []
+    for block in documents.blocks(DOCUMENTS[name]):
+        assert block.language in LANGUAGES, f"{block.place}: {block.language}"
+        parts: list[tuple[str, Callable[[], None]]] = []
+        if block.language == "python":
+            parts = [(block.place, partial(run_python, block))]
+        elif block.language == "sh":
+            parts = [(f"{c.place}: {c}", partial(shell.run, c)) for c in documents.commands(block)]
+        else:
+            assert not re.search("^hotset ", block.text, re.MULTILINE), f"{block.place}: is this sh?"
+        for what, run in parts:
+            try:
+                run()
+            except Exception as error:
+                failures.append(f"{what}\n    {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_inline_code_names_what_there_is(name: str) -> None:
+    for place, span in documents.spans(DOCUMENTS[name]):
+        program, *words = span.split()
+        words = cli._as_options(words)
+        if program == "hotset" and words and words[0] not in ("VERB", "--help", "--version"):
+            assert words[0] in cli.SUBCOMMANDS, f"{place}: {span}"
+            params = command_of(words[0]).params
+            known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+            used = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", span))
+            assert used <= known | {"--help"}, f"{place}: {used - known}"
+        elif span.startswith(("make ", "pip install ")):
+            CHECKS[program](shlex.split(span)[1:])
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    path = DOCUMENTS[name]
+    for link in documents.links(path):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in documents.anchors(target), link
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_source_files_that_are_named_exist(name: str) -> None:
+    """By the end of their path; but for documents of the past, files to be written and those of others."""
+    if name.startswith(("docs/history/", "docs/decisions/", "CHANGELOG")):
+        return
+    for place, span in documents.spans(DOCUMENTS[name]):
+        if "NAME" in span or span in OF_OTHERS:
+            continue
+        if re.fullmatch(r"(?:[\w-]+/)*[\w-]+\.(?:py|cpp|h)", span):
+            assert any(f"/{path}".endswith(f"/{span}") for path in sources()), f"{place}: {span}"
+
+
+@cache
+def sources() -> tuple[str, ...]:
+    folders = ("src", "csrc", "tests", "bench", "docs")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
+    return tuple(path.relative_to(ROOT).as_posix() for path in files)
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/ARCHITECTURE.md", 200)])
+def test_an_entrance_stays_short(name: str, most: int) -> None:
+    assert len(DOCUMENTS[name].read_text("utf-8").splitlines()) <= most
+
+
+def test_the_tables_have_nothing_that_is_not_there() -> None:
+    blocks = [block for path in DOCUMENTS.values() for block in documents.blocks(path)]
+    shell = [block for block in blocks if block.language == "sh"]
+    texts = [" ".join(command.words) for block in shell for command in documents.commands(block)]
+    for pattern in (*NOT_RUN, *(pattern for pattern, _ in ADDED)):
+        assert any(re.match(pattern, text) for text in texts), pattern
+    for text in PYTHON_NOT_RUN:
+        assert any(text in block.text for block in blocks if block.language == "python"), text
+
+
+def test_messages_do_not_install_from_elsewhere() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        assert not re.search(r"pip install '?hotset", path.read_text("utf-8")), path
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    {
+        "hotset dance": "no subcommand dance",
+        "hotset run --dance": "No such option",
+        "hotset plan a b": r"does not take \['b'\]",
+        "hotset plan": r"needs \['model'\]",
+        "hotset show nothing.gguf": "nothing.gguf",
+        "pip install 'hotset[serve]'": "not on PyPI",
+        "pip install '.[dance]'": "not all of dance",
+        "make dance": "has no dance",
+        "python bench/dance.py": "there is no bench/dance.py",
+        "python bench/startup.py --dance": "does not know --dance",
+        "dance": "dance is not known",
+    }.items(),
+)
+def test_a_wrong_command_fails(monkeypatch: pytest.MonkeyPatch, command: str, why: str) -> None:
+    [read] = documents.commands(Block("a.md", 1, "sh", command))
+    with pytest.raises(Exception, match=why):
+        Shell(monkeypatch).run(read)
+
+
+def test_shell_is_read_as_a_shell_reads_it() -> None:
+    text = 'a \'b c\' \\\n  "d"  # e\n\n# f\necho "g h" | i -\n'
+    read = list(documents.commands(Block("a.md", 5, "sh", text)))
+    assert read == [Command("a.md:5", ("a", "b c", "d")), Command("a.md:9", ("i", "-"), "g h\n")]
+    for unknown in ("a > b", "a && b", "a; b", "a | b", "$(a)"):
+        with pytest.raises(ValueError, match=r"a\.md:1: .*does not know"):
+            list(documents.commands(Block("a.md", 1, "sh", unknown)))

@@ -1,0 +1,264 @@
+"""What imports what: only downward in LAYERS, and never in a cycle. docs/ARCHITECTURE.md shows the table.
+
+Imports inside functions and those for type checkers count as the others do: they hide a circle, they do not
+undo it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import DOCS
+
+import hotset
+
+ROOT = Path(hotset.__file__).parent
+ARCHITECTURE = DOCS / "ARCHITECTURE.md"
+# Modules and folders of src/hotset, the lowest layer first.
+LAYERS = (
+    ("errors", "units", "escaping"),
+    ("files", "cores", "memory", "reporter", "parameters"),
+    ("formats", "text", "storage"),
+    ("model",),
+    ("offload",),
+    ("backends",),
+    ("sparsity",),
+    ("settings",),
+    ("placement",),
+    ("engine", "convert", "report"),
+    ("generation", "loader"),
+    ("api",),
+    ("evaluation", "training", "server"),
+    ("scale",),
+    ("cli",),
+)
+# A part of the package itself, not of a module of it: there whatever imports what.
+OF_THE_PACKAGE = {"_core", "__version__"}
+
+
+def modules() -> dict[str, Path]:
+    """Name below `hotset` → file; a package's own name is that of its __init__.py, "" of hotset itself."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(source: str, names: set[str]) -> Iterator[str]:
+    """The modules of hotset that a source imports anywhere."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "hotset":
+                    yield alias.name.removeprefix("hotset").removeprefix(".")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            package, _, inside = (node.module or "").partition(".")
+            if package != "hotset":
+                continue
+            for alias in node.names:
+                full = f"{inside}.{alias.name}".removeprefix(".")
+                if full in names:
+                    yield full
+                elif inside or alias.name not in OF_THE_PACKAGE:
+                    yield inside
+
+
+def graph() -> dict[str, set[str]]:
+    found = modules()
+    return {name: set(imports_of(path.read_text("utf-8"), set(found))) for name, path in found.items()}
+
+
+def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Strongly connected modules (Tarjan): several, or one that imports itself."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(imports.get(name, ())):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            if len(stack) - at > 1 or name in imports.get(name, ()):
+                found.add(frozenset(stack[at:]))
+            del stack[at:]
+
+    for name in sorted(imports):
+        if name not in index:
+            visit(name)
+    return found
+
+
+@pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="docs/ is not beside the tests")
+def test_the_architecture_shows_the_layers() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", ARCHITECTURE.read_text("utf-8"), re.MULTILINE)
+    shown = {int(n): tuple(re.findall(r"`(\w+)`", cell)) for n, cell in rows}
+    assert shown == dict(enumerate(LAYERS, 1))
+
+
+def test_imports_run_downward() -> None:
+    order = {name: n for n, names in enumerate(LAYERS, 1) for name in names}
+    top = {name.partition(".")[0] for name in modules()} - {""}
+    assert set(order) == top, "LAYERS has every module and folder of src/hotset once"
+    order[""] = order["api"]  # `import hotset` is for hotset.load
+    upward = [
+        f"{name} imports {other or 'hotset'}"
+        for name, others in graph().items()
+        if name  # hotset itself hands out names of every layer
+        for other in others
+        if (mine := name.partition(".")[0]) != (its := other.partition(".")[0]) and order[its] >= order[mine]
+    ]
+    assert not upward
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not circles({name: others for name, others in graph().items() if name})
+
+
+# Libraries that are large, or that not everyone has installed. Only these are imported inside functions ...
+SLOW = {
+    "torch", "triton", "ray", "matplotlib", "scipy", "pyarrow", "safetensors", "rich", "fastapi", "starlette",
+    "uvicorn", "pydantic", "prompt_toolkit", "jinja2", "tokenizers", "sentencepiece", "llguidance",
+    "huggingface_hub", "certifi", "filelock", "psutil",
+}  # fmt: skip
+# ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
+LOADED_BY_EVERY_START = {
+    "api", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress", "cli.run",
+    "loader.build", "loader.decide", "placement.detect", "sparsity.modes", "sparsity.profile",
+    "sparsity.sidecar", "storage.names",
+}  # fmt: skip
+
+
+def imports_at_head(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+
+
+def inner_imports(tree: ast.Module) -> set[ast.Import | ast.ImportFrom]:
+    """Those inside functions, less those that try whether there is something."""
+    found, tried = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= {one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
+        elif isinstance(node, ast.Try):
+            tried |= {one for one in node.body if isinstance(one, ast.Import | ast.ImportFrom)}
+    return found - tried
+
+
+def libraries_of(node: ast.Import | ast.ImportFrom) -> set[str]:
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def late_imports(files: dict[str, Path]) -> list[str]:
+    """Imports inside functions that the rule above does not allow."""
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in files.items()}
+    names = set(files)
+    heads = {
+        name: {other for node in imports_at_head(tree) for other in imports_of(ast.unparse(node), names)}
+        for name, tree in trees.items()
+    }
+    slow = {
+        name
+        for name, tree in trees.items()
+        if any(libraries_of(node) & SLOW for node in imports_at_head(tree))
+    }
+    while more := {name for name, others in heads.items() if others & slow} - slow:
+        slow |= more
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees.items()
+        for node in sorted(inner_imports(tree), key=lambda node: node.lineno)
+        if not libraries_of(node) & (SLOW | sys.stdlib_module_names)
+        and name not in LOADED_BY_EVERY_START
+        and not set(imports_of(ast.unparse(node), names)) & slow
+    ]
+
+
+def test_imports_stand_at_the_head_of_a_file() -> None:
+    assert not late_imports(modules())
+
+
+def test_late_imports_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "def f():\n    import torch\n    from hotset import slow\n    from hotset import b\n"
+        "    try:\n        from hotset import c\n    except ImportError:\n        pass\n"
+    )
+    (tmp_path / "slow.py").write_text("import torch\n")
+    (tmp_path / "b.py").write_text("")
+    files = {name: tmp_path / f"{name}.py" for name in ("a", "b", "slow")}
+    assert late_imports(files) == ["a:4: from hotset import b"]
+
+
+def test_no_function_is_longer_than_80_lines() -> None:
+    """From its name to its last line: what is longer does several things, or takes too many."""
+    assert not [found for path in modules().values() for found in long_functions(path, 80)]
+
+
+def long_functions(path: Path, most: int) -> list[str]:
+    return [
+        f"{path.name}: {node.name} has {length} lines"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > most
+    ]
+
+
+def test_long_functions_are_found(tmp_path: Path) -> None:
+    source = (
+        "class A:\n    async def f():\n        a\n        b\ndef g(\n    x,\n):\n    pass\ndef h(): pass\n"
+    )
+    (tmp_path / "m.py").write_text(source)
+    assert sorted(long_functions(tmp_path / "m.py", 2)) == ["m.py: f has 3 lines", "m.py: g has 4 lines"]
+
+
+def test_the_api_is_what_a_model_does() -> None:
+    """How one is opened, decided on and built stands in loader/."""
+    assert len((ROOT / "api.py").read_text("utf-8").splitlines()) < 500
+
+
+def test_nobody_asks_what_a_backend_has() -> None:
+    """Backend and Stage say all that is asked of them: what they lack must not pass in silence."""
+    asked = [
+        f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and re.search(r"backend|stage", ast.unparse(node.args[0]))
+    ]
+    assert not asked
+
+
+def test_every_way_to_import_is_seen() -> None:
+    names = {"", "a", "a.b", "c", "d"}
+    source = """
+from typing import TYPE_CHECKING
+import numpy, hotset.d
+if TYPE_CHECKING:
+    from hotset.a.b import Name
+def f():
+    from hotset import c, _core, __version__
+    from hotset.a import b
+    from hotset import load
+"""
+    assert sorted(imports_of(source, names)) == ["", "a.b", "a.b", "c", "d"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"f"}}) == {
+        frozenset("abc"),
+        frozenset("f"),
+    }

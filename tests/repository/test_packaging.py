@@ -1,0 +1,58 @@
+"""What the package asks for is what it imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+from paths import ROOT
+
+
+def imported_packages() -> set[str]:
+    """Top-level names that src/hotset imports from elsewhere, wherever in a file."""
+    names: set[str] = set()
+    for path in (ROOT / "src" / "hotset").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module or "")
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"hotset"}
+
+
+def test_dependencies_are_the_imports() -> None:
+    """What is imported is a dependency, or one of an extra (which the module that needs it asks for)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: needs for name, needs in project["optional-dependencies"].items() if name != "dev"}
+    requirements = [*project["dependencies"], *(need for needs in extras.values() for need in needs)]
+    listed = [re.match(r"[\w-]+", requirement) for requirement in requirements]
+    by_name = {"httptools"}  # uvicorn's http="httptools"
+    assert {match[0].replace("-", "_") for match in listed if match} == imported_packages() | by_name
+
+
+def test_doctor_shows_the_dependencies() -> None:
+    from hotset.cli.doctor import _PACKAGES
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    everywhere = {re.split("[>;]", r)[0] for r in project["dependencies"] if ";" not in r}
+    assert set(_PACKAGES) == everywhere | {"hotset"}
+
+
+def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
+    """Those that are no code too: the server's page, the table of devices; built without the native core."""
+    build = (
+        "import sys; from scikit_build_core.build import build_wheel; "
+        "build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    )
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(ZipFile(wheel).namelist())
+    package = ROOT / "src" / "hotset"
+    here = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
+    assert {name for name in here if "__pycache__" not in name and not name.endswith(".so")} <= packed
+    assert any(name.endswith("licenses/src/hotset/server/page/vendor/marked.LICENSE") for name in packed)

@@ -1,0 +1,66 @@
+"""docs/reference is what docs/reference/generate.py makes of the code: `make reference` writes it anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+from paths import DOCS
+
+FOLDER = DOCS / "reference"
+NAMES = ("cli.md", "python.md")
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_reference", FOLDER / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made(generator: ModuleType) -> dict[str, str]:
+    return generator.references()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_is_that_of_the_code(made: dict[str, str], name: str) -> None:
+    assert (FOLDER / name).read_text("utf-8") == made[name], "run `make reference` and commit the result"
+
+
+def test_every_subcommand_and_every_option_is_there(generator: ModuleType, made: dict[str, str]) -> None:
+    from test_documents import command_of
+
+    sections = made["cli.md"].split("\n## ")[1:]
+    assert [section.split("\n", 1)[0] for section in sections] == list(generator.SUBCOMMANDS)
+    for section in sections:
+        subcommand = section.split("\n", 1)[0]
+        options = [
+            p for p in command_of(subcommand).params if p.param_type_name == "option" and p.name != "help"
+        ]
+        missing = [o for p in options for o in (*p.opts, *p.secondary_opts) if f"`{o}`" not in section]
+        assert not missing, f"{subcommand}: {missing}"
+
+
+def test_every_public_name_is_there(made: dict[str, str]) -> None:
+    import hotset
+
+    missing = [
+        name
+        for name in hotset.__all__
+        if name != "__version__"
+        and f"## hotset.{name}\n" not in made["python.md"]
+        and f"| `{name}` |" not in made["python.md"]
+    ]
+    assert not missing
+
+
+def test_text_is_escaped_for_markdown(generator: ModuleType) -> None:
+    text = "What it is.\n\na, b: of <these>\n    more\nc: x | y\n\n    block *\n"
+    assert generator.prose(text) == (
+        "What it is.\n\n- `a, b`: of \\<these>\n  more\n- `c`: x \\| y\n\n```\nblock *\n```"
+    )

@@ -1,0 +1,443 @@
+"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+
+What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from test_cpu_backend import N_VOCAB, batch, logits_of, tokens
+from tiny_gguf import write_llama
+from waiting import until
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+from hotset.backends.base import Batch, StepResult
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import (
+    CacheLostError,
+    ContextLengthError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    StepCancelledError,
+)
+from hotset.formats.gguf import open_gguf
+from hotset.loader.build import open_model, plan_model
+from hotset.loader.decide import Opened
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
+from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.worker import StageWorker
+from hotset.settings import LoadSettings
+from hotset.sparsity.sidecar import fingerprint
+
+N_LAYER = 3
+SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
+
+
+# --- where it is cut
+
+
+def test_stages_are_hosts_and_their_layers():
+    assert parse_cuts("a:1,b:2", 3) == [Cut("a", 1), Cut("b", 2)]
+    assert parse_cuts(" [::1]:3 ", 3) == [Cut("[::1]", 3)]
+    for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
+        with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
+            parse_cuts(wrong, 3)
+    with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
+        parse_cuts("a:1,b:1", 3)
+
+
+def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
+    rooms = [
+        Room("slow", 100, 1.0),
+        Room("quick", 25, 4.0),
+        Room("near", 25, 2.0, 0.1),
+        Room("far", 25, 2.0, 1.0),
+    ]
+    assert planned([10] * 2, rooms) == [Cut("quick", 2)]
+    assert planned([10] * 4, rooms) == [Cut("quick", 2), Cut("near", 2)]
+    assert planned([10] * 9, rooms) == [Cut("quick", 2), Cut("near", 2), Cut("far", 2), Cut("slow", 3)]
+    with pytest.raises(OutOfMemoryError, match="needs 300 B, and the machines have room for 175 B"):
+        planned([10] * 30, rooms)
+
+
+# --- batches in pieces
+
+
+def test_pieces_are_the_batch_and_few_where_it_is_small():
+    assert [n_pieces(n, 3) for n in (1, 7, 8, 16, 63, 64, 512)] == [1, 1, 2, 3, 3, 6, 6]
+    assert {n_pieces(n, 1) for n in (1, 16, 512)} == {1}
+    whole = batch([(tokens(1, 7), 5, [2]), (tokens(9, 8), 0, [3]), (tokens(1, 9), 60, [4])])
+    for n in (1, 2, 3, 5):
+        parts = pieces(whole, n)
+        assert len(parts) == n
+        for name in ("tokens", "positions", "sequences"):
+            np.testing.assert_array_equal(
+                np.concatenate([getattr(one, name) for one in parts]), getattr(whole, name)
+            )
+        starts = np.cumsum([0, *(len(one.tokens) for one in parts)])
+        outputs = [one.outputs + start for one, start in zip(parts, starts[:-1], strict=True)]
+        np.testing.assert_array_equal(np.concatenate(outputs), whole.outputs)
+        assert all(one.outputs.dtype == np.int32 for one in parts)
+
+
+# --- stages
+
+
+ENTERING = Bounds.of(Kind.PIECE, SETTINGS, n_pages=8, n_columns=0)
+LEAVING = Bounds.of(Kind.ROWS, SETTINGS, n_pages=8, n_columns=N_VOCAB)
+
+
+def line_of(addresses: Sequence[Address], key: bytes) -> Line:
+    return Line(addresses[0], addresses[-1], key, entering=ENTERING, leaving=LEAVING)
+
+
+class Workers:
+    """The stages of a model as their machines have them, in one process: a backend."""
+
+    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
+        gguf = open_gguf(path)
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        self.steps = 0
+        self.workers = [StageWorker() for _ in cuts]
+        for worker, (first, last) in zip(self.workers, spans(graph, cuts), strict=True):
+            told = worker.open(
+                model=str(path), settings=SETTINGS, mark=fingerprint(gguf),
+                first_op=first, last_op=last, n_pages=n_pages, counts=False,
+            )  # fmt: skip
+            assert isinstance(told, dict), told
+        gguf.close()
+
+    def step(self, whole: Batch) -> StepResult:
+        self.steps += 1
+        rows: list[Any] = []
+        for piece in pieces(whole, n_pieces(len(whole.tokens), len(self.workers))):
+            passed: Any = None
+            for worker in self.workers:
+                passed = worker.run(self.steps, piece, passed)
+            rows.append(passed)
+        if failed := [one for one in rows if isinstance(one, Failed)]:
+            raise failed[0].error()
+        return StepResult(np.concatenate(rows))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+            worker.close()
+
+
+class Linked(Workers):
+    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+
+    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
+        super().__init__(path, cuts, n_pages)
+        self.link()
+
+    def link(self) -> None:
+        key = new_key()
+        self.addresses = [worker.listen("127.0.0.1", key) for worker in self.workers]
+        for worker, following in zip(self.workers, [*self.addresses[1:], None], strict=True):
+            assert worker.link(following) is None
+        self.line = line_of(self.addresses, key)
+
+    def step(self, whole: Batch) -> StepResult:
+        self.steps += 1
+        rows = self.line.step(self.steps, pieces(whole, n_pieces(len(whole.tokens), len(self.workers))))
+        if failed := [one for one in rows if isinstance(one, Failed)]:
+            raise failed[0].error()
+        return StepResult(np.concatenate(rows))
+
+    def close(self) -> None:
+        self.line.close()
+        super().close()
+
+
+def stage_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hotset-stage"]
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in stage_threads():
+        thread.join(30)
+    assert not stage_threads()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+@pytest.mark.parametrize("kind", [Workers, Linked])
+@pytest.mark.parametrize("counts", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int], kind: type[Workers]):
+    gguf = open_gguf(path)
+    whole = CpuBackend(
+        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
+    )
+    stages = kind(path, [Cut("x", n) for n in counts])
+    ids = tokens(40)
+    ends = [11, 33, *range(36, 40)]
+    np.testing.assert_array_equal(logits_of(stages, ids, ends, [2]), logits_of(whole, ids, ends, [2]))  # type: ignore[arg-type]
+    mixed = batch([(tokens(1, 7), 40, [2]), (tokens(3, 8), 0, [5]), (tokens(20, 9), 0, [6])])
+    np.testing.assert_array_equal(stages.step(mixed).logits, whole.step(mixed).logits)
+    stages.close()
+    whole.close()
+
+
+def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    step = batch([(tokens(20), 0, [0])])
+    expected = stages.step(step).logits.copy()
+    stages.workers[0].cancel(2)
+    stages.workers[1].cancel(1)
+    with pytest.raises(StepCancelledError):
+        stages.step(step)
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
+    stages = Linked(path, [Cut("x", 1)] * 3)
+    step = batch([(tokens(40), 0, [0])])  # of several pieces
+    expected = stages.step(step).logits.copy()
+    worker = stages.workers[gone]
+    run = worker.run
+
+    def dies(*_: Any) -> Any:
+        raise ConnectionResetError("as a process that is killed")
+
+    worker.run = dies  # type: ignore[method-assign]
+    with pytest.raises(LOST):
+        stages.step(step)
+    with pytest.raises(LOST):
+        stages.step(step)
+    worker.run = run  # type: ignore[method-assign]
+    stages.link()
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
+    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
+    last = stages.workers[1]
+    computed, begun, gate = [], threading.Event(), threading.Event()
+    run = last._stage.run
+
+    def held(piece: Batch, *more: Any) -> Any:
+        begun.set()
+        assert gate.wait(30)
+        computed.append(len(piece.tokens))
+        return run(piece, *more)
+
+    last._stage.run = held  # type: ignore[method-assign]
+    for piece in pieces(batch([(tokens(16), 0, [0])]), 2):
+        stages.line._enters.send(encode(Message(1, piece, None), ENTERING))
+    assert begun.wait(30)  # the first
+    stages.line.close()
+    last.cancel(1)
+    gate.set()
+    for thread in stage_threads():
+        thread.join(30)
+    assert computed == [8]
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    key = new_key()
+    addresses = [worker.listen("127.0.0.1", key) for worker in stages.workers]
+    with ExitStack() as undone:
+        for address in addresses:
+            for said in (b"", b"\0\0\0\4junk"):
+                for _ in range(25):
+                    tcp = undone.enter_context(socket.create_connection(address))
+                    tcp.sendall(said)
+            with pytest.raises(LinkError, match="does not have the key of this line"):
+                joined(address, new_key(), ENTERS)
+        for worker, following in zip(stages.workers, [*addresses[1:], None], strict=True):
+            assert worker.link(following) is None
+        with closing(line_of(addresses, key)) as line:
+            step = batch([(tokens(5), 0, [4])])
+            expected = Workers(path, [Cut("x", 3)]).step(step).logits
+            np.testing.assert_array_equal(line.step(1, [step])[0], expected)
+            for address in addresses:  # nobody else can connect to a line that is complete
+                with pytest.raises(LinkError, match="cannot be reached"):
+                    joined(address, key, ENTERS)
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    monkeypatch.setattr("hotset.scale.worker.START_SECONDS", 0.0)
+    first, last = stages.workers
+    key = new_key()
+    first.listen("127.0.0.1", key)
+    last.listen("127.0.0.1", new_key())
+    address = last._inlet.address
+    problem = first.link(address)
+    assert problem == f"the stage at 127.0.0.1:{address[1]} does not have the key of this line"
+    assert last.link(None) is None
+    assert until(last.alive) == "a neighbour of this stage did not connect in time"
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(path: Path):
+    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
+    step = batch([(tokens(5), 0, [4])])
+    expected = stages.step(step).logits.copy()
+    stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
+    with pytest.raises(LOST):
+        stages.step(step)
+    told = [worker.alive() for worker in stages.workers]
+    assert told == ["a frame's header is damaged: its tag does not fit", None]
+    stages.line.close()
+    stages.link()
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    assert [worker.alive() for worker in stages.workers] == [None, None]
+    stages.close()
+
+
+def test_rows_of_another_step_or_piece_are_refused(path: Path):
+    stages = Linked(path, [Cut("x", 3)])
+    step = batch([(tokens(5), 0, [4])])
+    (worker,) = stages.workers
+    run = worker.run
+    worker.run = lambda *given: run(*given)[1:]  # type: ignore[method-assign]
+    with pytest.raises(LinkError, match="4 rows of step 1 arrived, where 5 of step 1 are due"):
+        stages.step(step)
+    stages.close()
+
+
+def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
+    stages = Linked(path, [Cut("x", 3)])
+    step = batch([(tokens(5), 0, [4])])
+    with pytest.raises(
+        InvalidRequestError, match="page_tables of a step is 1 x 9; at most 48 x 8 is expected"
+    ):
+        stages.step(replace(step, page_tables=np.zeros((1, 9), np.int32)))
+    assert stages.step(step).logits.shape == (5, N_VOCAB)
+    stages.close()
+
+
+def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
+    other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
+    how: dict[str, Any] = {
+        "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
+        "n_pages": 8, "counts": False,
+    }  # fmt: skip
+    found = StageWorker().open(model=str(other), **how)
+    assert isinstance(found, Failed)
+    assert isinstance(found.error(), InvalidRequestError)
+    assert "is another file than that of the machine that asks" in str(found.error())
+    gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
+    assert isinstance(gone, Failed)
+    assert "gone.gguf" in str(gone.error())
+
+
+def test_whoever_cuts_a_model_over_machines_needs_no_memory_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hotset.loader.build.free_memory", lambda: 1)
+    with pytest.raises(OutOfMemoryError, match="a context of 128 tokens needs a cache"):
+        plan_model(open_model(path, SETTINGS))
+    with warnings.catch_warnings(), closing(open_model(path, SETTINGS).gguf) as gguf:
+        warnings.simplefilter("error")
+        decided = plan_model(Opened(SETTINGS, gguf, config_from_gguf(gguf), ()), mapped=True)
+        assert (decided.n_ctx, decided.ram) == (128, None)
+        asked = Opened(replace(SETTINGS, n_ctx=None), gguf, config_from_gguf(gguf), ())
+        assert plan_model(asked, mapped=True).n_ctx == decided.config.n_ctx_train
+
+
+def test_an_error_arrives_as_it_was():
+    for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
+        found = Failed.of(error).error()
+        assert (type(found), str(found)) == (type(error), str(error))
+    assert str(Failed.of(KeyError("x")).error()) == "KeyError: 'x'"
+
+
+# --- a cache that is lost
+
+
+class Losing(FakeBackend):
+    """Forgets all keys and values at some steps, as a machine that died does."""
+
+    lost_at: tuple[int, ...] = ()
+    n_steps = 0
+
+    def step(self, batch: Batch) -> StepResult:
+        self.n_steps += 1
+        if self.n_steps in self.lost_at:
+            self.cache[:] = -1
+            raise CacheLostError("a machine was lost")
+        return super().step(batch)
+
+
+@pytest.mark.parametrize("lost_at", [(1,), (4,), (6, 7, 20)], ids=str)
+def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
+    def answers(backend: FakeBackend) -> list[list[int]]:
+        engine = Engine(backend, 400, max_sequences=3)
+        prompt = list(range(1, 90))
+        found = [
+            engine.submit([*prompt, i], SamplingParams(seed=i, max_tokens=30, ignore_eos=True))
+            for i in range(5)
+        ]
+        while engine.has_work:
+            engine.step()
+        assert [one.error for one in found] == [None] * 5
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+        return [one.generated for one in found]
+
+    backend = Losing()
+    backend.lost_at = lost_at
+    assert answers(backend) == answers(FakeBackend())
+    assert backend.n_steps > max(lost_at)
+
+
+def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
+    stages = Workers(path, [Cut("x", 3)])
+    worker = stages.workers[0]
+    run, begun, gate = worker._stage.run, threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert gate.wait(30)
+        return run(*args)
+
+    worker._stage.run = held  # type: ignore[method-assign]
+    cancelled: list[int] = []
+    worker._stage.cancel = lambda: cancelled.append(1)  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: stages.step(batch([(tokens(4), 0, [0])])))
+    thread.start()
+    assert begun.wait(30)
+    worker.cancel(1)
+    gate.set()
+    thread.join(30)
+    assert cancelled == [1]
+    stages.close()

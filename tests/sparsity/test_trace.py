@@ -1,0 +1,361 @@
+"""Traces of routes, and what caches of experts would have hit over them."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
+from test_api_sparse import N_VOCAB, vocabulary
+from test_cli import inside
+from tiny_gguf import write_llama
+
+import hotset
+from hotset.backends.base import Batch
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.formats.gguf import GGUFWriter, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.offload.replacement import Replacement, arrange
+from hotset.sparsity.recorder import record
+from hotset.sparsity.replay import POLICIES, SHARES, replay
+from hotset.sparsity.trace import RouteTrace, trace_path
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 4
+EXPERTS = (8, 3)
+
+
+def moe_layer(path: Path, **options: Any) -> Path:
+    """A random mixture of three layers with a tokenizer."""
+    options = {"experts": EXPERTS, "n_layer": 3, "n_vocab": N_VOCAB, "n_ctx": 512} | options
+    keys = {**vocabulary(), **options.pop("keys", {})}
+    return write_llama(path, keys=keys, **options)
+
+
+def traced(routes: np.ndarray, n_experts: int, starts: tuple[int, ...] = (0,)) -> RouteTrace:
+    n_layers = routes.shape[1]
+    sizes = tuple(range(100, 100 + n_layers))
+    return RouteTrace(
+        routes=routes.astype(np.int32), layers=tuple(range(n_layers)), n_experts=n_experts,
+        expert_bytes=sizes, starts=starts, model="m", name="name", data="d",
+    )  # fmt: skip
+
+
+def random_trace(n_tokens: int = 60, shape: tuple[int, int, int] = (3, 8, 2), seed: int = 0) -> RouteTrace:
+    """Routes of tokens that resemble the one before."""
+    n_layers, n_experts, n_used = shape
+    rng = np.random.default_rng(seed)
+    scores = np.cumsum(rng.standard_normal((n_tokens, n_layers, n_experts)), axis=0)
+    return traced(np.argsort(-scores, axis=2, kind="stable")[:, :, :n_used], n_experts)
+
+
+# ---- recording ----
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> None:
+    path = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
+    ids = np.random.default_rng(3).integers(0, N_VOCAB, (2, 70)).astype(np.int32)
+    told = []
+    with hotset.load(path, backend="cpu", n_ctx=128, max_batch=32) as model:
+        found = record(
+            model.tap_steps, model.graph, model.weights, ids,
+            model="m", name="n", progress=lambda done, total: told.append((done, total)),
+        )  # fmt: skip
+        assert found.token_cycle == model.cost.token_cycle
+    assert (found.starts, found.layers, found.n_experts, found.n_used) == ((0, 70), (0, 1, 2), 8, 3)
+    assert told[-1] == (140, 140)
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        names = tuple(f"blk.{i}.ffn_route" for i in range(3))
+        for row, start in zip(ids, found.starts, strict=True):
+            backend = CpuBackend(gguf, graph, n_pages=2, max_batch=70, kv_type="f16")
+            pages, none = np.array([[0, 1]], np.int32), np.zeros(0, np.int32)
+            batch = Batch(row, np.arange(70, dtype=np.int32), np.zeros(70, np.int32), pages, none, names)
+            taps = backend.step(batch).taps
+            for i, name in enumerate(names):
+                np.testing.assert_array_equal(found.routes[start : start + 70, i], taps[name][:, :3])
+    assert np.sum(found.counts) == 140 * 3 * 3
+    assert found.counts[1][5] == (found.routes[:, 1] == 5).sum()
+
+
+def test_a_model_without_experts_has_no_routes(tmp_path: Path) -> None:
+    path = moe_layer(tmp_path / "m.gguf", experts=None)
+    with (
+        hotset.load(path, backend="reference", n_ctx=128) as model,
+        pytest.raises(InvalidRequestError, match="there is nothing to trace"),
+    ):
+        record(model.tap_steps, model.graph, model.weights, np.zeros(4, np.int32), model="m", name="n")
+
+
+# ---- files ----
+
+
+def test_a_trace_survives_its_file(tmp_path: Path) -> None:
+    trace = replace(random_trace(), starts=(0, 17, 40), layers=(2, 3, 7))
+    trace.save(tmp_path / "t.gguf")
+    found = RouteTrace.open(tmp_path / "t.gguf")
+    np.testing.assert_array_equal(found.routes, trace.routes)
+    assert replace(found, routes=trace.routes) == trace
+    assert (found.routes.dtype, found.cycle, found.token_cycle) == (np.int32, 6, 2 * (100 + 101 + 102))
+
+
+def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a hostile file may say instead: keys, and the routes of its layers."""
+    routes = random_trace().routes
+    layer = routes[:, 0].astype("<i2")
+    negative, large, twice = layer.copy(), layer.copy(), layer.copy()
+    negative[3, 0], large[3, 0], twice[3, 1] = -1, 8, twice[3, 0]
+    yield "no experts", {"n_experts": 0}
+    yield "too many experts", {"n_experts": 1 << 20}
+    yield "a text for a number", {"n_experts": "8"}
+    yield "no name", {"name": 3}
+    yield "no starts", {"starts": np.zeros(0, np.int64)}
+    yield "starts that fall", {"starts": np.array([0, 9, 9])}
+    yield "a start behind the end", {"starts": np.array([0, 60])}
+    yield "a start that is not the first", {"starts": np.array([1])}
+    yield "starts that are no numbers", {"starts": np.array([0.0])}
+    yield "fewer sizes than layers", {"expert_bytes": np.array([100, 101])}
+    yield "a size below zero", {"expert_bytes": np.array([100, 101, -1])}
+    yield "a size beyond all files", {"expert_bytes": np.array([100, 101, 1 << 60])}
+    yield "an expert below zero", {"layer": negative}
+    yield "an expert that is not there", {"layer": large}
+    yield "an expert twice", {"layer": twice}
+    yield "fewer tokens in a layer", {"layer": layer[:50]}
+    yield "other tensors", {"tensor": "blk.0.counts"}
+    yield "layers that fall", {"tensor": "blk.9.routes"}
+
+
+@pytest.mark.parametrize(("what", "change"), list(damaged()), ids=lambda value: str(value)[:40])
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: dict[str, Any]) -> None:
+    trace = random_trace()
+    layers = [trace.routes[:, i].astype("<i2") for i in range(3)]
+    layers[0] = change.get("layer", layers[0])
+    keys: dict[str, Any] = {"model": "m", "name": "n", "data": "d", "n_experts": 8}
+    keys |= {"starts": np.array([0]), "expert_bytes": np.array([100, 101, 102])}
+    writer = GGUFWriter(tmp_path / "t.gguf", "hotset")
+    for key, value in keys.items():
+        writer.add(f"hotset.trace.{key}", change.get(key, value))
+    for i, layer in enumerate(layers):
+        name = change.get("tensor", "blk.0.routes") if i == 0 else f"blk.{i}.routes"
+        data = np.ascontiguousarray(layer)
+        writer.add_tensor(name, data.view(np.uint8), GGMLType.I16, (data.shape[1], data.shape[0]))
+    writer.write()
+    if not change:
+        RouteTrace.open(tmp_path / "t.gguf")
+        return
+    with pytest.raises(
+        FormatError, match="is not a trace of experts or neurons; make one with 'hotset trace'"
+    ):
+        RouteTrace.open(tmp_path / "t.gguf")
+
+
+def test_the_file_that_is_damaged_was_a_trace(tmp_path: Path) -> None:
+    """Else the test before would pass for another reason."""
+    test_a_file_that_is_no_trace_is_refused(tmp_path, "nothing", {})
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        RouteTrace.open(tmp_path / "nowhere.gguf")
+    with pytest.raises(FormatError):
+        RouteTrace.open(moe_layer(tmp_path / "m.gguf"))
+    (tmp_path / "text").write_text("no GGUF")
+    with pytest.raises(HotsetError):
+        RouteTrace.open(tmp_path / "text")
+
+
+# ---- replaying ----
+
+
+def simulate(requests: list[list[list[int]]], sizes: Sequence[int], policy: str, n_slots: int) -> int:
+    """Hits of the second half, by rules written out: what is kept is a set, every choice looks at all.
+
+    requests: of each token by layer the entries that it needs. sizes: entries of each layer.
+    """
+    first, n_layers = len(requests) // 2, len(sizes)
+    tokens = [[[(layer, id) for id in ids] for layer, ids in enumerate(layers)] for layers in requests]
+    if policy == "optimum":
+        lookups = [ids for layers in tokens for ids in layers]
+        uses: dict[tuple[int, int], list[int]] = {}
+        for i, ids in enumerate(lookups):
+            for one in ids:
+                uses.setdefault(one, []).append(i)
+        hits, now = 0, first * n_layers - 1
+
+        def next_use(entry: tuple[int, int]) -> int:
+            return next((i for i in uses[entry] if i > now), len(lookups))
+
+        def best(entries: set[tuple[int, int]]) -> set[tuple[int, int]]:
+            return set(sorted(entries, key=next_use)[:n_slots])
+
+        held = best({one for ids in lookups[: now + 1] for one in ids})
+        for now in range(first * n_layers, len(lookups)):
+            hits += len(set(lookups[now]) & held)
+            held = best(held | set(lookups[now]))
+        return hits
+    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = 0
+    for t, layers in enumerate(tokens):
+        for ids in layers:
+            there = [one for one in ids if one in cache]
+            hits += len(there) * (t >= first)
+            for one in there:
+                cache.move_to_end(one)
+            for one in ids:
+                if one not in there:
+                    if len(cache) == n_slots and cache and next(iter(cache)) not in ids:
+                        cache.popitem(last=False)
+                    if len(cache) < n_slots:
+                        cache[one] = None
+    return hits
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
+    trace = random_trace(seed=seed)
+    replayed, routes = replay(trace), trace.routes.tolist()
+    assert [point.share for point in replayed.points] == list(SHARES)
+    assert replayed.n_counted == 30 * 6
+    assert replayed.cliff == 6 / 24
+    for point in replayed.points:
+        assert point.n_slots == round(point.share * 24)
+        assert point.n_bytes == point.n_slots * 102
+        assert point.cycles == point.n_slots / 6
+        assert list(point.hit_rates) == list(POLICIES)
+        for policy in ("lru", "optimum"):
+            assert point.hit_rates[policy] == simulate(routes, trace.sizes, policy, point.n_slots) / 180, (
+                policy,
+                point,
+            )
+        assert max(point.hit_rates.values()) == point.hit_rates["optimum"]
+        cache = Replacement(arrange(point.n_slots, 3, 2), 3, 8)
+        hits = cache.replay(trace.routes, 30).sum()
+        assert point.hit_rates["hotset"] == hits / 180
+        if point.n_slots >= 3:  # below a token cycle too
+            assert point.hit_rates["hotset"] > 0
+
+
+def test_a_trace_of_one_token_cannot_be_replayed() -> None:
+    with pytest.raises(InvalidRequestError, match="one token"):
+        replay(random_trace(1))
+
+
+def test_routes_are_synthetic_as_asked() -> None:
+    """Popularity and locality do what their names say; the same seed gives the same routes."""
+    flat = replace(ROUTERS["gemma-4-26B-A4B"].locality, zipf=0.0, slow=0.0, fast=0.0)
+
+    def overlap(router: Router) -> tuple[float, float]:
+        """Share of the experts that the token before had, and of the choices of the busiest eighth."""
+        routes = synthetic_routes(router, 400, seed=1)
+        assert (np.diff(np.sort(routes)) > 0).all()
+        same = (routes[1:, :, :, None] == routes[:-1, :, None, :]).any(axis=3).mean()
+        counts = np.sort(traced(routes, router.n_experts).counts, axis=1)
+        return float(same), float(counts[:, -router.n_experts // 8 :].sum() / counts.sum())
+
+    base = Router(3, 64, 8, flat)
+    even, skewed = overlap(base), overlap(replace(base, locality=replace(flat, zipf=1.0)))
+    local = overlap(replace(base, locality=replace(flat, fast=2.0, fast_half=8.0)))
+    assert even == pytest.approx((1 / 8, 1 / 8), abs=0.04)
+    assert skewed[1] > 0.4
+    assert local[0] > 0.4
+    one = synthetic_routes(base, 20, seed=1)
+    np.testing.assert_array_equal(one, synthetic_routes(base, 20, seed=1))
+    assert (one != synthetic_routes(base, 20, seed=2)).any()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_policies_have_the_shape_of_published_replays(name: str) -> None:
+    """On synthetic routes that were fitted to them (bench/routes.py): a cliff at the token cycle, own slots
+    below it, far more than a fixed choice hits there, and some points to the optimum."""
+    router = replace(ROUTERS[name], n_layers=5)
+    trace = traced(synthetic_routes(router, 1024, seed=0), router.n_experts)
+    published = PUBLISHED[name]
+    for point in replay(trace, tuple(published)).points:
+        rates, said = point.hit_rates, published[point.share]
+        for policy in ("lru", "optimum"):
+            if policy in said:
+                assert rates[policy] == pytest.approx(said[policy], abs=0.1), (policy, point)
+        assert (rates["lru"] == 0) == (point.cycles < 1) == (said["lru"] == 0)
+        assert rates["hotset"] > said["static"] + 0.1
+        if point.cycles < 1:
+            assert rates["hotset"] > said["per_layer"] - 0.1
+        if point.cycles >= 1.5:
+            spared = 0.03 if point.cycles < 4 else 0.0  # of LRU's misses
+            assert 1 - rates["hotset"] < (1 - spared) * (1 - rates["lru"])
+    assert [point.cycles < 1 for point in replay(trace, (0.05,)).points] == [router.n_experts != 256]
+
+
+# ---- the command line ----
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_trace_and_replay(tmp_path: Path, text: Path, activation: str) -> None:
+    model = moe_layer(tmp_path / "m.gguf", keys={"llama.hidden_activation": activation})
+    done = inside("trace", model, "-f", text, "-c", 64)
+    assert done.returncode == 0, done.stderr
+    place = trace_path(model)
+    assert f"Replay it with: hotset trace --replay {place}" in done.stderr
+    trace = RouteTrace.open(place)
+    assert (len(trace.layers), trace.n_experts, trace.n_used, trace.name) == (3, 8, 3, "m.gguf")
+    done = inside("trace", "--replay", place, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["n_tokens"] == trace.n_tokens
+    assert facts["points"] == list(replay(trace).as_dict()["points"])
+    assert facts["token_cycle"] == trace.token_cycle
+    assert facts["policies"].keys() == facts["points"][0]["hit_rates"].keys()
+    done = inside("trace", "--replay", place)
+    assert done.returncode == 0, done.stderr
+    assert "optimum" in done.stdout
+    assert "A token cycle is" in done.stderr
+    assert "37.5% of the experts" in done.stderr
+
+
+def test_trace_writes_where_it_is_told_and_replaces_nothing_unasked(tmp_path: Path, text: Path) -> None:
+    model = moe_layer(tmp_path / "m.gguf")
+    other = tmp_path / "other.gguf"
+    done = inside("trace", model, "-f", text, "-n", 20, "-o", other, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == str(other)
+    assert json.loads(done.stdout)["n_tokens"] == 20
+    assert not trace_path(model).exists()
+    assert inside("trace", model, "-f", text, "-n", 20).returncode == 0
+    done = inside("trace", model, "-f", text, "-n", 20)
+    assert done.returncode == 2
+    assert "exists" in done.stderr
+    assert inside("trace", model, "-f", text, "-n", 10, "-o", trace_path(model)).returncode == 0
+    assert RouteTrace.open(trace_path(model)).n_tokens == 10
+
+
+def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:
+    model = moe_layer(tmp_path / "m.gguf")
+    for arguments in (
+        (), (model,), ("-f", text), (model, "--replay", text), ("-f", text, "--replay", text),
+        ("--replay", text, "-o", tmp_path / "x"), (model, "-f", text, "-o", model),
+    ):  # fmt: skip
+        done = inside("trace", *arguments)
+        assert done.returncode in (1, 2), arguments
+        assert done.stderr.count("Error") + done.stderr.count("error") >= 1
+    done = inside("trace", "--replay", model)
+    assert done.returncode == 1
+    assert "is not a trace of experts" in done.stderr
+    (tmp_path / "empty.txt").write_text(" \n")
+    done = inside("trace", model, "-f", tmp_path / "empty.txt")
+    assert (done.returncode, "is empty" in done.stderr) == (1, True)
+    done = inside("trace", moe_layer(tmp_path / "d.gguf", experts=None), "-f", text)
+    assert (done.returncode, "there are no experts" in done.stderr) == (1, True)

