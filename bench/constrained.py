@@ -2,7 +2,7 @@
 
     python bench/constrained.py [MODEL] [-n 200] [--seed 0] [--json]
 
-The schemas are those of tests/text/test_constraint.py and some that a program would ask for; half of the
+The schemas are those of tests/support/json_schemas.py and some that a program would ask for; half of the
 answers are greedy. An answer that is cut by the limit of tokens is counted apart: it cannot be whole.
 
 The cost is what masks take of the engine's thread (having them found, applying them, taking the token), a
@@ -27,8 +27,8 @@ import hotset
 from hotset.engine.sampler import Sampler
 from hotset.text.constraint import GrammarConstraint
 
-sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("support", "text")]
-from test_constraint import SCHEMAS
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from json_schemas import SCHEMAS
 
 WORD = {"type": "string", "minLength": 1, "maxLength": 24}
 ASKED: dict[str, dict[str, Any]] = {

@@ -15,68 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_models import BOS, EOS, PRINTABLE, TEMPLATE, write_model
 from tiny_gguf import write_llama
 
 import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
-
-SPECIALS = ["<s>", "</s>", "<|im_start|>"]
-BOS, EOS = 256, 257
-PRINTABLE = {id: -math.inf for id in range(259) if not 32 <= id < 127}  # a bias: ids are bytes
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-
-
-def byte_letters() -> list[str]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters, n = [], 0
-    for byte in range(256):
-        if byte in printable:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(256 + n))
-            n += 1
-    return letters
-
-
-def write_model(
-    path: Path,
-    *,
-    n_layer: int = 2,
-    experts: tuple[int, int] | None = None,
-    down_by_neuron: bool = False,
-    **keys: Any,
-) -> Path:
-    """A llama of a few layers over bytes and three special tokens, every parameter random."""
-    tokens = byte_letters() + SPECIALS
-    tokenizer: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS),
-        "tokenizer.ggml.merges": ["h e"],
-        "tokenizer.ggml.bos_token_id": BOS,
-        "tokenizer.ggml.eos_token_id": EOS,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": TEMPLATE,
-    }
-    return write_llama(
-        path,
-        n_layer=n_layer,
-        n_embd=32,
-        n_ff=48,
-        head_dim=8,
-        n_vocab=len(tokens),
-        experts=experts,
-        down_by_neuron=down_by_neuron,
-        spread=lambda name: 3.0 if name == "output" else 1.5,
-        keys=tokenizer | keys,
-        seed=5,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_api_sparse import vocabulary, write_sparse
+from byte_models import N_PLANTED as N_FF
+from byte_models import PLANTED_LAYERS as N_LAYER
+from byte_models import counts, vocabulary, write_sparse
 from tiny_gguf import write_llama
 
 import hotset
@@ -29,7 +31,6 @@ from hotset.sparsity import profile, sidecar
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-N_LAYER, N_FF = 6, 512
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16, "n_threads": 1}
 GIB = 2**30
 
@@ -183,8 +184,8 @@ def test_a_plan_says_who_computes_what_is_missing(
 
 
 def test_a_line_tells_what_became_of_experts(moe_layer: Path) -> None:
-    from test_cli import hotset as outside
-    from test_cli import inside
+    from cli_runs import hotset as outside
+    from cli_runs import inside
 
     device = ("--device", "cpu", "--vram-budget", 1, "-c", 128)
     asked = ("run", moe_layer, "Hello there", "-n", 6, "--temp", 0, *device)
@@ -340,14 +341,6 @@ def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(mode
     other.unlink()
     (note,) = notes()
     assert note.endswith("as published")
-
-
-def counts(hot: int) -> list[np.ndarray]:
-    """Layers in which 64 neurons from `hot` on fire for every token and the others seldom."""
-    layers = [np.ones(N_FF, np.int64) for _ in range(N_LAYER)]
-    for layer in layers:
-        layer[hot : hot + 64] = 1000
-    return layers
 
 
 def test_counts_are_taken_from_where_they_are(model: Path) -> None:

@@ -8,37 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_api import write_model as write_dense
-from tiny_gguf import write_relu
+from byte_models import N_FF, N_LAYER, write_sparse
+from byte_models import write_model as write_dense
 
 import hotset
 from hotset.sparsity import profile as profiles
 from hotset.sparsity import sidecar
-
-N_LAYER, N_FF, N_VOCAB = 2, 96, 101
-
-
-def vocabulary() -> dict[str, Any]:
-    """Printable ASCII, a space, a newline and three special tokens, without a beginning of text."""
-    tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<s>", "</s>", "th", "Ġt"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2,
-        "tokenizer.ggml.merges": ["t h", "Ġ t"],
-        "tokenizer.ggml.eos_token_id": 98,
-        "tokenizer.ggml.bos_token_id": 97,
-        "tokenizer.ggml.add_bos_token": False,
-    }
-
-
-def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any) -> Path:
-    """A random PowerInfer model of two layers, or the same one as a plain file (dialect="gguf").
-
-    more: keys of the file.
-    """
-    return write_relu(path, n_vocab=N_VOCAB, keys={**vocabulary(), **(more or {})}, **options)
 
 
 @pytest.fixture(params=["reference", "cpu"])

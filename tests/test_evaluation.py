@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_api import BOS
-from test_api import write_model as write_bytes
-from test_api_sparse import write_sparse
-from test_cli import inside
+from byte_models import BOS, write_sparse
+from byte_models import write_model as write_bytes
+from cli_runs import inside
 
 import hotset
 from hotset.evaluation import evaluate

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_models import write_sparse
+from cli_runs import REFERENCE, TEXT, inside
 from killed import kill_while_it_writes, needs_unnamed_files
-from test_api_sparse import write_sparse
-from test_cli import inside
-from test_cli_sparse import REFERENCE, TEXT
 
 import hotset
 from hotset.errors import HotsetError, InvalidRequestError

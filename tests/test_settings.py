@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_api import write_model
-from test_api_sparse import write_sparse
+from byte_models import write_model, write_sparse
 
 import hotset
 from hotset import LoadSettings

@@ -7,7 +7,7 @@ the original contexts (32) of the recipes, and cross pages of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,119 +15,54 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_once import made_once
-from test_cpu_backend import assert_every_operation_is_right, tokens
+from backend_runs import assert_every_operation_is_right, tokens
+from transformers_oracle import (
+    BACKENDS,
+    LENGTHS,
+    PLANS,
+    RECIPES,
+    TOLERANCE,
+    open_backend,
+    recipe,
+    relative_error,
+    run,
+    tiny_models,
+)
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, UnsupportedModelError
-from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-tiny_models = pytest.importorskip("tiny_models")
 
-TOLERANCE = 1e-4  # of the largest logit
-LENGTHS = (150, 90, 37)  # tokens of the sequences
-PAGES_EACH = 3
-N_CTX = PAGES_EACH * PAGE_SIZE
-BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
-
-
-RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
-
-
-@pytest.fixture(params=RECIPES)
-def model(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
-    """(open GGUF file, sequences of token ids, their logits by transformers)."""
-    name = request.param
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, tiny_models.VOCABULARY, n) for n in LENGTHS]
-
-    def compute(path: Path) -> None:
-        theirs = tiny_models.build(RECIPES[name])
-        with torch.no_grad(), path.open("wb") as file:
-            np.savez(file, *[theirs(torch.tensor(s)[None]).logits[0].numpy() for s in sequences])
-
-    with np.load(made_once(run_folder / f"{name}.npz", compute)) as logits:
-        expected = list(logits.values())
-    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
-        yield gguf, sequences, expected
+__all__ = ["recipe"]  # the fixture
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
-    backend = open_backend(request.param, model[0])
+def backend(request: pytest.FixtureRequest, recipe: Any) -> Iterator[Backend]:
+    backend = open_backend(request.param, recipe[0])
     yield backend
     backend.close()
 
 
-def open_backend(name: str, gguf: GGUFFile) -> Backend:
-    graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
-    return BACKENDS[name](
-        gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), n_states=2 * len(LENGTHS), max_batch=256,
-        kv_type="f32",
-    )  # fmt: skip
-
-
-def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequence[tuple[int, int]]]) -> list:
-    """Logits [n_tokens, n_vocab] of each sequence; plan: for each step, (sequence, number of tokens) pairs.
-
-    The pages of the sequences are interleaved, so that a page table is never the identity.
-    """
-    tables = np.arange(PAGES_EACH * len(sequences), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
-    done, logits = [0] * len(sequences), [[] for _ in sequences]
-    steps = np.zeros(len(sequences), np.int32)
-    for step in plan:
-        tokens, positions, owners = [], [], []
-        for i, n in step:
-            tokens += sequences[i][done[i] : done[i] + n].tolist()
-            positions += range(done[i], done[i] + n)
-            owners += [i] * n
-            done[i] += n
-        arrays = (np.array(a, np.int32) for a in (tokens, positions, owners))
-        batch = Batch(*arrays, tables, np.arange(len(tokens), dtype=np.int32))
-        result = backend.step(batch.with_states_of_rows(steps))
-        steps[[i for i, _ in step]] += 1
-        for i in range(len(sequences)):
-            logits[i].append(result.logits[np.array(owners) == i].copy())
-    assert done == [len(s) for s in sequences]
-    return [np.concatenate(rows) for rows in logits]
-
-
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
-def mixed_plan() -> list[list[tuple[int, int]]]:
-    """Prompts that start late and end early while others decode: 0 prefills, then all at different paces."""
-    plan = [[(0, 70)], [(0, 1), (1, 50)], [(1, 1), (2, 30), (0, 5)]]
-    plan += [[(2, 1), (0, 1), (1, 1)]] * 7
-    rest = [LENGTHS[0] - 83, LENGTHS[1] - 58, 0]
-    return [*plan, [(1, rest[1]), (0, rest[0])]]
-
-
-PLANS = {
-    "prefill": [[(i, n)] for i, n in enumerate(LENGTHS)],
-    "chunks": [[(i, min(23, n - at))] for i, n in enumerate(LENGTHS) for at in range(0, n, 23)],
-    "decode": [[(i, 1)] for i, n in enumerate(LENGTHS) for _ in range(n)],
-    "mixed": mixed_plan(),
-}
+__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_logits_match_transformers(model: Any, backend: Backend, plan: str) -> None:
-    _, sequences, expected = model
+def test_logits_match_transformers(recipe: Any, backend: Backend, plan: str) -> None:
+    _, sequences, expected = recipe
     found = run(backend, sequences, PLANS[plan])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
+
+
+__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("name", ["gemma3-relu", "phi3-relu", "granite-relu"])
@@ -146,6 +81,9 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
             assert 0 < stats.active.sum() < 0.9 * stats.selected.sum() or mode == "svd"
     assert np.array_equal(found["dense"], found["exact"])
     assert relative_error(found["svd"], found["dense"]) < 0.5
+
+
+__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "granitemoe", "qwen3next"])

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_sparse_cpu import MODELS, prepared, write
+from backend_runs import batch, logits_of, tokens
+from sparse_runs import MODELS, prepared, write
 from tiny_gguf import write_llama
 
 pytest.importorskip("hotset._core", reason="the native module is not built")

@@ -18,9 +18,9 @@ import pytest
 import steps
 import torch
 import trial
+from byte_models import vocabulary
 from ledger import Ledger, run_within
 from paths import BENCH, DOCS
-from test_api_sparse import vocabulary
 from tiny_gguf import write_relu
 
 import hotset

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the router is trained with torch")
 
+from random_traces import moe_layer
 from split_experts import Splitter, balanced_kmeans, distilled_router
-from test_trace import moe_layer
 
 import hotset
 from hotset.formats.quants import GGMLType

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,13 +18,26 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from cli_runs import (
+    ANSWERED,
+    CHAT,
+    COMMAND,
+    PROMPT,
+    Terminal,
+    answer,
+    hotset,
+    inside,
+    needs_core,
+    needs_pty,
+    reach,
+    write_model,
+)
 from fake_backend import FakeBackend
 from fake_hub import FakeHub
 from tiny_gguf import write_llama
 
 import hotset as hotset_package
 from hotset.cli.console import print_error
-from hotset.formats.quants import GGMLType
 
 try:
     from hotset import _core  # noqa: F401
@@ -33,103 +45,11 @@ try:
     HAS_CORE = True
 except ImportError:
     HAS_CORE = False
-needs_core = pytest.mark.skipif(not HAS_CORE, reason="the native core is not built")
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def write_model(
-    path: Path,
-    *,
-    template: bool = True,
-    architecture: str = "llama",
-    n_ctx: int = 512,
-    type: GGMLType = GGMLType.Q8_0,
-) -> Path:
-    """A random llama whose vocabulary is printable ASCII, a newline, three special tokens and two merges."""
-    tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens += ["th", "Ġt"]
-    return write_llama(
-        path,
-        architecture=architecture,
-        n_head=2,
-        n_head_kv=1,
-        n_vocab=len(tokens),
-        n_ctx=n_ctx,
-        tied=True,
-        type_of=lambda name: type,
-        spread=lambda name: 1.0,
-        keys={
-            "general.name": "Tiny Random",
-            "general.license": "mit",
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2,
-            "tokenizer.ggml.merges": ["t h", "Ġ t"],
-            "tokenizer.ggml.eos_token_id": 98,
-            "tokenizer.ggml.bos_token_id": 96,
-            "tokenizer.ggml.add_bos_token": False,
-            "tokenizer.chat_template": CHATML if template else None,
-        },
-        seed=7,
-    )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
 
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "bare.gguf", template=False)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-COMMAND = [sys.executable, "-m", "hotset.cli.main"]
-
-
-def hotset(
-    *arguments: object, stdin: str | bytes | None = "", env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=data,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, **(env or {})},
-    )
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
-def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """As `hotset`, within this process: without the time that a process takes to start."""
-    from typer.testing import CliRunner
-
-    from hotset.cli.main import app
-
-    texts = list(map(str, arguments))
-    done = CliRunner().invoke(app, texts, input=stdin, prog_name="hotset")
-    return subprocess.CompletedProcess(texts, done.exit_code, done.stdout, done.stderr)
-
-
-def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
-    """The JSON of `hotset run`, with the reference backend."""
-    done = inside("run", *arguments, "--backend", "reference", "--json", stdin=stdin)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
 
 
 # -- run -----------------------------------------------------------------------------------------
@@ -440,64 +360,6 @@ def test_options_are_declared_once_and_shared_by_the_subcommands() -> None:
 # -- a terminal ----------------------------------------------------------------------------------
 
 
-class Terminal:
-    """A person at a pseudo-terminal: types, waits for what the screen shows."""
-
-    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
-        import pty
-
-        pid, self.fd = pty.fork()
-        if pid == 0:
-            os.environ.update({"TERM": "dumb", "COLUMNS": "100", **(env or {})})
-            os.execv(COMMAND[0], [*COMMAND, *map(str, arguments)])
-        self.pid = pid
-        self.screen = ""
-
-    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
-        import select
-
-        end = time.monotonic() + seconds
-        while not (match := re.search(pattern, self.screen)):
-            assert time.monotonic() < end, f"{pattern!r} does not come; the screen shows:\n{self.screen}"
-            if select.select([self.fd], [], [], 0.1)[0]:
-                try:
-                    data = os.read(self.fd, 65536)
-                except OSError:  # Linux: the other end is closed
-                    data = b""
-                assert data, f"{pattern!r} did not come; the screen showed:\n{self.screen}"
-                self.screen = self.shown(self.screen + data.decode(errors="replace"))
-        self.screen = self.screen[match.end() :]
-        return match
-
-    def shown(self, output: str) -> str:
-        return output
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def exit_code(self, seconds: float = 30) -> int:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            try:
-                os.set_blocking(self.fd, False)
-                self.screen += os.read(self.fd, 65536).decode(errors="replace")
-            except (BlockingIOError, OSError):
-                pass
-            time.sleep(0.02)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        raise AssertionError(f"it does not end; the screen shows:\n{self.screen}")
-
-
-needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")
-CHAT = ("--backend", "reference", "--temp", "0")
-PROMPT = r"> $"
-ANSWERED = r"\[prompt \d+ tokens.*\]"
-
-
 @needs_pty
 def test_a_chat_answers_remembers_and_obeys_its_commands(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
@@ -592,11 +454,6 @@ def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
 
 
 # -- the store -----------------------------------------------------------------------------------
-
-
-def reach(url: str) -> dict[str, str]:
-    """The environment in which that hub, and none but it, is asked."""
-    return {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
 
 
 @pytest.fixture

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import ANSWERED, CHAT, Terminal, needs_pty
-from test_cli import home as home
-from test_cli import model as model
-from test_terminal import PROSE, columns_of, talking
+from cli_runs import ANSWERED, CHAT, PROSE, Terminal, columns_of, needs_pty, talking
 
 import hotset
 from hotset.cli import editor

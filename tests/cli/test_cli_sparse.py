@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_models import N_FF, N_LAYER, write_sparse
+from cli_runs import REFERENCE, TEXT, answer, inside, needs_core, write_model
 from fake_backend import FakeBackend
-from test_api_sparse import N_FF, N_LAYER, write_sparse
-from test_cli import answer, inside, needs_core, write_model
 
 from hotset.formats.quants import GGMLType
 from hotset.report.bars import bar, percent
 
-TEXT = "the quick brown fox jumps over the lazy dog; " * 12
 FIXED = ("-n", 6, "--temp", 0, "--ignore-eos")
-REFERENCE = ("--backend", "reference")
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_models import write_model as write_dense
+from byte_models import write_sparse
+from cli_runs import inside
 from fake_backend import FakeBackend
-from test_api import write_model as write_dense
-from test_api_sparse import write_sparse
-from test_cli import inside
 
 import hotset
 from hotset.cli.compare import Side, sides_of

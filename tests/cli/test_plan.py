@@ -13,9 +13,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from test_api_hybrid import N_FF, N_LAYER, counts
-from test_api_sparse import write_sparse
-from test_cli import inside
+from byte_models import N_PLANTED as N_FF
+from byte_models import PLANTED_LAYERS as N_LAYER
+from byte_models import counts, write_sparse
+from cli_runs import inside
 from waiting import WATCHDOG
 
 from hotset.errors import InvalidRequestError

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_runs import hotset, inside, needs_core, reach
 from fake_hub import FakeHub
 from scratch import QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
-from test_cli import hotset, inside, needs_core, reach
 
 from hotset.cli import progress
 from hotset.cli.progress import ProgressBar

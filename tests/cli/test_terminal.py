@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import json
@@ -11,17 +10,14 @@ import re
 import struct
 import subprocess
 import sys
-import termios
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cli_runs import CHAT, COMMAND, PROMPT, PROSE, Terminal, columns_of, hotset, inside, needs_pty, talking
 from rich.cells import cell_len
-from test_cli import CHAT, COMMAND, PROMPT, Terminal, hotset, inside, needs_pty
-from test_cli import home as home
-from test_cli import model as model
 
 from hotset.cli.console import print_error, say, warn
 from hotset.cli.terminal import Answer
@@ -230,11 +226,6 @@ def on_screen(screen: Screen, text: str, *, step: int = 3) -> list[str]:
     return screen.getvalue().split("\n")
 
 
-PROSE = (
-    "The quick brown fox, which jumps over the lazy dog, is not as quick as it was; 42 steps, e.g.\n\nNow."
-)
-
-
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 @pytest.mark.parametrize("columns", range(9, 60))
 def test_words_stay_whole(monkeypatch: pytest.MonkeyPatch, columns: int, step: int) -> None:
@@ -359,24 +350,6 @@ def test_a_model_does_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     with Answer(raw) as out:
         out.write(ATTACK)
     assert raw.getvalue() == ATTACK  # to a pipe or a file it goes as it is
-
-
-def talking(tmp_path: Path, answer: str) -> dict[str, str]:
-    """An environment in which every model answers this."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import hotset.text.tokenizer as t\n"
-        f"ANSWER = {answer!r}\n"
-        "class Decoder:\n"
-        "    def __init__(self, *_): self.at = 0\n"
-        "    def push(self, id): self.at += 3; return ANSWER[self.at - 3 : self.at]\n"
-        "    def flush(self): return ''\n"
-        "t.StreamDecoder = Decoder\n"
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-
-
-def columns_of(terminal: Terminal, columns: int) -> None:
-    fcntl.ioctl(terminal.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
 @needs_pty

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent / folder) for folder in ("support", "", "text")]
+sys.path.append(str(HERE.parent / "support"))
 
-from test_api import write_model  # noqa: E402
-from test_tool_calls import GLM, INVOKE, KIMI, QWEN, TEMPLATES, V3, V31, J  # noqa: E402
+from byte_models import write_model  # noqa: E402
+from published_calls import GLM, INVOKE, KIMI, QWEN, TEMPLATES, V3, V31, J  # noqa: E402
 
 from hotset.api import Model  # noqa: E402
 from hotset.cli.main import main  # noqa: E402

@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from byte_models import write_model
 from conftest import Nodes
 from pyarrow import Table
-from test_api import write_model
 
 import hotset
 from hotset.errors import InvalidRequestError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_models import write_sparse
 from conftest import Nodes
-from test_api_sparse import write_sparse
 from typer.testing import CliRunner
 
 from hotset.cli.main import app

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from byte_models import write_model
 from conftest import Nodes
-from test_api import write_model
 
 import hotset
 

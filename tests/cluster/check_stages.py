@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_models import write_model
 from conftest import Nodes
-from test_api import write_model
 
 import hotset
 from hotset.errors import DeviceError, InvalidRequestError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_architectures import LENGTHS, PLANS, TOLERANCE, open_backend, relative_error, run
+from transformers_oracle import LENGTHS, PLANS, TOLERANCE, open_backend, relative_error, run
 
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, UnsupportedModelError

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_experts import FORMS
-from test_experts import model as write_experts
-from test_sparse_cpu import ONE_BY_ONE, cpu, write
-from test_store import stored
+from backend_runs import batch, logits_of, tokens
+from expert_models import FORMS
+from expert_models import model as write_experts
+from sparse_runs import ONE_BY_ONE, cpu, write
+from stored_weights import stored
 from tiny_gguf import write_llama
 
 from hotset.errors import FormatError, InvalidRequestError

@@ -9,14 +9,13 @@ import json
 import mmap
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_api import write_model
-from waiting import WATCHDOG
+from byte_models import write_model
+from fresh_python import run_python
 
 from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFWriter, open_gguf
@@ -26,11 +25,6 @@ from hotset.formats.quants import GGMLType
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a mapped file cannot be cut here")
 PAGE = mmap.PAGESIZE
 CUT = "was cut short, or could not be read, while it was in use; put the whole file there and load it again"
-
-
-def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG, check=False)
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         path = args.model
         if path is None:
-            from test_api_sparse import write_sparse
+            from byte_models import write_sparse
 
             path = write_sparse(Path(scratch) / "model.gguf")
             ram.own_memory, ram._PROGRAM = lambda: 0, 0  # what the program may take would hold all of it

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from backend_runs import batch, cpu, tokens
 from derived_bounds import Oracle
 from fuzz.fuzz_shapes import run_case
-from test_cpu_backend import batch, cpu, tokens
 from tiny_gguf import write_llama
 
 from hotset.formats.gguf import open_gguf

@@ -33,10 +33,10 @@ from unittest import mock
 import gguf
 import numpy as np
 import torch
+from cli_runs import inside
 from golden.files import rounded
 from paths import DATA
 from synthetic import SHAPES, Shape
-from test_cli import inside
 
 from hotset import _core
 from hotset.formats.gguf import open_gguf

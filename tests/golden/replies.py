@@ -30,8 +30,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from test_server_tools import CALL, THINKS, WEATHER, written
 from tiny_server import MESSAGES, client_of, write_model
+from tool_models import CALL, THINKS, WEATHER, written
 
 TIMES = {"created", "created_at", "completed_at", "total_duration", "load_duration"}
 TIMES |= {"prompt_eval_duration", "eval_duration"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_models import write_sparse
+from cli_runs import inside
 from fuzz import fuzz_reads
-from test_api_sparse import write_sparse
-from test_cli import inside
 
 import hotset
 from hotset import _core

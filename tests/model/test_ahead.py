@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_sparse_cpu import cpu, prepared, write
-from test_store import stored
-from test_streaming import PAGES, graph_of, streaming
+from backend_runs import batch, logits_of, tokens
+from sparse_runs import cpu, prepared, write
+from stored_weights import PAGES, graph_of, stored, streaming
 
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile, open_gguf

@@ -9,8 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import batch, tokens
+from cutoff_models import (
+    CASES,
+    EVERY,
+    EXPERTS,
+    OF_EXPERTS,
+    T,
+    cpu,
+    graph_of,
+    run,
+    scores,
+    thresholds_of,
+    write,
+    write_experts,
+)
 from derived_bounds import Oracle
-from test_cpu_backend import batch, tokens
 from tiny_gguf import write_llama, write_relu
 
 import hotset
@@ -23,64 +37,14 @@ from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.model.decoder import describe
-from hotset.model.graph import Graph
 from hotset.model.operations import Cutoff
 from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
-from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
+from hotset.sparsity.thresholds import BaseMode, thresholds_path
 
-T = GGMLType
-SILU = {"llama.hidden_activation": "silu"}
 ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read however many there are
-EVERY = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
-CASES = {
-    "nothing": LayerCutoffs(),
-    "gate": LayerCutoffs(gate=0.1),
-    "attn_in": LayerCutoffs(attn_in=0.6),
-    "attn_out": LayerCutoffs(attn_out=0.1),
-    "ffn_in": LayerCutoffs(ffn_in=0.6),
-    "down_in": LayerCutoffs(down_in=0.05),
-    "every": EVERY,
-}
-
-
-def write(folder: Path, architecture: str = "llama", type: GGMLType = T.F32, **options: Any) -> GGUFFile:
-    keys = SILU if architecture == "llama" else {}
-    given = {"dialect": "gguf", "n_embd": 64, "n_ff": 288, "keys": keys, "type_of": lambda name: type}
-    return open_gguf(write_relu(folder / "model.gguf", architecture=architecture, **{**given, **options}))
-
-
-def graph_of(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None) -> tuple[Any, Graph]:
-    config = config_from_gguf(gguf)
-    if mode is None:
-        mode = choose(config, gguf.tensors).mode  # type: ignore[assignment]
-        assert mode != "threshold"
-    choice = choose(config, gguf.tensors, thresholds=thresholds_of(gguf, mode, cutoffs))  # type: ignore[arg-type]
-    ready = prepare(gguf, config, choice)
-    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
-
-
-def cpu(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None, **options: Any) -> CpuBackend:
-    weights, graph = graph_of(gguf, cutoffs, mode)
-    return CpuBackend(
-        weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
-    )
-
-
-def run(
-    backend: Any, ids: Sequence[int], cut: np.ndarray, cuts: Sequence[int] = (), taps: tuple[str, ...] = ()
-) -> np.ndarray:
-    """Logits [n_tokens, n_vocab] of one sequence, computed in chunks that begin at 0 and at `cuts`."""
-    rows = []
-    for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-        part = batch([(ids[first:last], first, [0])], taps)
-        rows.append(np.array(backend.step(replace(part, cut=cut[first:last].copy())).logits))
-    return np.concatenate(rows)
 
 
 # ---- the graph
@@ -129,19 +93,7 @@ def test_of_experts_gates_alone_are_cut(tmp_path: Path) -> None:
     np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
 
 
-OF_EXPERTS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1)
 UPS_OF_EXPERTS = [f"blk.{i}.ffn_up_exps.weight" for i in range(2)]
-EXPERTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one by one": {"one_by_one": True},
-    "by neuron": {"down_by_neuron": True},
-    "relu": {"keys": {"llama.hidden_activation": "relu"}},
-}
-
-
-def write_experts(folder: Path, kind: str, type_: GGMLType = T.F32) -> GGUFFile:
-    given = {"experts": (4, 2), "type_of": lambda name: type_}
-    return open_gguf(write_llama(folder / "model.gguf", **given, **EXPERTS[kind]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -360,14 +312,6 @@ def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:
     return sequence.generated
 
 
-def scores(engine: Engine, ids: Sequence[int], *, as_answer: bool) -> np.ndarray:
-    rows: list[np.ndarray] = []
-    sequence = engine.score(ids, lambda _, new: rows.append(new.copy()), as_answer=as_answer)
-    while sequence.finish_reason is None:
-        engine.step()
-    return np.concatenate(rows)
-
-
 @pytest.mark.parametrize(("cut", "first"), [("none", 99), ("answers", 20), ("all", 0)])
 def test_which_tokens_the_engine_cuts(tmp_path: Path, cut: CutTokens, first: int) -> None:
     backend = watched(write(tmp_path))
@@ -428,10 +372,6 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine that reads channels as quickly as rows, and nothing is kept of it."""
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-
-
-def thresholds_of(gguf: GGUFFile, mode: BaseMode = "dense", cutoffs: LayerCutoffs = EVERY) -> Thresholds:
-    return Thresholds(Calibrated.of(gguf), (cutoffs,) * config_from_gguf(gguf).n_layer, mode)
 
 
 def load(path: Path, **options: Any) -> hotset.Model:

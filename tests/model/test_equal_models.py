@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, cpu, tokens
+from backend_runs import batch, cpu, tokens
 from tiny_gguf import write_llama, write_relu
 
 from hotset.backends.base import Backend

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_experts import FORMS
-from test_experts import model as write_experts
-from test_mapped import run_python
-from test_sparse_cpu import ONE_BY_ONE, cpu, prepared, write
+from backend_runs import batch, logits_of, tokens
+from expert_models import FORMS
+from expert_models import model as write_experts
+from fresh_python import run_python
+from sparse_runs import ONE_BY_ONE, cpu, prepared, write
+from stored_weights import stored
 
 from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
-from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType
 from hotset.offload import weight_store as stored_module
 from hotset.offload.weight_store import StoredWeights, embeddings_of
@@ -135,34 +135,6 @@ def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.n
 
 
 # ---- a model whose rows come when they are needed
-
-
-def stored(
-    gguf: GGUFFile, mode: str, share: float, *, ring: bool = False, **options: object
-) -> tuple[CpuBackend, StoredWeights]:
-    """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
-    ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
-    reader, gap = _core.Reader(ring, 4), options.pop("gap", 4096)
-    step = options.pop("step", stored_module.STEP)
-
-    def weights(n_bytes: int) -> StoredWeights:
-        return StoredWeights(
-            ready.weights,
-            graph,
-            n_bytes,
-            sparse=mode != "dense",
-            reader=reader,
-            gap=gap,  # type: ignore[arg-type]
-            step=step,  # type: ignore[arg-type]
-        )
-
-    all_of_it = weights(1 << 30)
-    assert all_of_it.store is not None
-    least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
-    sizes = all_of_it.sizes
-    made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
-    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
-    return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
 
 
 # Counted is what no file stands behind: pages of files, libraries' too, may go at any moment.

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, cpu, logits_of, mixed_types, tokens
-from test_experts import FORMS
-from test_experts import model as write_experts
+from backend_runs import batch, cpu, logits_of, mixed_types, tokens
+from expert_models import FORMS
+from expert_models import model as write_experts
+from stored_weights import PAGES, graph_of, streaming
 from tiny_gguf import write_llama
 from waiting import WATCHDOG
 
@@ -20,35 +21,14 @@ from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import ReadError
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.formats.overlay import Overlay
-from hotset.model.config import config_from_gguf
-from hotset.model.decoder import describe
-from hotset.model.graph import Graph
 from hotset.offload.streaming import Piece, arrange, least_for, pieces_of
-from hotset.offload.weight_store import StoredWeights, share_out, sizes_of
-
-PAGES = [2, 0]
-
-
-def graph_of(gguf: GGUFFile) -> Graph:
-    return describe(config_from_gguf(gguf), gguf.tensors)
+from hotset.offload.weight_store import share_out, sizes_of
 
 
 def dense(tmp_path: Path, **options: Any) -> GGUFFile:
     """Without zeros: all of it is needed, always."""
     path = tmp_path / "dense.gguf"
     return open_gguf(write_llama(path, n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, **options))
-
-
-def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend, StoredWeights]:
-    """A backend with the least memory that works, and a share of the rest."""
-    graph = graph_of(gguf)
-    sizes = sizes_of(graph, gguf.tensors, sparse=False)
-    n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))
-    reader = _core.Reader(options.pop("ring", False), 4)
-    weights = StoredWeights(Overlay(gguf), graph, n_bytes, sparse=False, reader=reader, gap=0)
-    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
-    return CpuBackend(weights, graph, **given), weights
 
 
 @pytest.mark.parametrize("ring", [False, _core.ring_allowed()])

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_api_sparse import write_sparse
-from test_cli import inside
+from byte_models import write_sparse
+from cli_runs import inside
 from tiny_gguf import write_llama
 
 from hotset.errors import InvalidRequestError

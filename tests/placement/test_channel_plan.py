@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cutoffs import EVERY, thresholds_of, write
+from cutoff_models import EVERY, thresholds_of, with_kept, write
 from tiny_gguf import write_llama
 
 import hotset
@@ -23,10 +23,6 @@ from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
 T = GGMLType
 KEPT = dict.fromkeys(CUTOFF_NAMES, 0.5)
-
-
-def with_kept(gguf: GGUFFile, kept: Any, cutoffs: LayerCutoffs = EVERY) -> Thresholds:
-    return replace(thresholds_of(gguf, cutoffs=cutoffs), measured={"kept": kept})
 
 
 def planned(

@@ -9,59 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from placement_problems import GPU, layer, model, place_budget, power_law, rates
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import LayerFacts, ModelFacts
 from hotset.placement.milp import MixedIntegerProgram
 from hotset.placement.problem import Problem
 from hotset.placement.solver import solve
-from hotset.placement.table import (
-    CPU,
-    Device,
-    DeviceRates,
-    LayerPlacement,
-    Placement,
-    Rates,
-    predict,
-)
+from hotset.placement.table import CPU, Device, LayerPlacement, Placement, Rates, predict
 from hotset.report.placement import placement_table
-
-GPU = DeviceRates(
-    cpu_read=50e9, cpu_gather=30e9, cpu_read_busy=45e9, cpu_gather_busy=27e9, cpu_many=0, cpu_read_link=0,
-    read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6, context=0, link=0, link_busy=0,
-)  # fmt: skip
-
-
-def rates(n_devices: int = 1, gpu: DeviceRates = GPU) -> Rates:
-    return Rates((gpu,) * n_devices)
-
-
-def layer(n_ff: int, *, n_split: int | None = None, shared: int = 0, scale: int = 1) -> LayerFacts:
-    """A layer whose attention weighs as much as eight of its neurons."""
-    n_split = n_ff if n_split is None else n_split
-    row = 100_000 * scale
-    fixed = 8 * row + (0 if n_split else n_ff * row)
-    neuron, shared = (row, shared) if n_split else (0, 0)
-    return LayerFacts(n_ff, n_split, fixed, neuron, shared, row, row // 2, 0, row)
-
-
-def model(layers: Sequence[LayerFacts], output: int = 500_000) -> ModelFacts:
-    streamed = 2 * max(one.n_split * one.neuron_bytes + one.shared_bytes for one in layers)
-    return ModelFacts(tuple(layers), output, 50_000, streamed)
-
-
-def power_law(n: int, rng: np.random.Generator, density: float = 0.1) -> np.ndarray:
-    """Frequencies with mean `density`, falling as a power of the rank, in no order."""
-    p = (1 + np.arange(n)) ** -1.2
-    p = np.minimum(p * density * n / p.sum(), 0.98)
-    return rng.permutation(p)
-
-
-def place_budget(facts: ModelFacts, fraction: float, context: int = 10_000) -> int:
-    """Bytes between the least that works and the whole model."""
-    low = facts.smallest_bytes() + context
-    high = facts.whole_bytes + context
-    return int(low + fraction * (high - low))
 
 
 def room_for(facts: ModelFacts, n_neurons: int, context: int = 10_000) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_api_sparse import write_sparse
+from byte_models import write_sparse
 from tiny_gguf import write_llama
 
 from hotset.backends.gpu import open_gpu

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cli import inside
-from test_report import check_self_contained
-from test_trace import EXPERTS, moe_layer, random_trace, traced
+from cli_runs import inside
+from html_page import check_self_contained
+from random_traces import EXPERTS, moe_layer, random_trace, traced
 
 import hotset
 from hotset.backends.cpu.backend import CpuBackend

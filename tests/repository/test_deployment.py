@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from byte_models import write_model
 from paths import ROOT
-from test_api import write_model
 from waiting import WATCHDOG, until
 
 from hotset.cli.main import app

@@ -25,10 +25,9 @@ import documents
 import httpx
 import numpy as np
 import pytest
-import typer
+from cli_runs import command_of, inside, needs_core
 from documents import ROOT, Block, Command
 from scratch import N_CTX, QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
-from test_cli import inside, needs_core
 from tiny_server import client_to
 
 import hotset
@@ -128,11 +127,6 @@ class Shell:
                 assert answer.status_code == 200, answer.text
 
         asyncio.run(ask())
-
-
-@cache
-def command_of(subcommand: str) -> Any:
-    return typer.main.get_command(cli.app).get_command(None, subcommand)
 
 
 def check_options(words: list[str]) -> None:

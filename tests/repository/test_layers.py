@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from paths import DOCS
+from paths import BENCH, DOCS, TESTS
 
 import hotset
 
@@ -243,6 +243,27 @@ def test_nobody_asks_what_a_backend_has() -> None:
         and re.search(r"backend|stage", ast.unparse(node.args[0]))
     ]
     assert not asked
+
+
+def test_no_test_is_imported() -> None:
+    """What several files of tests use is in tests/support."""
+    importing = [
+        f"{path.name}: {name}"
+        for folder in (TESTS, BENCH)
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text("utf-8"), re.M)
+        if name != path.stem  # a program of its own process
+    ]
+    assert not importing
+
+
+def test_the_folders_of_tests_are_those_of_the_package() -> None:
+    """Beside them: tests of what is not in src/hotset."""
+    others = {".", "bench", "repository", "golden", "fuzz"}
+    files = list(TESTS.rglob("test_*.py"))
+    folders = {path.parent.relative_to(TESTS) for path in files}
+    assert {str(folder) for folder in folders if not (ROOT / folder).is_dir()} <= others
+    assert len({path.name for path in files}) == len(files), "pytest tells files apart by their names"
 
 
 def test_every_way_to_import_is_seen() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from types import ModuleType
 
 import pytest
+from cli_runs import command_of
 from paths import DOCS
 
 FOLDER = DOCS / "reference"
@@ -33,8 +34,6 @@ def test_the_reference_is_that_of_the_code(made: dict[str, str], name: str) -> N
 
 
 def test_every_subcommand_and_every_option_is_there(generator: ModuleType, made: dict[str, str]) -> None:
-    from test_documents import command_of
-
     sections = made["cli.md"].split("\n## ")[1:]
     assert [section.split("\n", 1)[0] for section in sections] == list(generator.SUBCOMMANDS)
     for section in sections:

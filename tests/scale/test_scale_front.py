@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_api import write_model
+from byte_models import write_model
 from tiny_server import MESSAGES, AsyncTinyClient, events_of, text_of
 from waiting import WATCHDOG
 

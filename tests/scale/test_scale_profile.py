@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_models import write_sparse
 from fake_cluster import FakeCluster, KilledError
-from test_api_sparse import write_sparse
 
 import hotset
 from hotset.errors import InvalidRequestError

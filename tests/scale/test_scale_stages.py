@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import N_VOCAB, batch, logits_of, tokens
 from fake_backend import FakeBackend
-from test_cpu_backend import N_VOCAB, batch, logits_of, tokens
 from tiny_gguf import write_llama
 from waiting import until
 

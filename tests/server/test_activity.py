@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from test_api import TEMPLATE
-from test_api_sparse import write_sparse
+from byte_models import TEMPLATE, write_sparse
 from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from browser import launched
+from byte_models import TEMPLATE, write_sparse
 from fake_chat_server import Drop, FakeServer, Hold, Refusal, facts, served, token
-from test_api import TEMPLATE
-from test_api_sparse import write_sparse
 from tiny_server import MESSAGES, write_model
 from waiting import WATCHDOG
 

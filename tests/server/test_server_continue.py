@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from test_server_tools import CALL, HERMES, THINKS, WEATHER, written
 from tiny_server import run, write_model
+from tool_models import CALL, HERMES, THINKS, WEATHER, written
 
 import hotset
 from hotset.server.service import Service

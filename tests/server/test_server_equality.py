@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_api_sparse import write_sparse
+from byte_models import write_sparse
 from tiny_server import client_of, events_of, text_of, write_model
 
 import hotset

@@ -13,14 +13,7 @@ from tiny_server import run, write_model
 
 import hotset
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.server.answers import (
-    Delta,
-    Finished,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-)
+from hotset.server.answers import Delta, Finished, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from hotset.server.ollama import (
     LineWriter,
     OllamaChatBody,

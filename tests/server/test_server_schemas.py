@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 from api_schemas import SCHEMAS, ApiSchema, Found
-from test_server_tools import CALL, CLOCK, HERMES, THINKS, WEATHER, written
-from test_tool_calls import PUBLISHED, TEMPLATES, TOOLS
+from published_calls import PUBLISHED, TEMPLATES, TOOLS
 from tiny_server import MESSAGES, Serving, run, write_model
+from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 from waiting import WATCHDOG, until
 
 import hotset

@@ -15,19 +15,13 @@ from typing import Any
 import httpx
 import pytest
 from tiny_server import MESSAGES, client_of, events_of, write_model
+from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 
-from hotset.backends.base import Batch, StepResult
 from hotset.server.service import Service
 
 pytest.importorskip("llguidance")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-EOS = 257
-HERMES = (
-    "{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}:"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
 LLAMA = HERMES.replace("<tool_call>", "<|python_tag|>")
 MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
 QWEN = HERMES.replace("<tool_call>", "<tool_call>\n<function=")
@@ -35,47 +29,7 @@ QWEN_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>"
 )
-THINKS = HERMES + "{% if add_generation_prompt and not closed %}<think>\n{% endif %}{# </think> #}"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 7}},
-        },
-    },
-}
-CLOCK = {
-    "type": "function",
-    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
-}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 PARAMS = {"temperature": 0, "max_tokens": 120}
-
-
-def written(service: Service, text: str) -> None:
-    """From now on the model writes this, and ends."""
-    ids = [*text.encode(), EOS]
-    step = service.model.backend.step
-    next_of: dict[int, tuple[int, int]] = {}  # by sequence: the position that comes next, and its byte
-
-    def scripted(batch: Batch) -> StepResult:
-        result = step(batch)
-        for row, output in enumerate(batch.outputs):
-            sequence, position = int(batch.sequences[output]), int(batch.positions[output])
-            expected, n = next_of.get(sequence, (-1, 0))
-            n = n if position == expected else 0
-            next_of[sequence] = position + 1, n + 1
-            result.logits[row] = -50.0
-            result.logits[row, ids[min(n, len(ids) - 1)]] = 50.0
-        return result
-
-    service.model.backend.step = scripted  # type: ignore[method-assign]
 
 
 def run(tmp_path: Path, template: str, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]]) -> None:

@@ -21,13 +21,7 @@ from hotset.model.decoder import describe
 from hotset.sparsity import sidecar, taps
 from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.profile import (
-    Profile,
-    collect,
-    export_activations,
-    import_activations,
-    profile_path,
-)
+from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
 from hotset.sparsity.reorder import reorder
 
 N_FF, N_VOCAB = 96, 96

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_api_sparse import write_sparse
-from test_cli import inside
-from test_cpu_backend import batch, tokens
-from test_experts import FORMS
-from test_experts import model as write_experts
-from test_sparse_cpu import prepared, write
-from test_store import stored
-from test_trace import TEXT, simulate
+from backend_runs import batch, tokens
+from byte_models import write_sparse
+from cli_runs import inside
+from expert_models import FORMS
+from expert_models import model as write_experts
+from random_traces import TEXT, simulate
+from sparse_runs import prepared, write
+from stored_weights import stored
 
 import hotset
 from hotset.backends.base import PAGE_SIZE

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_architectures import relative_error
-from test_cli import inside
-from test_cpu_backend import assert_every_operation_is_right, counted_twice, cpu, logits_of, tokens
+from backend_runs import assert_every_operation_is_right, counted_twice, cpu, logits_of, tokens
+from cli_runs import inside
+from transformers_oracle import relative_error
 
 import hotset
 from hotset.convert.hf import convert_hf

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from test_api_sparse import write_sparse
-from test_cli import CHATML, write_model
+from byte_models import write_sparse
+from cli_runs import CHATML, write_model
 
 from hotset.formats.quants import GGMLType
 

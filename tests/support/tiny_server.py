@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from test_api import write_model
+from byte_models import write_model
 from waiting import WATCHDOG, until
 
 import hotset

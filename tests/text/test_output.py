@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import bpe_metadata
+from tiny_tokenizers import bpe_metadata
 
 from hotset.text import reasoning
 from hotset.text.output import OutputForm

@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 from fake_backend import FakeBackend
-from test_tokenizer import bpe_metadata
+from tiny_tokenizers import bpe_metadata
 
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_api import PRINTABLE
-from test_api import write_model as write_bytes
-from test_cli import inside
-from test_cpu_backend import batch
+from backend_runs import batch
+from byte_models import PRINTABLE
+from byte_models import write_model as write_bytes
+from cli_runs import inside
 from tiny_gguf import write_llama, write_relu
 
 import hotset
@@ -544,7 +544,7 @@ def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch
 
 
 def test_a_model_with_predictors_is_cut_in_addition(text: str, tmp_path: Path) -> None:
-    from test_api_sparse import write_sparse
+    from byte_models import write_sparse
 
     model = write_sparse(tmp_path / "m.gguf")
     for mode in ("exact", None):

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import inside
-from test_cpu_backend import assert_every_operation_is_right, cpu, logits_of, tokens
+from backend_runs import assert_every_operation_is_right, cpu, logits_of, tokens
+from cli_runs import inside
 
 from hotset import _core
 from hotset.convert.hf import convert_hf

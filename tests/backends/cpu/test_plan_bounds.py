@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cpu_backend import N_VOCAB, batch, tokens
+from backend_runs import N_VOCAB, batch, tokens
 from tiny_gguf import write_llama
 
 from hotset import _core

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, cpu, mixed, tokens  # noqa: F401  (a fixture)
+from backend_runs import batch, cpu, tokens
 from waiting import WATCHDOG, until
 
 import hotset
@@ -270,7 +270,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="th
 
 
 def test_taps_add_no_threads_and_close_ends_them(
-    mixed: GGUFFile,  # noqa: F811
+    mixed: GGUFFile,
     threads: Callable[[int], int],
 ) -> None:
     backend = cpu(mixed, n_threads=4)
@@ -287,7 +287,7 @@ def test_taps_add_no_threads_and_close_ends_them(
 
 
 def test_a_backend_that_is_refused_leaves_no_threads(
-    mixed: GGUFFile,  # noqa: F811
+    mixed: GGUFFile,
     threads: Callable[[int], int],
 ) -> None:
     with pytest.raises(InvalidRequestError, match="nonesuch") as refused:
@@ -325,7 +325,7 @@ def test_close_waits_for_the_step_that_runs() -> None:
     assert not worker.is_alive()
 
 
-def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None:  # noqa: F811
+def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None:
     params = [SamplingParams(seed=i, max_tokens=8) for i in range(4)]
     prompts = [tokens(n, seed=n).tolist() for n in (150, 3, 70, 129)]
 
@@ -379,7 +379,7 @@ def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None
 
 
 def test_close_ends_what_another_thread_runs(tmp_path: Path) -> None:
-    from test_api import write_model
+    from byte_models import write_model
 
     model = hotset.load(write_model(tmp_path / "m.gguf"), n_ctx=256, n_threads=2)
     began = threading.Event()
@@ -461,7 +461,8 @@ FORKED_SERVICE = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_cpu_worker import ask, inputs, service, write
+from sparse_runs import write
+from worker_runs import ask, inputs, service
 
 # Each case has a process of its own, and what it takes to import torch is paid once.
 for how in ("exit", "close", "step", "in-step"):

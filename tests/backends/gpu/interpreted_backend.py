@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cutoff_models
 import numpy as np
-import test_cutoffs
-import test_gpu_cutoffs
+from backend_runs import batch, logits_of, tokens
+from cutoff_models import EVERY, graph_of
 from fake_cold import FakeCpuWorker
 from interpreted_triton import patch_once
-from test_cpu_backend import batch, logits_of, tokens
-from test_cutoffs import EVERY, graph_of
-from test_sparse_cpu import MODELS, prepared
+from sparse_runs import MODELS, prepared
 from tiny_gguf import write_relu
 
 from hotset.backends.gpu.backend import GpuBackend
@@ -79,14 +78,14 @@ def main(folder: Path) -> None:
 
 def cut_by_the_kernels(folder: Path) -> float:
     """The same error of a model whose small values are cut, in every way, its matrices by channel."""
-    gguf, expected = test_gpu_cutoffs.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
+    gguf, expected = cutoff_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
     weights, graph = graph_of(gguf, EVERY)
     backend = GpuBackend(
         weights, graph, device="cpu", n_pages=8, max_batch=16, kv_type="f32",
         by_channel=[op.weight for op in cut_products(graph)],
     )  # fmt: skip
     assert backend.stage.kernels.name == "triton"
-    found = test_cutoffs.run(backend, test_gpu_cutoffs.IDS, test_gpu_cutoffs.CUT, [9, 10])
+    found = cutoff_models.run(backend, cutoff_models.IDS, cutoff_models.CUT, [9, 10])
     stats = backend.stats()
     assert stats is not None
     assert stats.left_out is not None

@@ -20,19 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, by_channel, cut_tokens, matrix, randn, rng_of
 from interpreted_triton import patch_once
 from make_blocks import random_blocks
-from test_gpu_kernels import (
-    EPS,
-    FLOATS,
-    K_TYPES,
-    Cache,
-    by_channel,
-    cut_tokens,
-    matrix,
-    randn,
-    rng_of,
-)
 
 from hotset.backends.gpu import exact, experts_kernel, fallback, triton_kernels
 from hotset.backends.gpu.cpu_offload import CudaDriver

@@ -22,7 +22,8 @@ INTERPRETED = """
 import sys
 from pathlib import Path
 import numpy as np
-from test_cpu_worker import ask, inputs, random_bits, service, write
+from sparse_runs import write
+from worker_runs import ask, inputs, random_bits, service
 from fake_cuda import FakeCuda
 from hotset.errors import DeviceError
 

@@ -11,60 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_sparse_cpu import MODELS, N_FF, cpu, prepared, step, tokens, write
+from backend_runs import tokens
+from fake_cuda import FakeCuda
+from sparse_runs import MODELS, N_FF, cpu, prepared, step, write
 from tiny_gguf import write_llama, write_relu
 from waiting import WATCHDOG, until, when, within
+from worker_runs import LAYERS, N_EMBD, ask, hot_neurons, inputs, packed, random_bits, service, torch
 
-torch = pytest.importorskip("torch")
-
-from fake_cuda import FakeCuda  # noqa: E402
-
-from hotset import _core  # noqa: E402
-from hotset.backends.gpu import cpu_offload  # noqa: E402
-from hotset.backends.gpu.cpu_offload import (  # noqa: E402
-    CpuOffload,
-    choose_kind,
-    round_trip_seconds,
-    split_ffns,
-)
-from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
-from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
-from hotset.formats.quants import GGMLType as T  # noqa: E402
-
-N_EMBD = 64
-LAYERS = (0, 1)
-
-
-def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
-    hot = np.zeros(N_FF, np.bool_)
-    hot[np.random.default_rng(seed).permutation(N_FF)[: round(share * N_FF)]] = True
-    return hot
-
-
-def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
-    ready, graph = prepared(gguf, mode)
-    hot = options.pop("hot", None)
-    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else {i: hot for i in LAYERS}
-    given = {"max_batch": 16, "n_threads": 2, **options}
-    return CpuOffload(ready.weights, graph, layers, "cpu", **given)
-
-
-def packed(selected: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.packbits(selected, axis=1, bitorder="little"))
-
-
-def inputs(n: int, seed: int = 3) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal((n, N_EMBD)).astype(np.float32))
-
-
-def random_bits(n: int, share: float = 0.4, seed: int = 5) -> torch.Tensor:
-    return packed(np.random.default_rng(seed).random((n, N_FF)) < share)
-
-
-def ask(cold: CpuOffload, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
-    with cold.step(len(h)):
-        cold.post(layer, h, bits)
-        return cold.collect(layer).numpy()
+from hotset import _core
+from hotset.backends.gpu import cpu_offload
+from hotset.backends.gpu.cpu_offload import CpuOffload, choose_kind, round_trip_seconds, split_ffns
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType as T
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from gpu_inputs import new, weights
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -60,17 +61,6 @@ TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-
-
-def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def weights(type_: GGMLType, n_rows: int, n_cols: int) -> DeviceMatrix:
-    """A matrix of the right fields, without memory."""
-    row = matrix._taken_apart(np.zeros((1, row_bytes(type_, n_cols)), np.uint8), type_)
-    parts = {name: new(n_rows, part.shape[1], dtype=part.dtype) for name, part in row.items()}
-    return DeviceMatrix(type_, n_rows, n_cols, **parts)
 
 
 def decode_step() -> None:

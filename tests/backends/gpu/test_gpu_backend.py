@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import batch, logits_of, tokens
 from fake_cold import FakeCpuWorker
-from test_cpu_backend import batch, logits_of, tokens
-from test_sparse_cpu import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
-from tiny_gguf import write_llama, write_relu
+from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, masks, run, split, write
+from sparse_runs import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
+from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.gpu import open_gpu
-from hotset.backends.gpu.backend import GpuBackend
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
@@ -31,25 +30,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import Mask
 
-T = GGMLType
-N_FF = 224  # seven groups of 32: neither a power of two nor a multiple of a kernel's block
 TYPES = [T.F32, T.F16, T.BF16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
-N_LAYER = 2
-
-
-def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGUFFile:
-    sizes = {"n_embd": 64, "n_ff": N_FF, "type_of": lambda name: type}
-    return open_gguf(write_relu(path / "model.gguf", **{**MODELS[model], **sizes, **options}))
-
-
-def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
-    given = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32", **options}
-    return open_gpu(weights, graph, **given)
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
 def assert_is_reference(gguf: GGUFFile, kv_type: Any = "f32", **options: Any) -> None:
@@ -308,28 +289,6 @@ def test_statistics_are_the_references(tmp_path: Path) -> None:
 
 
 # ---- hot and cold, stages ----------------------------------------------------------------------------------
-
-
-def masks(share: float, n_ff: int = N_FF, n_layer: int = N_LAYER) -> dict[int, np.ndarray]:
-    rng = np.random.default_rng(5)
-    return {i: rng.random(n_ff) < share for i in range(n_layer)}
-
-
-def split(
-    weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any
-) -> tuple[GpuStage, FakeCpuWorker]:
-    cold = FakeCpuWorker(weights, graph, hot, max_batch=options.get("max_batch", 64))
-    given = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32", "stream_from": None, **options}
-    return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
-
-
-def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), at: int = 0) -> np.ndarray:
-    """Logits of every token of a sequence that goes on at position `at`, in steps that end at `cuts`."""
-    rows, done = [], 0
-    for end in [*cuts, len(ids)]:
-        rows.append(stage.run(batch([(ids[done:end], at + done, [2, 0])])).numpy().copy())
-        done = end
-    return np.concatenate(rows)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

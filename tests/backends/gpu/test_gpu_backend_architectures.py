@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_architectures import LENGTHS, N_CTX, PAGES_EACH, PLANS, TOLERANCE, model, relative_error, run
+from transformers_oracle import LENGTHS, N_CTX, PAGES_EACH, PLANS, TOLERANCE, recipe, relative_error, run
 
 from hotset.backends.base import Backend
 from hotset.backends.gpu import open_gpu
@@ -18,12 +18,12 @@ from hotset.placement.table import LayerPlacement, Placement
 
 torch = pytest.importorskip("torch")
 
-__all__ = ["model"]  # the fixture
+__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("plan", ["chunks", "mixed"])
-def test_logits_match_transformers(model: Any, plan: str) -> None:
-    gguf, sequences, expected = model
+def test_logits_match_transformers(recipe: Any, plan: str) -> None:
+    gguf, sequences, expected = recipe
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
 
     def opened() -> Backend:

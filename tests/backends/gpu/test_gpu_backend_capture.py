@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cpu_backend import batch, logits_of, tokens
-from test_gpu_backend import N_LAYER, assert_close, gpu, masks, run, split, write
-from test_sparse_cpu import prepared
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from backend_runs import batch, logits_of, tokens
+from gpu_runs import N_LAYER, Recorder, Recording, assert_close, gpu, masks, run, split, write
+from sparse_runs import prepared
 
 from hotset.backends.gpu import devices
 from hotset.backends.gpu.kernels import Kernels
@@ -30,56 +28,6 @@ from hotset.backends.reference import ReferenceBackend
 from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType
-
-
-class Watch(TorchDispatchMode):
-    """Notes the memory that a function reads or writes and did not allocate itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: set[int] = set()
-        self._made: dict[int, torch.Tensor] = {}  # kept alive, so that no address is used twice
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs or {})):
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                address = tensor.untyped_storage().data_ptr()
-                if function is torch.ops.aten.lift_fresh.default:  # a constant of the code, torch.tensor(...)
-                    self._made[address] = tensor
-                elif address not in self._made:
-                    self.outside.add(address)
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.outside:
-                self._made[tensor.untyped_storage().data_ptr()] = tensor
-        return result
-
-
-class Recording:
-    """In place of a CUDA graph: replays by calling again, and insists on the addresses of the capture."""
-
-    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
-        self._function = function
-        self.n_replays = 0
-        with Watch() as watch:
-            self.result = function().clone()
-        self._outside = watch.outside
-
-    def replay(self) -> None:
-        with Watch() as watch:
-            self.result.copy_(self._function())
-        # (The result is the recording's own memory, written after the step.)
-        assert watch.outside - {self.result.untyped_storage().data_ptr()} <= self._outside
-        self.n_replays += 1
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.made: list[Recording] = []
-
-    def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
-        self.made.append(Recording(function))
-        return self.made[-1], self.made[-1].result
 
 
 @pytest.mark.parametrize("model", ["bamboo", "opt", "falcon-40b"])

@@ -9,60 +9,45 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_channel_plan import with_kept
-from test_cpu_backend import batch, tokens
-from test_cutoffs import CASES, EVERY, OF_EXPERTS, cpu, graph_of, run, scores, write, write_experts
+from backend_runs import batch, tokens
+from cutoff_models import (
+    CASES,
+    EVERY,
+    OF_EXPERTS,
+    cpu,
+    graph_of,
+    run,
+    scores,
+    with_kept,
+    write,
+    write_experts,
+)
 
 torch = pytest.importorskip("torch")
 
-from test_gpu_backend import assert_close, gpu  # noqa: E402
-from test_gpu_backend_capture import Recorder  # noqa: E402
-from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
+from cutoff_models import CUT, IDS, clearly  # noqa: E402
+from gpu_runs import (  # noqa: E402
+    Recorder,
+    assert_close,
+    gpu,
+)
+from hybrid_runs import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
-from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs  # noqa: E402
 from hotset.model.graph import cut_products  # noqa: E402
-from hotset.model.operations import Cutoff  # noqa: E402
 from hotset.placement import channel_rates, machine  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.channels import ChannelRates, Workload, plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
 from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
 
-IDS = tokens(12)
-CUT = np.arange(12) % 4 > 0
-MARGIN = 1e-5  # of a threshold: nearer to it the rounding of a sum may put a value on either side
 K_SIZES = {"n_embd": 256, "n_ff": 512}
-
-
-def clearly(
-    folder: Path,
-    cutoffs: LayerCutoffs,
-    architecture: str,
-    type_: T = T.F32,
-    cut: np.ndarray = CUT,
-    **options: Any,
-) -> tuple[GGUFFile, np.ndarray]:
-    """A model of which no value of IDS is so near to its threshold that a sum's rounding decides, and its
-    logits. Which seed has none depends on the machine's matrix products: it is looked for."""
-    for seed in range(1, 60):
-        (own := folder / str(seed)).mkdir()
-        gguf = write(own, architecture, type_, seed=seed, **options)
-        weights, graph = graph_of(gguf, cutoffs)
-        found = [op for op in graph.primitives if isinstance(op, Cutoff)]
-        backend = ReferenceBackend(weights, graph, n_pages=8, kv_type="f32")
-        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), cut=cut)
-        taken = backend.step(step)
-        near = [np.abs(np.abs(taken.taps[op.x.name]) / op.threshold - 1).min() for op in found]
-        if min(near, default=1.0) > MARGIN:
-            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, cut)
-    raise AssertionError("every seed has a value at its threshold")
 
 
 @pytest.mark.parametrize("by_channel", [False, True])

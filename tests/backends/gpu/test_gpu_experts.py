@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_experts import FORMS, model
+from backend_runs import batch, logits_of, tokens
+from expert_models import FORMS, model
 
 torch = pytest.importorskip("torch")
 
 from fake_cuda import LateStream  # noqa: E402
-from test_gpu_backend_capture import Recorder  # noqa: E402
-from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
+from gpu_runs import Recorder  # noqa: E402
+from hybrid_runs import EVEN, LINK_ONLY, SMALL, TOLERANCE, hybrid, relative_error  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from waiting import within  # noqa: E402
 
@@ -37,13 +37,6 @@ from hotset.model.graph import Graph  # noqa: E402
 from hotset.model.operations import Ffn, Heads, Route, Value  # noqa: E402
 from hotset.offload.cache_stats import CacheStats  # noqa: E402
 from hotset.offload.misses import Fetching, MissRates  # noqa: E402
-from hotset.placement.build import open_chain  # noqa: E402
-
-
-def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> ChainBackend:
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 128, "kv_type": "f32", "n_threads": 2, "timeout": 30}
-    return open_chain(whole(owners), gguf, graph, **given | options)
 
 
 @pytest.mark.parametrize("form", ["floats", "biased", "shared", "groups", "chosen", "by neuron"])
@@ -263,17 +256,12 @@ def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
 # ---- what the cache lacks, fetched
 
 CPU_ONLY = MissRates(cpu=1e9, cpu_beside=1e9, many=1e9, link=0.0, link_beside=0.0)
-LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=1e12)
-EVEN = MissRates(cpu=1e9, cpu_beside=1e9, many=1e10, link=1e9, link_beside=1e9)
 
 
 def counted(backend: ChainBackend) -> CacheStats:
     [stage] = backend.stages
     assert isinstance(stage, GpuStage)
     return stage.expert_counts()
-
-
-SMALL: dict[str, Any] = {"n_embd": 64, "n_ff": 64, "head_dim": 32, "type_of": lambda _: T.Q8_0}
 
 
 @pytest.mark.parametrize("form", ["mixed", "biased", "by neuron"])

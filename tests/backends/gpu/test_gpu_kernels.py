@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
+from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, by_channel, cut_tokens, matrix, randn, rng_of
 from make_blocks import random_blocks
 
 from hotset.backends import reference
@@ -22,18 +21,7 @@ from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Attention, Rope, Rotate, Value
 
-EPS = float(np.finfo(np.float32).eps)
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
-FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-K_TYPES = (GGMLType.Q4_K, GGMLType.Q6_K)
-
-
-def rng_of(*seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> np.ndarray:
-    return rng_of(*shape, seed).standard_normal(shape).astype(np.float32)
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
@@ -93,13 +81,6 @@ def test_planes_share_their_scales(type_: GGMLType, rows: list[int] | None) -> N
 BY_CHANNEL = [*FLOATS, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K]
 
 
-def by_channel(type_: GGMLType, widths: Sequence[int], n_in: int) -> tuple[DeviceMatrix, np.ndarray]:
-    """Matrices of one input by channel, and their values [n_in, sum of widths]."""
-    parts = [matrix(type_, n, n_in, seed) for seed, n in enumerate(widths)]
-    made = DeviceMatrix.by_channel(n_in, widths, lambda i: parts[i][0])
-    return made, np.concatenate([w for _, w in parts]).T
-
-
 @pytest.mark.parametrize("type_", BY_CHANNEL, ids=lambda t: t.name)
 def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
     n_in, widths = width_of(type_, 3 if type_ in K_TYPES else 20), (128, 64)
@@ -128,13 +109,6 @@ def test_a_type_without_kernel_is_refused_in_a_sentence(type_: GGMLType) -> None
 
 
 # ---- products ------------------------------------------------------------------------------------------
-
-
-def matrix(type_: GGMLType, n_rows: int, n_cols: int, seed: int = 0) -> tuple[DeviceMatrix, np.ndarray]:
-    """A matrix and its values in float64."""
-    data = random_blocks(type_, n_rows, n_cols, rng_of(n_rows, n_cols, seed)).reshape(-1).view(np.uint8)
-    m = DeviceMatrix.from_bytes(data, type_, n_rows, n_cols, "cpu")
-    return m, dequantize(data, type_, (n_cols, n_rows)).astype(np.float64)
 
 
 @each_type
@@ -233,11 +207,6 @@ def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
 # ---- cutoffs -------------------------------------------------------------------------------------------
 
 
-def cut_tokens(n: int, threshold: float) -> fallback.Cut:
-    """Every third token keeps its small values."""
-    return fallback.Cut(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
-
-
 def test_a_cutoff_leaves_what_is_not_small() -> None:
     x = randn(5, 40)
     x[1, :5] = [np.nan, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0]
@@ -321,27 +290,6 @@ def test_rotation_equals_the_reference(kind: str, head_dim: int, n_rot: int, mag
     found = fallback.rotate(torch.from_numpy(x), cos_sin, n_head=3, kind=kind)
     # Each of cos and sin carries three roundings more than the reference's own.
     assert np.abs(found.numpy() - expected).max() < 8 * EPS * magnitude * np.abs(x).max()
-
-
-class Cache:
-    """Pages out of order, for a few sequences of given lengths; the reference's attention over the same."""
-
-    def __init__(self, lengths: list[int], n_head_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:
-        needed = [-(-n // PAGE_SIZE) for n in lengths]
-        free = rng_of(sum(lengths)).permutation(sum(needed) + 2)
-        self.tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
-        for row, n in zip(self.tables, needed, strict=True):
-            row[:n], free = free[:n], free[n:]
-        n_pages = sum(needed) + 2
-        self.k = torch.full((n_pages, n_head_kv, PAGE_SIZE, dim), float("nan"), dtype=dtype)
-        self.v = torch.full((n_pages, n_head_kv, PAGE_SIZE, dim_v), float("nan"), dtype=dtype)
-        self.lengths = lengths
-
-    def tokens(self, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences and positions of the latest `last` tokens of each sequence."""
-        pairs = [(s, p) for s, n in enumerate(self.lengths) for p in range(max(n - last, 0), n)]
-        sequences, positions = np.array(pairs, np.int32).T.copy()
-        return torch.from_numpy(sequences), torch.from_numpy(positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])

@@ -7,22 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cutoff_models
 import numpy as np
 import pytest
-import test_gpu_cutoffs
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from backend_runs import batch, logits_of, tokens  # noqa: E402
+from cutoff_models import EVERY, graph_of  # noqa: E402
+from cutoff_models import run as run_cut  # noqa: E402
+from expert_models import model  # noqa: E402
 from fake_cuda import Runtime  # noqa: E402
-from test_cpu_backend import batch, logits_of, tokens  # noqa: E402
-from test_cutoffs import EVERY, graph_of  # noqa: E402
-from test_cutoffs import run as run_cut  # noqa: E402
-from test_experts import model  # noqa: E402
-from test_gpu_aot import new, weights  # noqa: E402
-from test_gpu_backend import gpu, masks, run, split, write  # noqa: E402
-from test_gpu_experts import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
-from test_sparse_cpu import prepared  # noqa: E402
+from gpu_inputs import new, weights  # noqa: E402
+from gpu_runs import gpu, masks, run, split, write  # noqa: E402
+from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
+from sparse_runs import prepared  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
@@ -107,9 +107,9 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) ->
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
-    weights, graph = graph_of(test_gpu_cutoffs.write(tmp_path, "llama"), EVERY)
+    weights, graph = graph_of(cutoff_models.write(tmp_path, "llama"), EVERY)
     cut = gpu(weights, graph, by_channel=[op.weight for op in cut_products(graph)])
-    run_cut(cut, test_gpu_cutoffs.IDS, test_gpu_cutoffs.CUT, [9, 10])
+    run_cut(cut, cutoff_models.IDS, cutoff_models.CUT, [9, 10])
     for rates in (EVEN, LINK_ONLY):
         backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
         logits_of(backend, ids, cuts, [2])

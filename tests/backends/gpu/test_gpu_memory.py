@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_placement import layer, model, place_budget, power_law, rates
+from placement_problems import layer, model, place_budget, power_law, rates
 
 torch = pytest.importorskip("torch")
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import batch, logits_of, tokens
-from test_sparse_cpu import MODELS, N_FF, prepared, write
+from backend_runs import batch, logits_of, tokens
+from sparse_runs import MODELS, N_FF, prepared, write
 from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
+from hybrid_runs import ORDERS, TOLERANCE, relative_error, split, whole  # noqa: E402
 from waiting import WATCHDOG, within  # noqa: E402
 
 from hotset import _core  # noqa: E402
@@ -35,46 +35,11 @@ from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
-# Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
-# over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;
-# four times as much is left for those that do not.
-TOLERANCE = 4 * 16 * math.sqrt(N_FF) * 2.0**-24
 # Of quantised weights the CPU rounds activations to int8, with a step of 1/127 of the largest of 32, and the
 # device does not: each product is off by about 1%.
 QUANTIZED_TOLERANCE = 0.05
 
 ONE_BY_ONE = [*range(20, 30)]
-
-
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Root mean square of the difference over that of what is expected.
-
-    (The largest error says little: a random model's softmax can turn on the rounding of a single score.)
-    """
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
-
-
-def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:
-    hot = np.zeros(n_ff, np.bool_)
-    hot[np.random.default_rng(seed).permutation(n_ff)[: round(share * n_ff)]] = True
-    return hot
-
-
-def split(
-    share: float, n_layer: int = 2, devices: Sequence[int] | None = None, n_ff: int = N_FF
-) -> Placement:
-    """Each layer on a device of its list, CPU among them, with this share of its neurons."""
-    owners = list(devices or [0] * n_layer)
-    layers = [
-        LayerPlacement(owner, None if owner == CPU else hot_neurons(share, n_ff, i))
-        for i, owner in enumerate(owners)
-    ]
-    return Placement(("cpu",) * (max(owners) + 1), tuple(layers), owners[-1])
-
-
-def whole(owners: Sequence[int], output: int | None = None) -> Placement:
-    output = owners[-1] if output is None else output
-    return Placement(("cpu",) * (output + 1), tuple(LayerPlacement(i) for i in owners), output)
 
 
 def both(
@@ -202,18 +167,6 @@ def test_all_on_the_cpu_is_the_cpu_engine_to_the_bit(tmp_path: Path) -> None:
     cpu, hybrid = both(gguf, "exact", Placement((), (LayerPlacement(CPU),) * 2, CPU))
     ids = tokens(20)
     np.testing.assert_array_equal(logits_of(hybrid, ids, [5], [0]), logits_of(cpu, ids, [5], [0]))
-
-
-ORDERS = [
-    [CPU, 0, 0],
-    [0, 0, 1],
-    [CPU, 0, 1],
-    [0, CPU, 0],
-    [0, 1, CPU],
-    [CPU, 0, CPU],
-    [1, 0, CPU],
-    [0, 1, 0],
-]
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import logits_of, tokens
+from byte_models import vocabulary, write_sparse
+from cli_runs import inside
 from fuzz import fuzz_reads
-from test_api_sparse import vocabulary, write_sparse
-from test_cli import inside
-from test_cpu_backend import logits_of, tokens
-from test_sparse_cpu import N_FF, prepared, write
+from sparse_runs import N_FF, prepared, write
 from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
-from test_experts import FORMS  # noqa: E402
-from test_experts import model as write_experts  # noqa: E402
-from test_hybrid import ORDERS, hot_neurons, split, whole  # noqa: E402
+from expert_models import FORMS  # noqa: E402
+from expert_models import model as write_experts  # noqa: E402
+from hybrid_runs import ORDERS, hot_neurons, split, whole  # noqa: E402
 from waiting import WATCHDOG  # noqa: E402
 
 import hotset  # noqa: E402

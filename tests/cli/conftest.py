@@ -1,0 +1,19 @@
+"""Fixtures of the tests of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"

@@ -1,0 +1,82 @@
+"""Steps of a backend on random tokens, and checks of every operation of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from derived_bounds import Oracle
+
+from hotset.backends.base import Batch, StepStats
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import GGUFFile
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+
+N_VOCAB = 96
+PAGES = 40
+MIXED = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q5_0, "output": GGMLType.Q8_0, "ffn_up": GGMLType.F16}
+
+
+def mixed_types(name: str) -> GGMLType:
+    return MIXED.get(name.split(".")[-1], GGMLType.Q4_K if "ffn" in name else GGMLType.Q4_1)
+
+
+def cpu(gguf: GGUFFile, **options: Any) -> CpuBackend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    return CpuBackend(gguf, graph, **{"n_pages": PAGES, "max_batch": 128, "n_threads": 2, **options})
+
+
+def tokens(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, N_VOCAB, n).astype(np.int32)
+
+
+def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, ...] = ()) -> Batch:
+    """One step of several sequences: (tokens, first position, pages); every token's logits are wanted."""
+    table = np.full((len(parts), max(len(pages) for _, _, pages in parts)), -1, np.int32)
+    for i, (_, _, pages) in enumerate(parts):
+        table[i, : len(pages)] = pages
+    ids = np.concatenate([t for t, _, _ in parts]).astype(np.int32)
+    positions = np.concatenate([np.arange(at, at + len(t)) for t, at, _ in parts]).astype(np.int32)
+    owners = np.concatenate([np.full(len(t), i) for i, (t, _, _) in enumerate(parts)]).astype(np.int32)
+    return Batch(ids, positions, owners, table, np.arange(len(ids), dtype=np.int32), taps)
+
+
+def logits_of(backend: Any, ids: np.ndarray, cuts: Sequence[int], pages: list[int]) -> np.ndarray:
+    """Logits of every token, run in steps that end at `cuts`."""
+    rows, at = [], 0
+    for cut in [*cuts, len(ids)]:
+        rows.append(backend.step(batch([(ids[at:cut], at, pages)])).logits.copy())
+        at = cut
+    return np.concatenate(rows)
+
+
+def counted_twice(gguf: GGUFFile, *, sparse: bool) -> Iterator[tuple[Batch, StepStats, StepStats]]:
+    """Of a step of 30 tokens and one of one: itself, and what the native backend and the reference count."""
+    ids = tokens(31)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    native = cpu(gguf, sparse=sparse)
+    reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
+    for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:], 30, [0])])):
+        native.step(step)
+        reference.step(step)
+        ours, theirs = native.stats(), reference.stats()
+        assert ours is not None
+        assert theirs is not None
+        yield step, ours, theirs
+
+
+def assert_every_operation_is_right(
+    gguf: GGUFFile, graph: Graph, backend: CpuBackend, ids: np.ndarray, cuts: Sequence[int], pages: list[int]
+) -> None:
+    """Each value of each step is the reference's, within the rounding of its operation (derived_bounds)."""
+    oracle = Oracle(gguf, graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
+    names, at = tuple(value.name for value in graph.values), 0
+    for cut in [*cuts, len(ids)]:
+        step = batch([(ids[at:cut], at, pages)], names)
+        oracle.check(step, backend.step(step))
+        at = cut

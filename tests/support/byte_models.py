@@ -1,0 +1,102 @@
+"""Tiny random models in files, with a tokenizer whose tokens are bytes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_gguf import write_llama, write_relu
+
+SPECIALS = ["<s>", "</s>", "<|im_start|>"]
+BOS, EOS = 256, 257
+PRINTABLE = {id: -math.inf for id in range(259) if not 32 <= id < 127}  # a bias: ids are bytes
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+
+
+def byte_letters() -> list[str]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters, n = [], 0
+    for byte in range(256):
+        if byte in printable:
+            letters.append(chr(byte))
+        else:
+            letters.append(chr(256 + n))
+            n += 1
+    return letters
+
+
+def write_model(
+    path: Path,
+    *,
+    n_layer: int = 2,
+    experts: tuple[int, int] | None = None,
+    down_by_neuron: bool = False,
+    **keys: Any,
+) -> Path:
+    """A llama of a few layers over bytes and three special tokens, every parameter random."""
+    tokens = byte_letters() + SPECIALS
+    tokenizer: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS),
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    return write_llama(
+        path,
+        n_layer=n_layer,
+        n_embd=32,
+        n_ff=48,
+        head_dim=8,
+        n_vocab=len(tokens),
+        experts=experts,
+        down_by_neuron=down_by_neuron,
+        spread=lambda name: 3.0 if name == "output" else 1.5,
+        keys=tokenizer | keys,
+        seed=5,
+    )
+
+
+N_LAYER, N_FF, N_VOCAB = 2, 96, 101
+PLANTED_LAYERS, N_PLANTED = 6, 512  # of models with `counts`
+
+
+def vocabulary() -> dict[str, Any]:
+    """Printable ASCII, a space, a newline and three special tokens, without a beginning of text."""
+    tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<s>", "</s>", "th", "Ġt"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2,
+        "tokenizer.ggml.merges": ["t h", "Ġ t"],
+        "tokenizer.ggml.eos_token_id": 98,
+        "tokenizer.ggml.bos_token_id": 97,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any) -> Path:
+    """A random PowerInfer model of two layers, or the same one as a plain file (dialect="gguf").
+
+    more: keys of the file.
+    """
+    return write_relu(path, n_vocab=N_VOCAB, keys={**vocabulary(), **(more or {})}, **options)
+
+
+def counts(hot: int) -> list[np.ndarray]:
+    """Layers in which 64 neurons from `hot` on fire for every token and the others seldom."""
+    layers = [np.ones(N_PLANTED, np.int64) for _ in range(PLANTED_LAYERS)]
+    for layer in layers:
+        layer[hot : hot + 64] = 1000
+    return layers

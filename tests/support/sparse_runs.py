@@ -1,0 +1,72 @@
+"""Tiny models whose neurons can be skipped, in every mode, on a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from backend_runs import batch
+from tiny_gguf import write_relu
+
+from hotset.backends.base import Batch
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.operations import Op
+from hotset.sparsity.modes import Prepared, choose, prepare
+
+T = GGMLType
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama"},
+    "bamboo": {"architecture": "bamboo"},
+    "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
+    "falcon-40b": {"architecture": "falcon", "two_norms": True},
+    "opt": {"architecture": "opt"},
+}
+ACTIVATIONS = {
+    "relu2": {},
+    "fatrelu": {"hotset.fatrelu_threshold": 0.4},
+    "relu": {"hotset.up_activation": "relu"},
+}
+N_FF = 736  # eleven and a half tiles of neurons, several chunks
+ONE_BY_ONE = [*range(1, 12)]
+
+
+def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGUFFile:
+    sizes = {"n_embd": 64, "n_ff": N_FF, "type_of": lambda name: type}
+    return open_gguf(write_relu(path / "model.gguf", **{**MODELS[model], **sizes, **options}))
+
+
+def prepared(gguf: GGUFFile, mode: str, predictor: str | None = None) -> tuple[Prepared, Graph]:
+    config = config_from_gguf(gguf)
+    ready = prepare(gguf, config, choose(config, gguf.tensors, mode, predictor))
+    return ready, describe(config, ready.weights.tensors, ready.predictor)
+
+
+def cpu(gguf: GGUFFile, mode: str, predictor: str | None = None, **options: Any) -> CpuBackend:
+    ready, graph = prepared(gguf, mode, predictor)
+    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
+    return CpuBackend(ready.weights, graph, **given)
+
+
+class Replayed(ReferenceBackend):
+    """The reference, which takes its scores from another engine."""
+
+    def __init__(self, *arguments: Any, scores: dict[str, np.ndarray], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scores = scores
+
+    def _compute(self, op: Op, values: Any, batch: Batch, slots: Any) -> np.ndarray:
+        if op.out.name in self.scores:
+            return self.scores[op.out.name]
+        return super()._compute(op, values, batch, slots)
+
+
+def step(backend: Any, ids: np.ndarray, taps: Sequence[str]) -> Any:
+    return backend.step(batch([(ids, 0, [0])], tuple(taps)))

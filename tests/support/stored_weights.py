@@ -1,0 +1,63 @@
+"""Backends whose weights come through a store under a memory budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_runs import prepared
+
+from hotset import _core
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.formats.gguf import GGUFFile
+from hotset.formats.overlay import Overlay
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.offload import weight_store as stored_module
+from hotset.offload.weight_store import StoredWeights, sizes_of
+
+
+def stored(
+    gguf: GGUFFile, mode: str, share: float, *, ring: bool = False, **options: object
+) -> tuple[CpuBackend, StoredWeights]:
+    """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
+    ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
+    reader, gap = _core.Reader(ring, 4), options.pop("gap", 4096)
+    step = options.pop("step", stored_module.STEP)
+
+    def weights(n_bytes: int) -> StoredWeights:
+        return StoredWeights(
+            ready.weights,
+            graph,
+            n_bytes,
+            sparse=mode != "dense",
+            reader=reader,
+            gap=gap,  # type: ignore[arg-type]
+            step=step,  # type: ignore[arg-type]
+        )
+
+    all_of_it = weights(1 << 30)
+    assert all_of_it.store is not None
+    least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
+    sizes = all_of_it.sizes
+    made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
+    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
+    return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
+
+
+PAGES = [2, 0]
+
+
+def graph_of(gguf: GGUFFile) -> Graph:
+    return describe(config_from_gguf(gguf), gguf.tensors)
+
+
+def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend, StoredWeights]:
+    """A backend with the least memory that works, and a share of the rest."""
+    graph = graph_of(gguf)
+    sizes = sizes_of(graph, gguf.tensors, sparse=False)
+    n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))
+    reader = _core.Reader(options.pop("ring", False), 4)
+    weights = StoredWeights(Overlay(gguf), graph, n_bytes, sparse=False, reader=reader, gap=0)
+    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
+    return CpuBackend(weights, graph, **given), weights

@@ -1,0 +1,50 @@
+"""A CPU worker beside a device, and the requests that a device would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sparse_runs import N_FF, prepared
+
+from hotset.backends.gpu.cpu_offload import CpuOffload
+from hotset.formats.gguf import GGUFFile
+
+torch = pytest.importorskip("torch")
+
+
+N_EMBD = 64
+LAYERS = (0, 1)
+
+
+def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
+    hot = np.zeros(N_FF, np.bool_)
+    hot[np.random.default_rng(seed).permutation(N_FF)[: round(share * N_FF)]] = True
+    return hot
+
+
+def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
+    ready, graph = prepared(gguf, mode)
+    hot = options.pop("hot", None)
+    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else {i: hot for i in LAYERS}
+    given = {"max_batch": 16, "n_threads": 2, **options}
+    return CpuOffload(ready.weights, graph, layers, "cpu", **given)
+
+
+def packed(selected: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.packbits(selected, axis=1, bitorder="little"))
+
+
+def inputs(n: int, seed: int = 3) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal((n, N_EMBD)).astype(np.float32))
+
+
+def random_bits(n: int, share: float = 0.4, seed: int = 5) -> torch.Tensor:
+    return packed(np.random.default_rng(seed).random((n, N_FF)) < share)
+
+
+def ask(cold: CpuOffload, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
+    with cold.step(len(h)):
+        cold.post(layer, h, bits)
+        return cold.collect(layer).numpy()
