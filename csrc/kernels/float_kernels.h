@@ -128,20 +128,37 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
     });
 }
 
-void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+struct Moments {
+    float mean, variance;
+};
+
+// Lanes in order, then the tree of `sum`; the variance, over n, of what is left without the mean.
+inline Moments moments(const float* x, int64_t n) {
     V total = V::zero();
     for_lanes(n, [&](int64_t i, int c) { total = total + V::load_n(x + i, c); });
-    const V mean = V::set(sum(total) / float(n));
+    const float mean = sum(total) / float(n);
     V squares = V::zero();
     for_lanes(n, [&](int64_t i, int c) {
-        const V centred = blend_range(0, c, V::load_n(x + i, c) - mean, V::zero());
+        const V centred = blend_range(0, c, V::load_n(x + i, c) - V::set(mean), V::zero());
         squares = fma(centred, centred, squares);
     });
-    const V scale = V::set(1.0f / sqrtf(sum(squares) / float(n) + eps));
+    return {mean, sum(squares) / float(n)};
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+    const Moments of_row = moments(x, n);
+    const V mean = V::set(of_row.mean), scale = V::set(1.0f / sqrtf(of_row.variance + eps));
     for_lanes(n, [&](int64_t i, int c) {
         const V normal = (V::load_n(x + i, c) - mean) * scale * V::load_n(weight + i, c);
         (bias ? normal + V::load_n(bias + i, c) : normal).store_n(out + i, c);
     });
+}
+
+void gaussian_top_k(const float* x, float multiplier, int64_t n, float* out) {
+    const Moments of_row = moments(x, n);
+    const float spread = multiplier * sqrtf(of_row.variance);  // rounded before it is added
+    const V cutoff = V::set(of_row.mean + spread);
+    for_lanes(n, [&](int64_t i, int c) { max(V::zero(), V::load_n(x + i, c) - cutoff).store_n(out + i, c); });
 }
 
 // Four blocks at a time, whose largest values and sums are found together.
@@ -611,6 +628,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.quantize = quantize;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
+    table.gaussian_top_k = gaussian_top_k;
     table.softmax = softmax;
     table.activate = activate_row;
     table.gated = gated_row;

@@ -329,6 +329,9 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n,
                        float* out);
+    // out = max(0, x - (mean + multiplier * deviation)), both of the row of n; what is not
+    // a number stays.
+    void (*gaussian_top_k)(const float* x, float multiplier, int64_t n, float* out);
     void (*activate)(Activation kind, float threshold, const float* x, int64_t n, float* out);
     // out = activate(gate) * up
     void (*gated)(Activation kind, float threshold, const float* gate, const float* up, int64_t n,

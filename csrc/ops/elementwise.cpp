@@ -117,6 +117,17 @@ static const Registered kSoftCap("soft_cap", [](Facts& facts) -> std::unique_ptr
     return make_activation(facts, Activation::SoftCap, facts.real("cap"));
 });
 
+static const Registered kGaussianTopK("gaussian_top_k", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const float multiplier = facts.real("multiplier");
+    const Buffer& in = facts.plan().buffer(x);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+        kernels.gaussian_top_k(in.row(r), multiplier, in.width, result);
+    });
+});
+
 static const Registered kScale("scale", [](Facts& facts) -> std::unique_ptr<Op> {
     return make_activation(facts, Activation::Scale, facts.real("factor"));
 });

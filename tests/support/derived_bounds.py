@@ -28,6 +28,7 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    GaussianTopK,
     Heads,
     LayerNorm,
     Linear,
@@ -131,6 +132,31 @@ def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
 def rms_norm_bound(expected: np.ndarray, n: int) -> np.ndarray:
     """The mean of squares passes n / 16 + 7 roundings, of which the root leaves half; then four more."""
     return gamma((n / LANES + TREE + 3) / 2 + 4) * np.abs(expected) + n * TINY
+
+
+def moments_bound(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the means of rows, x [n, k], and of the means of squares of x less that."""
+    k = x.shape[1]
+    centred = np.abs(x - x.mean(axis=1, keepdims=True))
+    of_mean = gamma(k / LANES + TREE + 2) * np.abs(x).mean(axis=1, keepdims=True)
+    of_centred = of_mean + U * (centred + of_mean)
+    variance = (centred**2).mean(axis=1, keepdims=True)
+    of_variance = (2 * centred * of_centred + of_centred**2).mean(axis=1, keepdims=True)
+    return of_mean, of_variance + gamma(k / LANES + TREE + 2) * (variance + of_variance) + TINY
+
+
+def gaussian_top_k_bound(x: np.ndarray, multiplier: float) -> np.ndarray:
+    """x [n, k]. What is off is the cutoff, by as much for all of a row, and then each difference."""
+    of_mean, of_variance = moments_bound(x)
+    mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
+    highest = np.sqrt(variance + of_variance) * (1 + U)
+    of_deviation = np.maximum(
+        highest - np.sqrt(variance), np.sqrt(variance) - np.sqrt(np.maximum(variance - of_variance, 0))
+    )
+    spread = abs(multiplier) * highest
+    of_cutoff = of_mean + abs(multiplier) * of_deviation + 2 * U * (np.abs(mean) + of_mean + spread) + TINY
+    cutoff = mean + multiplier * np.sqrt(variance)
+    return of_cutoff + U * (np.abs(x - cutoff) + of_cutoff)
 
 
 def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -> np.ndarray:
@@ -271,6 +297,8 @@ class Oracle(ReferenceBackend):
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
                 return expected, layer_norm_bound(taps[op.x.id], self._weight(op.weight), bias, op.eps)
+            case GaussianTopK():
+                return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
             case Activate():
                 return expected, activation_bound(op.kind, taps[op.x.id], expected)
             case Route():

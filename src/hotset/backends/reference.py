@@ -32,6 +32,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GaussianTopK,
     Heads,
     LayerNorm,
     Linear,
@@ -202,6 +203,8 @@ class ReferenceBackend:
                 return self._recurrent(op, values, batch)
             case Activate():
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
+            case GaussianTopK():
+                return gaussian_top_k(values[op.x.id], op.multiplier)
             case Multiply():
                 return values[op.a.id] * values[op.b.id]
             case Add():
@@ -453,6 +456,12 @@ def delta_rule(
     off = (v - np.einsum("hkv,hk->hv", state, k)) * _sigmoid(beta, F32(0))[:, None]
     state = state + k[:, :, None] * off[:, None]
     return np.einsum("hkv,hk->hv", state, q).reshape(-1), state
+
+
+def gaussian_top_k(x: np.ndarray, multiplier: float) -> np.ndarray:
+    """What each row has above its mean and `multiplier` times its deviation."""
+    cutoff = x.mean(axis=1, keepdims=True) + F32(multiplier) * x.std(axis=1, keepdims=True)
+    return np.maximum(F32(0), x - cutoff)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

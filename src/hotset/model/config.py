@@ -8,6 +8,8 @@ names the key.
 
 Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
 
+- `<arch>.activation_sparsity_scale` (llama.cpp's, f32 array): of each layer the multiplier of a Gaussian
+  top-k before the activation; -inf: it has none.
 - `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
 - `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron whose predicted score is below it is skipped.
 - `hotset.predictor_masks` (bool): the mask of the file's predictors is part of the model (TurboSparse): in
@@ -40,6 +42,8 @@ SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
+TOP_K_KEY, MAX_MULTIPLIER = "activation_sparsity_scale", 100.0
+
 PREDICTOR_MASKS_KEY = "hotset.predictor_masks"
 
 LLAMA3_FACTORS = "rope_freqs.weight"
@@ -64,12 +68,19 @@ class FFNActivation:
     """neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
 
     `up` None leaves the up projection as it is. `threshold` belongs to the kinds that have one (see
-    graph.Activate).
+    graph.Activate). top_k: of a Gaussian top-k of the gates before f the multiplier (see graph.GaussianTopK);
+    None: there is none.
     """
 
     gate: ActivationKind
     up: ActivationKind | None = None
     threshold: float = 0.0
+    top_k: float | None = None
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether it leaves neurons at exactly zero."""
+        return has_zeros(self.gate) or self.top_k is not None
 
 
 CLAMPED = FFNActivation("clamped_silu", up="clamped_plus_one", threshold=7.0)
@@ -424,13 +435,16 @@ class ModelConfig:
 
     @property
     def activation(self) -> FFNActivation:
-        """Of the FFNs; every layer has the same."""
-        return self.layers[0].activation
+        """Of the FFNs; every layer has the same, or some have a Gaussian top-k in addition: then theirs."""
+        return next(
+            (layer.activation for layer in self.layers if layer.activation.has_zeros),
+            self.layers[0].activation,
+        )
 
     @property
     def has_zeros(self) -> bool:
         """Whether a layer's activation gives exact zeros, so that neurons that do not fire can be skipped."""
-        return any(has_zeros(layer.activation.gate) for layer in self.layers)
+        return any(layer.activation.has_zeros for layer in self.layers)
 
     @property
     def leaves_out(self) -> bool:
@@ -654,6 +668,7 @@ def _layers(
         scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or _activation(keys, architecture)
+    top_k = _top_k(keys, n_layer)
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
     if architecture.rope is not None and not switched_off:
@@ -668,7 +683,7 @@ def _layers(
     return tuple(
         LayerConfig(
             n_ff=n_ff[i],
-            activation=activation,
+            activation=replace(activation, top_k=top_k[i]),
             rope=None if period and i % period == period - 1 else windowed if windows[i] else rope,
             attention_scale=scale,
             window=windows[i],
@@ -886,6 +901,18 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
             f"the file's key {UP_ACTIVATION_KEY} is {shown(up)}; only relu is supported"
         )
     return FFNActivation(activation.gate, "relu", activation.threshold)
+
+
+def _top_k(keys: _Keys, n_layer: int) -> tuple[float | None, ...]:
+    """Multipliers of the layers' Gaussian top-k; of those without one the key says -inf."""
+    values = keys.get(TOP_K_KEY)
+    if values is None:
+        return (None,) * n_layer
+    if not _is_array(values) or len(values) != n_layer:
+        raise keys.error(TOP_K_KEY, f"must hold a number for each of {n_layer} layers")
+    if any(isinstance(v, bool | np.bool_ | str) or not -math.inf <= v <= MAX_MULTIPLIER for v in values):
+        raise keys.error(TOP_K_KEY, f"must hold numbers up to {MAX_MULTIPLIER:g}, or -inf")
+    return tuple(None if v == -math.inf else float(v) for v in values)
 
 
 def _qk_norm(gguf: GGUFFile, architecture: Architecture, layer: int) -> HeadNorm | None:

@@ -19,7 +19,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
-    [blk.N.ffn_masked: 0 where it was not predicted]          unless it is 0
+    [blk.N.ffn_gate_top_k: what ffn_gate_act is of]           unless it is 0
+    [blk.N.ffn_masked: 0 where it was not predicted]
     [blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp: of what all share,
     ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
     [of values that are cut what is left: blk.N.attn_norm_cut  attn_cut  ffn_norm_cut  ffn_gate_cut  ffn_cut]
@@ -53,6 +54,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GaussianTopK,
     Heads,
     LayerNorm,
     Linear,
@@ -497,6 +499,14 @@ class _Description:
         in_cut = self._cut_op(h, cutoffs, "ffn_in", f"{blk}.ffn_norm_cut")
         gate, up = self._gate_and_up(blk, layer, h if in_cut is None else in_cut.out)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
+        top_k = None
+        if layer.activation.top_k is not None:
+            if gate is None or scores is not None:
+                raise UnsupportedModelError("a Gaussian top-k is of the gates of all neurons")
+            top_k = GaussianTopK(
+                self._value(f"{blk}.ffn_gate_top_k", n), gate.out, layer.activation.top_k, **self._where
+            )
+            gate_act = replace(gate_act, x=top_k.out)
         gate_cut, product, neurons = self._cut_gate(blk, cutoffs, gate_act, product)
         select: Select = All()
         if scores is not None:
@@ -507,7 +517,7 @@ class _Description:
         down = self._down(blk, neurons if down_cut is None else down_cut.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
-            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, **self._where,
+            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, top_k=top_k, **self._where,
         )  # fmt: skip
 
     def _activated(

@@ -377,6 +377,21 @@ class Activate(Operation):
 
 
 @dataclass(frozen=True)
+class GaussianTopK(Operation):
+    """out = max(0, x - (mean + multiplier * deviation)), both over the values of a token.
+
+    If these were normally distributed, a share of 1 - Phi(multiplier) would stay above 0: the statistical
+    top-k of Spark Transformer (arXiv 2506.06644). The deviation is the root of the mean square of x - mean
+    (llama.cpp divides the sum by one less). Sums have the order of LayerNorm's: lane l of sixteen adds values
+    l, l + 16, ..., then a tree adds the lanes.
+    """
+
+    out: Value
+    x: Value
+    multiplier: float
+
+
+@dataclass(frozen=True)
 class Multiply(Operation):
     """out = a * b, elementwise; b may be one number per token, of width 1."""
 
@@ -589,6 +604,7 @@ class Ffn(Operation):
     is with a MaskedRoute, whose route is no part of the FFN.
     shared: a network that every token passes beside the experts of its layer.
     in_cut: what is left of h, gate_cut: of f, down_cut: of the neurons that down reads; None: all of it.
+    top_k: what f reads of the gates, all of which must be known first; None: the gates.
     """
 
     out: Value
@@ -605,13 +621,14 @@ class Ffn(Operation):
     in_cut: Cutoff | None = None
     gate_cut: Cutoff | None = None
     down_cut: Cutoff | None = None
+    top_k: GaussianTopK | None = None
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
         route = self.select if isinstance(self.select, Route) else None
         found = (
-            self.norm, self.in_cut, route, self.gate, self.up, self.gate_act, self.gate_cut,
+            self.norm, self.in_cut, route, self.gate, self.up, self.top_k, self.gate_act, self.gate_cut,
             self.up_act, self.product, self.mask, self.down_cut, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
@@ -687,8 +704,17 @@ class Ffn(Operation):
     @property
     def has_zeros(self) -> bool:
         """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
-        is_cut = self.gate_cut is not None or self.down_cut is not None
-        return has_zeros(self.gate_act.kind) or is_cut
+        return self.fires_exactly or self.gate_cut is not None or self.down_cut is not None
+
+    @property
+    def fires_exactly(self) -> bool:
+        """Whether f itself leaves neurons at zero, without a cutoff."""
+        return has_zeros(self.gate_act.kind) or self.top_k is not None
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether neurons can be computed apart from the others, on another device."""
+        return self.has_zeros and self.by_neuron and self.top_k is None
 
     @property
     def leaves_out(self) -> bool:
@@ -720,6 +746,7 @@ Primitive = (
     | ShortConv
     | DeltaNet
     | Activate
+    | GaussianTopK
     | Multiply
     | Add
     | Scale

@@ -32,7 +32,7 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.graph import Graph
-from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear, has_zeros
+from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
@@ -82,7 +82,7 @@ def groups_of(
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
                 names = list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
                 yield _row_group(names, tensors, op.route.n_used)
-        elif isinstance(op, Ffn) and has_zeros(op.gate_act.kind):  # what cutoffs leave out has no rows here
+        elif isinstance(op, Ffn) and op.fires_exactly:  # what cutoffs leave out has no rows here
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
                 by_output = matrix is op.down and not op.by_neuron  # as wide as it is high, perhaps

@@ -253,7 +253,7 @@ def _layer_facts(
             expert_bytes=expert_bytes, n_experts=ffn.up.n_expert, n_used=ffn.up.n_used,
         )  # fmt: skip
     down = ffn.down
-    if not isinstance(down, TransposedLinear) or not ffn.has_zeros:
+    if not isinstance(down, TransposedLinear) or not ffn.can_be_split:
         fixed = sum(op_bytes(op, tensors) for op in ops)
         return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0)
     fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)

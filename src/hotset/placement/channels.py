@@ -21,7 +21,7 @@ from hotset.formats.channels import TYPES_BY_CHANNEL, can_be_by_channel, copy_by
 from hotset.formats.quants import GGMLType
 from hotset.model.cutoffs import CutoffName
 from hotset.model.graph import Graph, cut_products
-from hotset.model.operations import Cutoff, Ffn, Linear, Value, has_zeros, one_matrix
+from hotset.model.operations import Cutoff, Ffn, Linear, Value, one_matrix
 from hotset.placement.table import CPU
 from hotset.units import human_size
 
@@ -270,7 +270,7 @@ def _decide_ffn(
     """Of gate and up: both by channel, or the rows of up that the gate leaves."""
     ops = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
     both = [gains.pop(op.weight) for op in ops if op.weight in gains]
-    one_by_one = has_zeros(ffn.gate_act.kind) or ffn.mask is not None or is_split
+    one_by_one = ffn.fires_exactly or ffn.mask is not None or is_split
     kept = thresholds.kept(ffn.layer, "gate") if ffn.gate_cut is not None and ffn.gate is not None else None
     by_row: list[ChannelGain] = []
     if kept is not None:

@@ -136,6 +136,10 @@ def choose(
             "it with 'hotset train-predictor'"
         )
 
+    if config.activation.top_k is not None and (mode == "predicted" or spec is not None):
+        raise InvalidRequestError(
+            "which neurons fire is known when all gates are, so that a predictor saves nothing; use exact"
+        )
     if config.has_experts and (mode == "predicted" or spec is not None):
         raise InvalidRequestError("no predictor knows the neurons inside experts; leave it out, or use exact")
     asked = "as asked" if mode is not None else ""
@@ -242,7 +246,7 @@ def _open_down(
     gguf: GGUFFile, config: ModelConfig, model: str, notes: list[str], progress: Reporter | None
 ) -> list[GGUFFile]:
     """The sidecar with the down matrices by neuron, where the file has them by output and they can be."""
-    names = [f"blk.{i}.ffn_down" for i in range(config.n_layer)]
+    names = [f"blk.{i}.ffn_down" for i, layer in enumerate(config.layers) if layer.activation.has_zeros]
     plain = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in plain if f"{info.name.removesuffix('.weight')}_t.weight" not in gguf.tensors]
     possible = [info for info in plain if planes.layout_of(info) is not None]
@@ -309,4 +313,5 @@ def open_channels(
 def _activation_name(config: ModelConfig) -> str:
     names = {"relu": "ReLU", "relu2": "squared ReLU", "fatrelu": "FATReLU"}
     gate, up = config.activation.gate, config.activation.up
-    return "dReLU" if gate == up == "relu" else names.get(str(gate), str(gate))
+    name = "dReLU" if gate == up == "relu" else names.get(str(gate), str(gate))
+    return name if config.activation.top_k is None else f"{name} behind a Gaussian top-k"

@@ -19,6 +19,7 @@ from derived_bounds import (
     attention_bound,
     axpy_bound,
     gamma,
+    gaussian_top_k_bound,
     int8_inputs,
     layer_norm_bound,
     linear_bound,
@@ -220,6 +221,22 @@ def test_norms(isa: str, width: int) -> None:
             fed.plan.add("layer_norm", x=source, weight=weight, bias=bias, eps=eps, out=out)
             bound = layer_norm_bound(exact, weight, bias, small) + U * np.abs(expected)
             assert_within(fed.run(out), expected, bound, f"layer {what}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [1, 15, 576, 8192])
+def test_gaussian_top_k(isa: str, width: int) -> None:
+    for kind in KINDS:
+        for multiplier in (1.6448533535, -0.3, 0.0):
+            x = ill(kind, (5, width))
+            exact, times = x.astype(np.float64), float(np.float32(multiplier))
+            cutoff = exact.mean(axis=1, keepdims=True) + times * exact.std(axis=1, keepdims=True)
+            expected = np.maximum(exact - cutoff, 0)
+            fed = Fed(isa, 5)
+            source, out = fed.input(x), fed.output(width)
+            fed.plan.add("gaussian_top_k", x=source, multiplier=multiplier, out=out)
+            bound = gaussian_top_k_bound(exact, times)
+            assert_within(fed.run(out), expected, bound, f"{isa} {kind} {width} {multiplier}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -496,6 +496,17 @@ def test_norms(width: int) -> None:
     agree(kernels.rms_norm(x, part, 1e-5, 4), fallback.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
 
 
+@pytest.mark.parametrize("width", [1, 100, 1500])
+def test_gaussian_top_k(width: int) -> None:
+    x = t(randn(4, width))
+    x[3, 0] = float("nan")
+    found, expected = (ops.gaussian_top_k(x, 1.3) for ops in (kernels, fallback))
+    # A value of the row counts in the mean, and in the deviation by its square.
+    agree(found[:3], expected[:3], x[:3].abs().max() * 3, width)
+    assert torch.isnan(found[3]).all()
+    assert (found[:3] == 0).float().mean() > 0.8 or width == 1
+
+
 @pytest.mark.parametrize("n", [5, 1500])
 def test_cut(n: int) -> None:
     x, by = t(randn(4, n)), cut_tokens(4, 0.5)

@@ -267,6 +267,7 @@ def small_tiles() -> None:
     for width in (8, 128):
         kernels.rms_norm(new(1, width), new(width), 1e-5)
         kernels.layer_norm(new(1, width), new(width), None, 1e-5)
+        kernels.gaussian_top_k(new(1, width), 1.6)
         kernels.rotate(new(1, width), new(2, 1, 4), n_head=1, kind="neox", norm_weight=new(width))
     heads_step(16, 8, 1, torch.float32, (1,))()
 

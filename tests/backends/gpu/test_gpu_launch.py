@@ -38,7 +38,8 @@ from hotset.offload.misses import Fetching  # noqa: E402
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (
     "cut", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
-    "pack_bits", "rms_norm", "layer_norm", "rotate", "store_kv", "rotate_store", "attention",
+    "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
+    "attention",
 )  # fmt: skip
 
 

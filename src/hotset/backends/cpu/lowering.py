@@ -54,7 +54,6 @@ from hotset.model.operations import (
     TransposedLinear,
     Value,
     WeightKind,
-    has_zeros,
     one_matrix,
 )
 from hotset.model.read_order import look_ahead
@@ -520,7 +519,7 @@ class _Emission:
         stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
         by_cutoff = ffn.gate is not None and ffn.gate_cut is not None
         pays = by_cutoff and self._sparse and ffn.up_tensor not in self._whole
-        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or stored or pays
+        return ffn.fires_exactly or ffn.mask is not None or stored or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
         """Three native operations: who computes (unless that was found before), the neurons of these, and
@@ -629,7 +628,7 @@ class _Emission:
             self._fetch(ffn, decides, fetched, "all", out, waits=not overlaps)
         else:
             self._fetch_selected(ffn, fetched, waits=not overlaps)
-        if isinstance(up, _core.StoredRows) and up.group not in fetched:
+        if ffn.top_k is not None or (isinstance(up, _core.StoredRows) and up.group not in fetched):
             self._neurons_by_gate(ffn, fetched)
             return fetched
         gated = None if ffn.gate is None else one_matrix(ffn.gate)
@@ -681,7 +680,8 @@ class _Emission:
         ]
 
     def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
-        """Gates first, so that of up only the rows of those that fire are fetched: the same products."""
+        """Gates first, where all of them say which fire, or so that of up only the rows of those that do are
+        fetched: the same products."""
         assert ffn.gate is not None
         out, fired = self._buffers[ffn.selected], self._buffers.borrow(ffn.selected)
         gate, up = one_matrix(ffn.gate), one_matrix(ffn.up)
@@ -689,9 +689,12 @@ class _Emission:
         cutoffs = cutoff_facts(ffn)
         of_input, of_value = cutoffs.get("input_cutoff"), cutoffs.pop("value_cutoff", None)
         shared = {"x": self._buffers[ffn.x], "norm": self._norm(ffn.norm), "sparse": self._sparse}
+        unchanged = {"activation": "scale", "activation_threshold": 1.0}
+        top_k, of_gate = ffn.top_k, None if ffn.top_k is None else cutoffs.pop("gate_cutoff", None)
         for missed in self._as_they_come(ffn, gate.weight):
             self._add(
-                "neurons", **shared, up=linear_facts(self._weights, gate), **activation_facts(ffn.gate_act),
+                "neurons", **shared, up=linear_facts(self._weights, gate),
+                **(activation_facts(ffn.gate_act) if top_k is None else unchanged),
                 scores=None if mask is None else self._buffers[mask.scores],
                 threshold=None if mask is None else mask.threshold,
                 first=None if mask is None else mask.first,
@@ -699,9 +702,16 @@ class _Emission:
             )  # fmt: skip
             self.gates.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
+        if top_k is not None:
+            act = ffn.gate_act
+            self._add("gaussian_top_k", x=fired, multiplier=top_k.multiplier, out=fired)
+            self._add("activate", x=fired, kind=act.kind, threshold=act.threshold, out=fired)
+            self.at += [(ffn.layer, ffn.part)] * 2
+            if of_gate is not None:
+                self._add("cutoff", x=fired, threshold=of_gate, out=fired)
+                self.at.append((ffn.layer, ffn.part))
         overlaps = _is_stored(self._weights, up.weight)
         self._fetch(ffn, up.weight, fetched, "nonzero", fired, waits=not overlaps)
-        unchanged = {"activation": "scale", "activation_threshold": 1.0}
         for missed in self._as_they_come(ffn, up.weight):
             self._add(
                 "neurons", **shared, up=linear_facts(self._weights, up),

@@ -70,7 +70,7 @@ PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compile
 
 def split_ffns(graph: Graph) -> dict[int, Ffn]:
     """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
-    return {ffn.layer: ffn for ffn in graph.ffns if ffn.has_zeros and ffn.by_neuron}
+    return {ffn.layer: ffn for ffn in graph.ffns if ffn.can_be_split}
 
 
 def moe_layers(graph: Graph) -> dict[int, Ffn]:

@@ -357,6 +357,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: C
     return cut(functions.layer_norm(x, weight, bias, eps), by)
 
 
+gaussian_top_k = functions.gaussian_top_k
+
 ANGLE_STEP = 256  # positions: table rows of RopeTable.near
 
 

@@ -44,6 +44,7 @@ class Kernels:
         self.pack_bits = ops.pack_bits
         self.rms_norm = ops.rms_norm
         self.layer_norm = ops.layer_norm
+        self.gaussian_top_k = ops.gaussian_top_k
         self.rotate = ops.rotate
         self.store_kv = ops.store_kv
         self.rotate_store = ops.rotate_store

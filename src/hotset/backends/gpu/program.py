@@ -47,6 +47,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GaussianTopK,
     Heads,
     LayerNorm,
     Linear,
@@ -252,10 +253,7 @@ class Program:
         split = {
             group.layer
             for group in groups
-            if (ffn := group.ffn) is not None
-            and ffn.has_zeros
-            and ffn.by_neuron
-            and ffn.selected.name not in taps
+            if (ffn := group.ffn) is not None and ffn.can_be_split and ffn.selected.name not in taps
         }
         for layer in self._hot:
             if layer in split and self._sparse:
@@ -267,8 +265,8 @@ class Program:
                     "CPU; use --no-gpu"
                 )
             raise UnsupportedModelError(
-                f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, or "
-                "its down projection no row per neuron"
+                f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, "
+                "or only known ones when all gates are, or its down projection has no row per neuron"
             )
 
     def _calls(self, group: Fused) -> list[Call]:
@@ -319,7 +317,8 @@ class Program:
             case Rotate():
                 return self._rotate(main)
             case (
-                RMSNorm() | LayerNorm() | Activate() | Mask() | Add() | Multiply() | Scale() | SoftCap()
+                RMSNorm() | LayerNorm() | Activate() | GaussianTopK() | Mask() | Add() | Multiply() | Scale()
+                | SoftCap()
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
@@ -338,7 +337,7 @@ class Program:
 
     def _elementwise(
         self,
-        op: RMSNorm | LayerNorm | Activate | Mask | Add | Multiply | Scale | SoftCap,
+        op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap,
         k: Kernels,
     ) -> Callable[[dict[int, Tensor]], Tensor]:
         match op:
@@ -348,6 +347,9 @@ class Program:
             case Activate():
                 x, kind, threshold = op.x.id, op.kind, op.threshold
                 return lambda v: k.activate(v[x], kind, threshold)
+            case GaussianTopK():
+                x, multiplier = op.x.id, op.multiplier
+                return lambda v: k.gaussian_top_k(v[x], multiplier)
             case Mask():
                 x, scores, cut, first = op.x.id, op.scores.id, op.threshold, op.first
                 return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < cut), (first, 0), value=True)
@@ -621,6 +623,8 @@ class Program:
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
         """Whether rows of gate and up are left out one by one; else both are read whole, or by channel."""
         by_cutoff = ffn.gate_cut is not None and one_matrix(ffn.up).weight not in self._by_channel
+        if ffn.top_k is not None:  # of one kernel's gates no program has all
+            return False
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_cutoff
 
     def _values(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None], Tensor]:
@@ -632,6 +636,14 @@ class Program:
             compute: Any = k.neurons if self._sparse else self._every_neuron
             return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **cuts(f))
         products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
+        if (top_k := ffn.top_k) is not None:
+
+            def above(f: Frame, h: Tensor, bits: Tensor | None) -> Tensor:
+                gate, up = products(h, None)
+                gate = k.gaussian_top_k(gate, top_k.multiplier)
+                return k.fired(gate, up, counts=counts, **options, **cuts(f))
+
+            return above
         return lambda f, h, bits: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
 
     def _split(
@@ -759,7 +771,7 @@ def _read_by_channel(graph: Graph, hot: Collection[int], wanted: Collection[str]
     by_row = set()
     for ffn in graph.ffns:
         both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
-        one_by_one = has_zeros(ffn.gate_act.kind) or ffn.mask is not None or ffn.layer in hot
+        one_by_one = ffn.fires_exactly or ffn.mask is not None or ffn.layer in hot
         if one_by_one or not set(both) <= set(wanted):
             by_row.update(both)
     return frozenset(op.weight for op in cut_products(graph) if op.weight in wanted) - by_row

@@ -1269,6 +1269,18 @@ def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constex
 
 
 @triton.jit
+def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
+    """One row, less its mean and so many deviations, where that is above 0; what is not a number stays."""
+    row = tl.program_id(0).to(tl.int64) * n
+    i = tl.arange(0, N)
+    y = tl.load(x + row + i, mask=i < n, other=0.0)
+    mean = tl.sum(y, axis=0) / n
+    centred = tl.where(i < n, y - mean, 0.0)
+    y -= mean + multiplier * tl.sqrt(tl.sum(_rounded(centred, centred), axis=0) / n)
+    tl.store(out + row + i, tl.where(y <= 0.0, 0.0, y), mask=i < n)
+
+
+@triton.jit
 def _cut_kernel(x, out, cut, threshold, n, N: tl.constexpr):
     """Rows of x [T, n] without their small values, N of them a program."""
     i = tl.program_id(1) * N + tl.arange(0, N)
@@ -1918,6 +1930,16 @@ def _norm(
         _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n, tokens, threshold,
         LAYER=layer, N=pow2(n), warps=4 if n <= 4096 else 8,
     )  # fmt: skip
+    return out
+
+
+def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
+    """fallback.gaussian_top_k."""
+    x, n = x.contiguous(), x.shape[1]
+    out = torch.empty_like(x)
+    launcher.launch(
+        _gaussian_top_k_kernel, (len(x),), x, out, multiplier, n, N=pow2(n), warps=4 if n <= 4096 else 8
+    )
     return out
 
 

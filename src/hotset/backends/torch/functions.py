@@ -72,6 +72,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
+    """What each row of x [n, width] has above its mean and `multiplier` times its deviation."""
+    deviation, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=0)
+    return torch.relu(x - (mean + multiplier * deviation))
+
+
 def rotate(x: Tensor, cos_sin: Tensor, *, n_head: int, kind: RopeKind, first: int = 0) -> Tensor:
     """Rotary embedding (arXiv 2104.09864) of n_rot channels of each head, from `first` on.
 

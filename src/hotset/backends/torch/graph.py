@@ -27,6 +27,7 @@ from hotset.backends.torch.functions import (
     activate,
     attend,
     delta_rule,
+    gaussian_top_k,
     join_heads,
     layer_norm,
     rms_norm,
@@ -44,6 +45,7 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    GaussianTopK,
     Heads,
     LayerNorm,
     Linear,
@@ -216,6 +218,8 @@ class TorchGraph:
                 return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
             case Activate():
                 return activate(step[op.x], op.kind, op.threshold)
+            case GaussianTopK():
+                return gaussian_top_k(step[op.x], op.multiplier)
             case Multiply():
                 return step[op.a] * step[op.b]
             case Add():
