@@ -12,12 +12,13 @@ import pytest
 from byte_models import write_sparse
 from cli_runs import inside
 from fuzz import fuzz_reads
+from stored_weights import least_of
 
 import hotset
 from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
-from hotset.loader.build import open_model, plan_model
+from hotset.loader.build import open_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
 from hotset.settings import LoadSettings
@@ -38,14 +39,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tokens_of(model: hotset.Model) -> list[int]:
     return list(model.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True).tokens)
-
-
-def least_of(model: Path, **settings: Any) -> int:
-    with open_model(model, LoadSettings(ram_budget=1, **settings)) as opened:
-        decided = plan_model(opened)
-        decided.weights.close()
-    assert decided.ram is not None
-    return decided.ram.least
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])

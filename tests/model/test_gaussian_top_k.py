@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_backend import assert_every_operation_is_right, batch, logits_of, tokens
-from test_gpu_backend import assert_close, gpu
-from test_sparse_cpu import N_FF, ONE_BY_ONE, cpu, prepared
+from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
+from gpu_runs import assert_close, gpu
+from sparse_runs import N_FF, ONE_BY_ONE, cpu, prepared
+from stored_weights import least_of
 from tiny_gguf import write_relu
+from torch_graphs import same_as_reference
 
 import hotset
 from hotset import _core
@@ -95,8 +97,6 @@ def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
 
 
 def test_torch_computes_it(tmp_path: Path) -> None:
-    from test_calibrate import same_as_reference
-
     same_as_reference(write(tmp_path))
 
 
@@ -120,8 +120,6 @@ def test_the_mode(tmp_path: Path) -> None:
 def test_weights_under_a_budget_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    from test_ram_budget import least_of
-
     from hotset.placement import ram
 
     monkeypatch.setattr(ram, "own_memory", lambda: 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sparse_runs import prepared
@@ -10,11 +11,13 @@ from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
+from hotset.loader.build import open_model, plan_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.offload import weight_store as stored_module
 from hotset.offload.weight_store import StoredWeights, sizes_of
+from hotset.settings import LoadSettings
 
 
 def stored(
@@ -61,3 +64,11 @@ def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend,
     weights = StoredWeights(Overlay(gguf), graph, n_bytes, sparse=False, reader=reader, gap=0)
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
     return CpuBackend(weights, graph, **given), weights
+
+
+def least_of(model: Path, **settings: Any) -> int:
+    with open_model(model, LoadSettings(ram_budget=1, **settings)) as opened:
+        decided = plan_model(opened)
+        decided.weights.close()
+    assert decided.ram is not None
+    return decided.ram.least

@@ -5,30 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from backend_runs import batch
 from byte_models import PRINTABLE
 from byte_models import write_model as write_bytes
 from cli_runs import inside
 from tiny_gguf import write_llama, write_relu
+from torch_graphs import cut_graph, same_as_reference
 
 import hotset
 from hotset.backends import decoded as weights
-from hotset.backends.reference import ReferenceBackend
 from hotset.backends.torch.graph import TorchGraph
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import dequantize
-from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
-from hotset.model.decoder import describe
-from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.reporter import Reporter
 from hotset.sparsity.thresholds import Thresholds
@@ -39,7 +34,6 @@ from hotset.training.thresholds import (
     Measured,
     ThresholdSettings,
     calibrate_thresholds,
-    every_cutoff,
     windows_of,
 )
 
@@ -64,30 +58,12 @@ def text(path: Path) -> str:
     return "".join(answer.text for answer in answers)
 
 
-def cut_graph(gguf: GGUFFile, predictor: Predictor | None = None) -> Graph:
-    config = config_from_gguf(gguf)
-    return describe(config, gguf.tensors, predictor, every_cutoff(config))
-
-
 def silu(folder: Path) -> GGUFFile:
     keys = {"llama.hidden_activation": "silu"}
     return open_gguf(write_relu(folder / "silu.gguf", dialect="gguf", keys=keys))
 
 
 # -- the graph in torch --------------------------------------------------------------------------
-
-
-def same_as_reference(gguf: GGUFFile, predictor: Predictor | None = None) -> None:
-    graph = cut_graph(gguf, predictor)
-    ids = np.random.default_rng(0).integers(0, graph.result.width, 40)
-    step = batch([(ids.tolist(), 0, [0])])
-    if graph.recurrent:  # from a state of zeros, which nothing is kept of
-        step = replace(step, states=np.full(1, -1, np.int32), saves=np.full(40, -1, np.int32))
-    expected = ReferenceBackend(gguf, graph, n_pages=1).step(step).logits
-    found = TorchGraph(gguf, graph).logits(torch.from_numpy(np.stack([ids, ids])))
-    assert found.shape == (80, graph.result.width)
-    for text in (found[:40], found[40:]):
-        np.testing.assert_allclose(text.numpy(), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
