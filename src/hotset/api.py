@@ -36,6 +36,7 @@ from hotset.parameters import shown
 from hotset.settings import LoadSettings, ModelPath, taking
 
 if TYPE_CHECKING:
+    from hotset.engine.sequence import Owner
     from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
     from hotset.sparsity.stats import PredictorQuality, StatsSummary, StepCosts
@@ -258,11 +259,12 @@ class Model:
         *,
         shown: Collection[int] = (),
         around: str | None = None,
+        owner: Owner | None = None,
     ) -> Generation:
         """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`).
+        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
@@ -273,6 +275,7 @@ class Model:
             stop_ids=self.tokenizer.stop_ids,
             reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
+            owner=owner,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 
@@ -304,7 +307,7 @@ class Model:
             rows[position : position + len(logits)] = logits
 
         with self._explained(), self.thread.exclusive() as engine:
-            sequence = engine.score(ids, keep, reuse_prefix=reuse_prefix)
+            sequence = engine.enqueue(engine.prepare_score(ids, keep, reuse_prefix=reuse_prefix))
             try:
                 while sequence.finish_reason is None:
                     engine.step()

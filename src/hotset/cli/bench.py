@@ -287,16 +287,14 @@ class _RandomRequests:
             def sample(self, logits: Any, largest: Any = None) -> int:
                 return next(self.left)
 
-        if n_gen:
-            room = self.engine.n_ctx - len(tokens)
-            sequence = Sequence(tokens, None, len(tokens) + min(n_gen + 1, room))
-            sequence.sampler = Drawn(SamplingParams(temperature=0), self.n_vocab)
-        else:
-            sequence = Sequence(tokens, None, len(tokens))
-            sequence.on_logits = lambda position, rows: None
-            sequence.first_output = len(tokens) - 1
-        sequence.n_dense = self.engine.n_dense(sequence)
-        sequence.reuse_prefix = self.test.n_depth > 0
+        reuse = self.test.n_depth > 0
+        if not n_gen:
+            return self.engine.prepare_score(
+                tokens, lambda position, rows: None, first=len(tokens) - 1, reuse_prefix=reuse
+            )
+        params = SamplingParams(temperature=0, max_tokens=n_gen + 1)
+        sequence = self.engine.prepare(tokens, params, reuse_prefix=reuse)
+        sequence.sampler = Drawn(params, self.n_vocab)
         return sequence
 
     def _draw(self, n: int) -> list[int]:
