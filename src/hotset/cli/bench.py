@@ -24,8 +24,8 @@ import numpy as np
 import typer
 
 import hotset
-from hotset import _core
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.processor import read_bandwidth
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, say
 from hotset.cli.doctor import package_version
@@ -309,10 +309,10 @@ def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], 
     """
     if model.stored is not None:
         resident = model.stored.resident
-        return lambda: max(_core.read_bandwidth(resident, n_threads) for _ in range(3))
+        return lambda: max(read_bandwidth(resident, n_threads) for _ in range(3))
     with path.open("rb") as file:
         mapped = np.frombuffer(MappedFile(path, file.fileno()), np.uint8)[: 2 << 30]
-    return lambda: max(_core.read_bandwidth(mapped, n_threads) for _ in range(3))
+    return lambda: max(read_bandwidth(mapped, n_threads) for _ in range(3))
 
 
 # -- reporting -----------------------------------------------------------------------------------
