@@ -321,7 +321,9 @@ def test_taps_are_the_values_of_the_graph(model: hotset.Model):
 def test_taps_leave_running_answers_alone(model: hotset.Model):
     alone = model.generate("hello", seed=1, max_tokens=20).tokens
     with model.thread.exclusive() as engine:  # the taps come between two steps of the answer
-        sequence = engine.submit(model.tokenizer.encode("hello"), SamplingParams(seed=1, max_tokens=20))
+        sequence = engine.enqueue(
+            engine.prepare(model.tokenizer.encode("hello"), SamplingParams(seed=1, max_tokens=20))
+        )
         for _ in range(5):
             engine.step()
         model.taps([1] * 100, ["blk.0.out"])

@@ -24,7 +24,7 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
-from hotset.placement import detect, machine, planner
+from hotset.placement import detect, gather, machine, planner
 from hotset.placement.table import CPU
 from hotset.report.experts import expert_counts
 from hotset.sparsity import profile, sidecar
@@ -308,8 +308,8 @@ def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Pa
 
 def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = planner._run_builtin
-    monkeypatch.setattr(planner, "_run_builtin", lambda *a: runs.append(1) or run(*a))
+    run = gather._run_builtin
+    monkeypatch.setattr(gather, "_run_builtin", lambda *a: runs.append(1) or run(*a))
     gib = budget(model, 0.5)
     for _ in range(2):
         found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
@@ -432,7 +432,7 @@ def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
     limits = []
     for free in (3 * GIB + 5, 3 * GIB + 12_345_678, 2 * GIB):
-        monkeypatch.setattr(planner, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(gather, "free_bytes", lambda device, free=free: free)
         found = hotset.plan(model, device="cpu", **SMALL)
         assert found is not None
         assert found.budget is not None
@@ -517,7 +517,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
     assert loaded.backend.name == "cpu"
     assert loaded.placement is None
     loaded.close()
-    monkeypatch.setattr(planner, "_limit", lambda name, context, budget: planner.Device(name, 1000, 0))
+    monkeypatch.setattr(gather, "_limit", lambda name, context, budget: gather.Device(name, 1000, 0))
     with pytest.warns(UserWarning, match="the GPU is not used: the model cannot be placed"):
         assert hotset.plan(model, **SMALL) is None
 

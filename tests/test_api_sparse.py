@@ -130,7 +130,7 @@ def test_a_failing_load_closes_what_it_opened(plain: Path, monkeypatch: pytest.M
 def test_a_profile_serves_the_file_that_it_was_taken_of(published: Path, tmp_path: Path):
     with hotset.load(published, backend="reference", sparsity="exact") as model:
         model_id = sidecar.fingerprint(model.gguf)
-        profile = profiles.collect(model.backend, model.config, np.array(TOKENS, np.int32), model=model_id)
+        profile = profiles.collect(model.tap_steps, model.config, np.array(TOKENS, np.int32), model=model_id)
         counts = [
             np.count_nonzero(model.taps(TOKENS, [f"blk.{i}.ffn_act"])[f"blk.{i}.ffn_act"], 0) for i in (0, 1)
         ]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from hotset.backends.base import Backend, StepStats
+from hotset.backends.base import PAGE_SIZE, Backend, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams
-from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
+from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.generation import (
     ChatMessage,
     Chunk,
@@ -34,8 +34,10 @@ from hotset.loader.build import build, open_backend, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.parameters import shown
 from hotset.settings import LoadSettings, ModelPath, taking
+from hotset.sparsity.taps import MAX_SEQUENCE, of_backend, whole
 
 if TYPE_CHECKING:
+    from hotset.engine.sequence import Owner
     from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
     from hotset.sparsity.stats import PredictorQuality, StatsSummary, StepCosts
@@ -44,9 +46,9 @@ if TYPE_CHECKING:
     from hotset.text.output import OutputForm
     from hotset.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 
-_MEASURED_PAGES, _MEASURED_STEP = 8, 128  # of the cache beside the model in which a predictor is measured
+_MEASURED_PAGES, _MEASURED_STEP = MAX_SEQUENCE // PAGE_SIZE, 128  # beside the model, to measure its predictor
 
 
 @taking(LoadSettings)
@@ -258,11 +260,12 @@ class Model:
         *,
         shown: Collection[int] = (),
         around: str | None = None,
+        owner: Owner | None = None,
     ) -> Generation:
         """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`).
+        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
@@ -273,6 +276,7 @@ class Model:
             stop_ids=self.tokenizer.stop_ids,
             reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
+            owner=owner,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 
@@ -296,15 +300,14 @@ class Model:
 
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
-        ids = self.encode(tokens)
-        self._check_fits(ids)
+        ids = self.engine.fitting(self.encode(tokens))
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 
         def keep(position: int, logits: np.ndarray) -> None:
             rows[position : position + len(logits)] = logits
 
         with self._explained(), self.thread.exclusive() as engine:
-            sequence = engine.score(ids, keep, reuse_prefix=reuse_prefix)
+            sequence = engine.enqueue(engine.prepare_score(ids, keep, reuse_prefix=reuse_prefix))
             try:
                 while sequence.finish_reason is None:
                     engine.step()
@@ -352,13 +355,11 @@ class Model:
         Raises InvalidRequestError for a name that the graph lacks, ContextLengthError and OutOfMemoryError
         where the text does not fit in the context or beside what runs.
         """
-        parts = list(self.tap_steps(tokens, names))
-        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+        return whole(self.tap_steps, self.encode(tokens), names)
 
     def tap_steps(self, tokens: Prompt, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
-        ids = np.array(self.encode(tokens), np.int32)
-        self._check_fits(ids)
+        ids = np.array(self.engine.fitting(self.encode(tokens)), np.int32)
         return engine_taps.steps(self.thread, self.graph, ids, names)
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary | None:
@@ -396,7 +397,7 @@ class Model:
             sparse=False,
         )
         try:
-            return measure_predictor(every, self.graph, ids)
+            return measure_predictor(of_backend(every), self.graph, ids)
         finally:
             every.close()
 
@@ -424,13 +425,6 @@ class Model:
         self.backend.close()
         self.weights.close()
         self.gguf.close()
-
-    def _check_fits(self, ids: Sequence[int] | np.ndarray) -> None:
-        if len(ids) > self.n_ctx:
-            raise ContextLengthError(
-                f"{len(ids)} tokens do not fit in the context of {self.n_ctx}; "
-                "load the model with a larger n_ctx"
-            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -68,7 +68,9 @@ def drain(engine: Engine) -> None:
 def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
     """Logits of the positions from `first` on, [n, n_vocab]."""
     rows: list[np.ndarray] = []
-    sequence = engine.score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
+    sequence = engine.enqueue(
+        engine.prepare_score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
+    )
     drain(engine)
     assert sequence.finish_reason == "length", sequence.error
     return np.concatenate(rows)
@@ -77,7 +79,7 @@ def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
 def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
     """A queued request, and the logits that its tokens are drawn from, as they come."""
     rows: list[np.ndarray] = []
-    sequence = engine.submit(tokens, SamplingParams(**params))
+    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
     assert sequence.sampler is not None
     sample = sequence.sampler.sample
 
@@ -107,7 +109,9 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) 
         engine = Engine(backend(gguf, max_batch=max_batch, n_threads=n_threads), N_CTX)
         rows: list[list[np.ndarray]] = [[] for _ in texts]
         for text, into in zip(texts, rows, strict=True):
-            engine.score(text, lambda _, logits, into=into: into.append(logits.copy()))  # type: ignore[misc]
+            engine.enqueue(
+                engine.prepare_score(text, lambda _, logits, into=into: into.append(logits.copy()))
+            )  # type: ignore[misc]
         drain(engine)
         for found, expected in zip(rows, whole, strict=True):
             np.testing.assert_array_equal(np.concatenate(found), expected)

@@ -25,7 +25,7 @@ from tiny_gguf import write_relu
 
 import hotset
 from hotset.errors import OutOfMemoryError
-from hotset.placement import machine, planner, table
+from hotset.placement import gather, machine, table
 
 STAGES = BENCH / "gpu" / "stages.py"
 
@@ -258,7 +258,7 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     """A context of 500 MB beside a model of some kilobytes: half of the model is no budget."""
     measured = machine.measure
     monkeypatch.setattr(
-        planner, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
+        gather, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
     )
     n_vocab = len(vocabulary()["tokenizer.ggml.tokens"])
     path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())

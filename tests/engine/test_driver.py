@@ -24,7 +24,7 @@ from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
 from hotset.engine.sampler import SamplingParams
-from hotset.engine.sequence import Event, Sequence
+from hotset.engine.sequence import Event, Owner, Sequence
 from hotset.errors import (
     HotsetError,
     InvalidRequestError,
@@ -40,7 +40,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 def expected(tokens: list[int], **params: Any) -> list[int]:
     engine = Engine(FakeBackend(), 2048)
-    sequence = engine.submit(tokens, SamplingParams(**params))
+    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
     while engine.has_work:
         engine.step()
     return sequence.generated
@@ -297,11 +297,11 @@ def test_counters_say_what_was_done_while_a_step_runs() -> None:
     for each in running:
         thread.wait_for_end(each)
     with thread.exclusive() as engine:
-        engine.submit(prompt(9), SamplingParams(seed=1))
+        engine.enqueue(engine.prepare(prompt(9), SamplingParams(seed=1)))
         backend.fail_at_step = len(backend.batches)
         with pytest.raises(RuntimeError):
             engine.step()
-        engine.submit(prompt(9), SamplingParams(seed=1), seconds=0)
+        engine.enqueue(engine.prepare(prompt(9), SamplingParams(seed=1), owner=Owner.of(None, 0)))
         engine.step()
     then = thread.counters()
     assert (then.finished, then.cancelled, then.timed_out, then.failed) == (2, 1, 1, 1)
@@ -321,14 +321,16 @@ def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.M
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 1024, 4)
     assert engine.seconds_to_wait() == 0.0
-    running = [engine.submit(prompt(5, i), SamplingParams(seed=i, max_tokens=10)) for i in range(4)]
+    running = [
+        engine.enqueue(engine.prepare(prompt(5, i), SamplingParams(seed=i, max_tokens=10))) for i in range(4)
+    ]
     for _ in range(4):
         engine.step()
     assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # nobody has ended yet
     while engine.has_work:
         engine.step()
     seconds = backend.now
-    running += [engine.submit(prompt(5, i), SamplingParams(seed=i)) for i in range(2)]
+    running += [engine.enqueue(engine.prepare(prompt(5, i), SamplingParams(seed=i))) for i in range(2)]
     engine.step()
     assert engine.seconds_to_wait() == pytest.approx(seconds / 2)
 
@@ -408,7 +410,9 @@ def test_the_engine_is_ones_own_between_two_steps(gated: tuple[Gated, EngineThre
         n_steps = len(backend.batches)
         assert not backend.is_inside.wait(0.05)
         assert len(backend.batches) == n_steps
-        score = engine.score(prompt(40), lambda position, logits: rows.append(len(logits)))
+        score = engine.enqueue(
+            engine.prepare_score(prompt(40), lambda position, logits: rows.append(len(logits)))
+        )
         while score.finish_reason is None:
             engine.step()
     assert sum(rows) == 40
@@ -461,7 +465,7 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
         gc.collect()
 
     with thread.exclusive() as engine:
-        score = engine.score(prompt(20), while_stepping)
+        score = engine.enqueue(engine.prepare_score(prompt(20), while_stepping))
         while score.finish_reason is None:
             engine.step()
     taken = events(thread, other)
@@ -553,7 +557,7 @@ def test_closing_ends_a_step_of_a_guest() -> None:
 
     def score() -> None:
         with thread.exclusive() as engine:
-            sequence = engine.score(prompt(9), lambda position, rows: None)
+            sequence = engine.enqueue(engine.prepare_score(prompt(9), lambda position, rows: None))
             while sequence.finish_reason is None:
                 engine.step()
             ended.append(sequence.finish_reason)
@@ -609,11 +613,11 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
-    running = engine.submit(prompt(10), SamplingParams(seed=1, max_tokens=200))
+    running = engine.enqueue(engine.prepare(prompt(10), SamplingParams(seed=1, max_tokens=200)))
     for _ in range(5):
         engine.step()
     assert engine.backend.batches == [10, 1, 1, 1, 1]
-    long = engine.submit(prompt(3000), SamplingParams(seed=2, max_tokens=3))
+    long = engine.enqueue(engine.prepare(prompt(3000), SamplingParams(seed=2, max_tokens=3)))
     n_before = len(running.generated)
     backend.batches.clear()
     backend.seconds.clear()
@@ -632,8 +636,10 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
-    running = engine.submit(prompt(10), SamplingParams(seed=1, max_tokens=400))
-    engine.submit(prompt(200, 5), SamplingParams(seed=2, max_tokens=1))  # one without scores comes first
+    running = engine.enqueue(engine.prepare(prompt(10), SamplingParams(seed=1, max_tokens=400)))
+    engine.enqueue(
+        engine.prepare(prompt(200, 5), SamplingParams(seed=2, max_tokens=1))
+    )  # one without scores comes first
     for _ in range(10):
         engine.step()
     positions: list[int] = []
@@ -642,7 +648,7 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
         positions.extend(range(position, position + len(rows)))
         backend.now += 0.003 * len(rows)
 
-    scored = engine.score(prompt(2000, 3), read)
+    scored = engine.enqueue(engine.prepare_score(prompt(2000, 3), read))
     backend.batches.clear()
     seconds = []
     while not scored.finish_reason:
@@ -653,7 +659,7 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
     assert positions == list(range(2000))
     assert max(seconds[1:]) < 0.08  # the first shows what a row takes
     assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(12, abs=2)
-    after = engine.submit(prompt(300, 4), SamplingParams(seed=2, max_tokens=1))
+    after = engine.enqueue(engine.prepare(prompt(300, 4), SamplingParams(seed=2, max_tokens=1)))
     backend.batches.clear()
     while not after.finish_reason:
         engine.step()
@@ -687,14 +693,14 @@ def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.Monkey
     engine = Engine(backend, 8192)
     for n_alone in (64, 165):  # before an answer's step of 11 ms is known, and after it
         backend.batches.clear()
-        long = engine.submit(prompt(3000, n_alone), SamplingParams(seed=2, max_tokens=3))
+        long = engine.enqueue(engine.prepare(prompt(3000, n_alone), SamplingParams(seed=2, max_tokens=3)))
         while not long.generated:
             engine.step()
         assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(n_alone, abs=3)
         while engine.has_work:
             engine.step()
     whole = Engine(FakeBackend(max_batch=100), 512, prompt_seconds=math.inf)
-    whole.submit(prompt(250), SamplingParams(seed=1, max_tokens=2))
+    whole.enqueue(whole.prepare(prompt(250), SamplingParams(seed=1, max_tokens=2)))
     while whole.has_work:
         whole.step()
     assert whole.backend.batches == [100, 100, 50, 1]

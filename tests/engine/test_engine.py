@@ -14,7 +14,7 @@ from hotset.backends.base import PAGE_SIZE, Batch, StepResult
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import perplexity_chunks
 from hotset.engine.sampler import SamplingParams
-from hotset.engine.sequence import Sequence
+from hotset.engine.sequence import Owner, Sequence
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
 
 
@@ -32,7 +32,7 @@ def drain(engine: Engine) -> None:
 
 
 def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
-    sequence = engine.submit(tokens, SamplingParams(**params), stop_ids=stop_ids)
+    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params), stop_ids=stop_ids))
     drain(engine)
     assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
     return sequence
@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
     batched = engine(256, max_sequences, max_batch=max_batch, n_pages=n_pages)
     sequences = []
     for p, o in zip(prompts, options, strict=True):
-        sequences.append(batched.submit(p, SamplingParams(**o)))
+        sequences.append(batched.enqueue(batched.prepare(p, SamplingParams(**o))))
         batched.step()
         batched.step()
     drain(batched)
@@ -83,7 +83,9 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
     tight = engine(256, n_pages=4)
     sequences = [
-        tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100), reuse_prefix=False)
+        tight.enqueue(
+            tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100), reuse_prefix=False)
+        )
         for i in range(2)
     ]
     preempted = False
@@ -100,7 +102,10 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
 def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
     tight = engine(256, n_pages=5)
-    old, new = (tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(2))
+    old, new = (
+        tight.enqueue(tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)))
+        for i in range(2)
+    )
     while new not in tight.scheduler.waiting or new.n_computed == 0:
         tight.step()
     n_generated = len(new.generated)
@@ -117,7 +122,8 @@ def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
 def test_a_preempted_sequence_goes_on_before_those_that_wait():
     tight = engine(256, max_sequences=2, n_pages=4)
     old, new, third = (
-        tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(3)
+        tight.enqueue(tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)))
+        for i in range(3)
     )
     tight.step()
     while list(tight.scheduler.waiting) == [third]:
@@ -131,14 +137,16 @@ def test_a_preempted_sequence_goes_on_before_those_that_wait():
 
 def test_logits_of_a_preempted_sequence_are_handed_out_once():
     tight = engine(256, n_pages=6, max_batch=2)
-    tight.submit(prompt(60), SamplingParams(seed=0, max_tokens=190))
+    tight.enqueue(tight.prepare(prompt(60), SamplingParams(seed=0, max_tokens=190)))
     positions: list[int] = []
     for _ in range(60):
         tight.step()
-    scored = tight.score(
-        prompt(190, seed=1),
-        lambda position, rows: positions.extend(range(position, position + len(rows))),
-        first=20,
+    scored = tight.enqueue(
+        tight.prepare_score(
+            prompt(190, seed=1),
+            lambda position, rows: positions.extend(range(position, position + len(rows))),
+            first=20,
+        )
     )
     preempted = False
     while tight.has_work:
@@ -160,9 +168,9 @@ def test_pages_after_a_reused_prefix_are_found_only_after_it():
 
 def test_decoding_comes_before_prompts_and_shares_their_batch():
     shared = engine(max_batch=32)
-    first = shared.submit(prompt(10), SamplingParams(seed=1, max_tokens=50))
+    first = shared.enqueue(shared.prepare(prompt(10), SamplingParams(seed=1, max_tokens=50)))
     shared.step()
-    shared.submit(prompt(100, seed=2), SamplingParams(seed=2, max_tokens=1))
+    shared.enqueue(shared.prepare(prompt(100, seed=2), SamplingParams(seed=2, max_tokens=1)))
     for n_generated in range(2, 6):
         shared.step()
         assert len(first.generated) == n_generated
@@ -175,14 +183,14 @@ def test_a_short_prompt_comes_through_while_long_ones_are_read(n_answers: int, n
     shared = engine(1024, n_pages=200)
     asked = [(prompt(9, seed=i), {"seed": i, "max_tokens": 60}) for i in range(n_answers)]
     asked += [(prompt(900, seed=i), {"seed": i, "max_tokens": 3}) for i in range(n_long)]
-    sequences = [shared.submit(tokens, SamplingParams(**params)) for tokens, params in asked]
+    sequences = [shared.enqueue(shared.prepare(tokens, SamplingParams(**params))) for tokens, params in asked]
     for _ in range(3):
         shared.step()
     long = sequences[n_answers]
     for seed in range(4):
         asked.append((prompt(20 + seed, seed=seed), {"seed": seed, "max_tokens": 5}))
         n_computed = long.n_computed
-        sequences.append(shared.submit(asked[-1][0], SamplingParams(**asked[-1][1])))
+        sequences.append(shared.enqueue(shared.prepare(asked[-1][0], SamplingParams(**asked[-1][1]))))
         shared.step()
         assert len(sequences[-1].generated) == 1
         assert long.n_computed > n_computed  # and nobody is left behind for ever
@@ -203,7 +211,9 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing():
     assert again.n_reused == 200 // PAGE_SIZE * PAGE_SIZE
     assert again.tokens == whole.tokens
     assert reusing.backend.n_tokens_seen - seen == 202 - again.n_reused + 39
-    refused = reusing.submit([*common, 5, 6], SamplingParams(seed=9, max_tokens=40), reuse_prefix=False)
+    refused = reusing.enqueue(
+        reusing.prepare([*common, 5, 6], SamplingParams(seed=9, max_tokens=40), reuse_prefix=False)
+    )
     drain(reusing)
     assert refused.n_reused == 0
     assert refused.tokens == whole.tokens
@@ -228,10 +238,10 @@ def test_an_answer_is_reused_as_the_prefix_of_the_next_turn():
 
 def test_a_running_sequence_shares_its_pages():
     shared = engine(n_pages=6, n_ctx=256)  # 4 + 4 would not fit
-    long = shared.submit(prompt(200), SamplingParams(seed=1, max_tokens=30))
+    long = shared.enqueue(shared.prepare(prompt(200), SamplingParams(seed=1, max_tokens=30)))
     shared.step()
     shared.step()
-    short = shared.submit([*prompt(200), 1], SamplingParams(seed=2, max_tokens=30))
+    short = shared.enqueue(shared.prepare([*prompt(200), 1], SamplingParams(seed=2, max_tokens=30)))
     shared.step()
     assert short.n_reused == 3 * PAGE_SIZE
     assert short.pages[:3] == long.pages[:3]
@@ -248,7 +258,7 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
     """Of one page each: the third needs one for itself, and two for those before it to grow into."""
     shared = engine(128, n_pages=n_pages)
     for i in range(5):
-        shared.submit(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30))
+        shared.enqueue(shared.prepare(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30)))
         if not at_once:
             shared.step()
     shared.step()
@@ -259,11 +269,13 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
 def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page():
     shared = engine(256, n_pages=5)
     long = prompt(200)
-    first = shared.submit(long, SamplingParams(seed=1, max_tokens=40))
+    first = shared.enqueue(shared.prepare(long, SamplingParams(seed=1, max_tokens=40)))
     while not first.generated:
         shared.step()
-    shared.submit([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
-    shared.submit(prompt(5), SamplingParams(seed=3, max_tokens=3))
+    shared.enqueue(
+        shared.prepare([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
+    )
+    shared.enqueue(shared.prepare(prompt(5), SamplingParams(seed=3, max_tokens=3)))
     n_free = shared.scheduler.pool.n_available
     shared.step()
     assert (len(shared.scheduler.running), len(shared.scheduler.waiting)) == (1, 2)
@@ -278,7 +290,8 @@ def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, r
     tokens = prompt(3 * PAGE_SIZE + 10)
     shared = engine(max_batch=max_batch)
     sequences = [
-        shared.submit(tokens, SamplingParams(seed=i, max_tokens=6), reuse_prefix=reuses) for i in range(n)
+        shared.enqueue(shared.prepare(tokens, SamplingParams(seed=i, max_tokens=6), reuse_prefix=reuses))
+        for i in range(n)
     ]
     drain(shared)
     for i, sequence in enumerate(sequences):
@@ -294,7 +307,9 @@ def test_who_follows_another_goes_on_when_that_one_leaves(n_steps: int):
     tokens = prompt(300)
     shared = engine(max_batch=50)
     leading, second, third = (
-        shared.submit([*tokens[:n], *prompt(40, seed=n)], SamplingParams(seed=1, max_tokens=5))
+        shared.enqueue(
+            shared.prepare([*tokens[:n], *prompt(40, seed=n)], SamplingParams(seed=1, max_tokens=5))
+        )
         for n in (300, 290, 128)
     )
     for _ in range(n_steps):
@@ -309,12 +324,14 @@ def test_who_follows_another_goes_on_when_that_one_leaves(n_steps: int):
 
 def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over():
     shared = engine()
-    leading, second = (shared.submit(prompt(150), SamplingParams(seed=i, max_tokens=4)) for i in range(2))
+    leading, second = (
+        shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=i, max_tokens=4))) for i in range(2)
+    )
     shared.step()
     shared.cancel(leading)
     shared.backend.cancelled = True
     shared.step()  # its pages are there, and nothing in them
-    third = shared.submit(prompt(150), SamplingParams(seed=3, max_tokens=4))
+    third = shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=3, max_tokens=4)))
     drain(shared)
     assert third.n_reused == 2 * PAGE_SIZE
     assert second.generated == generate(engine(), prompt(150), seed=1, max_tokens=4).generated
@@ -324,7 +341,9 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
 def test_clients_have_their_turns_and_within_one_whoever_came_first():
     shared = engine(max_sequences=1)
     order = [
-        shared.submit(prompt(5, seed=i), SamplingParams(seed=i, max_tokens=2), client=client)
+        shared.enqueue(
+            shared.prepare(prompt(5, seed=i), SamplingParams(seed=i, max_tokens=2), owner=Owner(client))
+        )
         for i, client in enumerate("aaaabac")
     ]
     began: list[int] = []
@@ -340,9 +359,13 @@ def test_a_sequence_whose_time_is_over_ends(waits: bool, monkeypatch: pytest.Mon
     now = [10.0]
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
     shared = engine(max_sequences=1)
-    others = [shared.submit(prompt(5), SamplingParams(seed=1, max_tokens=30)) for _ in range(waits)]
-    late = shared.submit(prompt(7), SamplingParams(seed=2), seconds=3)
-    later = shared.submit(prompt(8), SamplingParams(seed=3, max_tokens=4), seconds=300)
+    others = [
+        shared.enqueue(shared.prepare(prompt(5), SamplingParams(seed=1, max_tokens=30))) for _ in range(waits)
+    ]
+    late = shared.enqueue(shared.prepare(prompt(7), SamplingParams(seed=2), owner=Owner.of(None, 3)))
+    later = shared.enqueue(
+        shared.prepare(prompt(8), SamplingParams(seed=3, max_tokens=4), owner=Owner.of(None, 300))
+    )
     for _ in range(3):
         shared.step()
         now[0] += 0.9
@@ -354,7 +377,7 @@ def test_a_sequence_whose_time_is_over_ends(waits: bool, monkeypatch: pytest.Mon
     assert later.generated == generate(engine(), prompt(8), seed=3, max_tokens=4).generated
     assert [each.finish_reason for each in others] == ["length"] * waits
     with pytest.raises(InvalidRequestError, match="seconds"):
-        shared.submit(prompt(7), SamplingParams(seed=1), seconds=-1)
+        shared.enqueue(shared.prepare(prompt(7), SamplingParams(seed=1), owner=Owner.of(None, -1)))
 
 
 def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
@@ -381,8 +404,8 @@ def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
 def test_cancelling_frees_pages_and_disturbs_nobody(n_steps: int):
     alone = generate(engine(), prompt(70), seed=1, max_tokens=40)
     shared = engine(max_batch=64)
-    kept = shared.submit(prompt(70), SamplingParams(seed=1, max_tokens=40))
-    dropped = shared.submit(prompt(90, seed=5), SamplingParams(seed=2))
+    kept = shared.enqueue(shared.prepare(prompt(70), SamplingParams(seed=1, max_tokens=40)))
+    dropped = shared.enqueue(shared.prepare(prompt(90, seed=5), SamplingParams(seed=2)))
     for _ in range(n_steps):
         shared.step()
     shared.cancel(dropped)
@@ -430,9 +453,9 @@ def test_ignore_eos_is_stronger_than_a_bias_for_the_stop_token():
 def test_a_prompt_that_does_not_fit_is_an_error():
     small = engine(n_ctx=100)
     with pytest.raises(ContextLengthError, match="the prompt has 100 tokens"):
-        small.submit(prompt(100))
+        small.enqueue(small.prepare(prompt(100)))
     with pytest.raises(ContextLengthError, match="101 tokens do not fit"):
-        small.score(prompt(101), lambda position, rows: None)
+        small.enqueue(small.prepare_score(prompt(101), lambda position, rows: None))
     assert not small.has_work
 
 
@@ -446,7 +469,7 @@ def test_generation_ends_at_the_end_of_the_context():
 @pytest.mark.parametrize("tokens", [[], [97], [-1], [[1, 2]], [[1], [2, 3]], [1.5], ["a"], [2**70], [True]])
 def test_a_prompt_that_is_not_token_ids_is_an_error(tokens: Any):
     with pytest.raises(InvalidRequestError, match=r"prompt must be|not in the vocabulary"):
-        engine().submit(tokens)
+        engine().prepare(tokens)
 
 
 def test_a_cache_smaller_than_a_context_is_an_error():
@@ -456,8 +479,8 @@ def test_a_cache_smaller_than_a_context_is_an_error():
 
 def test_the_engine_goes_on_after_a_step_failed():
     shared = engine(max_batch=16)
-    first = shared.submit(prompt(10), SamplingParams(seed=1, max_tokens=10))
-    waiting = shared.submit(prompt(40, seed=1), SamplingParams(seed=2, max_tokens=10))
+    first = shared.enqueue(shared.prepare(prompt(10), SamplingParams(seed=1, max_tokens=10)))
+    waiting = shared.enqueue(shared.prepare(prompt(40, seed=1), SamplingParams(seed=2, max_tokens=10)))
     shared.backend.fail_at_step = 3
     with pytest.raises(RuntimeError, match="told to fail"):
         drain(shared)
@@ -476,8 +499,8 @@ def test_an_error_of_one_sequence_leaves_the_others_alone():
     def fail(position: int, rows: np.ndarray) -> None:
         raise ValueError("no")
 
-    failing = shared.score(prompt(20), fail)
-    fine = shared.submit(prompt(30), SamplingParams(seed=1, max_tokens=5))
+    failing = shared.enqueue(shared.prepare_score(prompt(20), fail))
+    fine = shared.enqueue(shared.prepare(prompt(30), SamplingParams(seed=1, max_tokens=5)))
     drain(shared)
     assert failing.finish_reason == "error"
     assert isinstance(failing.error, ValueError)
@@ -496,7 +519,7 @@ class Interrupted(FakeBackend):
 
 def test_an_interrupted_step_can_be_taken_again():
     interrupted = Engine(Interrupted(), 512)
-    sequence = interrupted.submit(prompt(30), SamplingParams(seed=1, max_tokens=8))
+    sequence = interrupted.enqueue(interrupted.prepare(prompt(30), SamplingParams(seed=1, max_tokens=8)))
     interrupted.step()
     with pytest.raises(KeyboardInterrupt):
         interrupted.step()
@@ -517,14 +540,18 @@ def test_logprobs_come_with_every_token():
 def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch: int):
     tokens = prompt(200)
     scoring = engine(max_batch=max_batch)
-    other = scoring.submit(prompt(20, seed=3), SamplingParams(seed=3, max_tokens=40))
+    other = scoring.enqueue(scoring.prepare(prompt(20, seed=3), SamplingParams(seed=3, max_tokens=40)))
     rows: dict[int, np.ndarray] = {}
     for _ in range(2):  # the second time with a reused prefix, where `first` allows it
         rows.clear()
-        sequence = scoring.score(
-            tokens,
-            lambda position, logits: rows.update({position + i: row.copy() for i, row in enumerate(logits)}),
-            first=first,
+        sequence = scoring.enqueue(
+            scoring.prepare_score(
+                tokens,
+                lambda position, logits: rows.update(
+                    {position + i: row.copy() for i, row in enumerate(logits)}
+                ),
+                first=first,
+            )
         )
         drain(scoring)
         assert sequence.finish_reason == "length"
@@ -539,7 +566,9 @@ def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hotset.engine.scheduler._MAX_LOGITS_BYTES", 10 * 4 * 97)
     scoring = Engine(FakeBackend(), 512, prompt_seconds=math.inf)
     sizes = []
-    scoring.score(prompt(100), lambda position, rows: sizes.append(len(rows)), first=65)
+    scoring.enqueue(
+        scoring.prepare_score(prompt(100), lambda position, rows: sizes.append(len(rows)), first=65)
+    )
     drain(scoring)
     assert sizes == [10, 10, 10, 5]
     assert scoring.backend.batches == [75, 10, 10, 5]
@@ -576,7 +605,8 @@ def test_every_token_has_the_statistics_of_its_step():
 def test_sequences_side_by_side_each_have_the_steps_that_they_were_in():
     counting = Engine(FakeBackend(), 512, collect_stats=True)
     long, short = (
-        counting.submit(prompt(9, seed=i), SamplingParams(seed=i, max_tokens=n)) for i, n in enumerate((6, 3))
+        counting.enqueue(counting.prepare(prompt(9, seed=i), SamplingParams(seed=i, max_tokens=n)))
+        for i, n in enumerate((6, 3))
     )
     drain(counting)
     assert counting.backend.batches == [18, 2, 2, 1, 1, 1]
@@ -644,7 +674,7 @@ class Instant(FakeBackend):
 def test_a_decode_step_costs_little_python():
     """A step of one sequence makes few calls, and as many at any depth: 5 to 10 µs of Python."""
     quick = Engine(Instant(n_vocab=1000, n_pages=64), 4096)
-    quick.submit([1, 2, 3], SamplingParams(temperature=0))
+    quick.enqueue(quick.prepare([1, 2, 3], SamplingParams(temperature=0)))
     quick.step()
 
     def calls_of_a_step() -> int:

@@ -16,7 +16,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
-from hotset.engine.sequence import Sequence
+from hotset.engine.sequence import Owner, Sequence
 
 N_CTX = 384
 BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4)]
@@ -32,7 +32,7 @@ def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
 @cache
 def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
     engine = Engine(FakeBackend(), N_CTX)
-    sequence = engine.submit(tokens, SamplingParams(seed=seed, max_tokens=n))
+    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(seed=seed, max_tokens=n)))
     while engine.has_work:
         engine.step()
     return sequence.generated
@@ -95,14 +95,17 @@ def test_a_thousand_requests_come_and_go(
                     assert position + i not in found
                     found[position + i] = float(row[0])
 
-            scored.append((engine.score(tokens, keep, first=first), tokens, first, found))
+            scored.append(
+                (engine.enqueue(engine.prepare_score(tokens, keep, first=first)), tokens, first, found)
+            )
             return
-        sequence = engine.submit(
-            tokens,
-            SamplingParams(seed=seed, max_tokens=n_new),
-            reuse_prefix=draw.random() < 0.9,
-            client=draw.choice([None, "a", "b"]),
-            seconds=0.0 if draw.random() < 0.02 else None,
+        sequence = engine.enqueue(
+            engine.prepare(
+                tokens,
+                SamplingParams(seed=seed, max_tokens=n_new),
+                reuse_prefix=draw.random() < 0.9,
+                owner=Owner.of(draw.choice([None, "a", "b"]), 0.0 if draw.random() < 0.02 else None),
+            )
         )
         asked.append((sequence, tokens, seed, n_new))
 
@@ -156,7 +159,7 @@ def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
         for _ in range(25):
             tokens, seed, n = drawn_prompt(draw), draw.randrange(3), draw.choice([1, 5, 90])
             sequence = thread.engine.prepare(
-                tokens, SamplingParams(seed=seed, max_tokens=n), client=str(number)
+                tokens, SamplingParams(seed=seed, max_tokens=n), owner=Owner(str(number))
             )
             thread.submit(sequence)
             right, leaves_after = expected(tokens, seed, n), draw.choice([0, 1, 3, 100, 100])

@@ -306,7 +306,7 @@ def watched(gguf: GGUFFile, cutoffs: LayerCutoffs = EVERY, **options: Any) -> Wa
 
 
 def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:
-    sequence = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=n))
+    sequence = engine.enqueue(engine.prepare(prompt, SamplingParams(temperature=0, max_tokens=n)))
     while sequence.finish_reason is None:
         engine.step()
     return sequence.generated
@@ -327,7 +327,7 @@ def test_a_prefix_is_reused_only_where_it_was_computed_so(tmp_path: Path, cut: C
     longer = [*prompt, *answer(engine, prompt, 100)]
     n_reused = []
     for next_prompt in (longer, longer):
-        sequence = engine.submit(next_prompt, SamplingParams(temperature=0, max_tokens=9))
+        sequence = engine.enqueue(engine.prepare(next_prompt, SamplingParams(temperature=0, max_tokens=9)))
         while sequence.finish_reason is None:
             engine.step()
         n_reused.append(sequence.n_reused)
@@ -339,7 +339,7 @@ def test_a_prefix_is_reused_only_where_it_was_computed_so(tmp_path: Path, cut: C
 def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
     engine, prompt = Engine(watched(write(tmp_path), LayerCutoffs()), 256), tokens(50)
     longer = [*prompt, *answer(engine, prompt, 100)]
-    sequence = engine.submit(longer, SamplingParams(temperature=0, max_tokens=2))
+    sequence = engine.enqueue(engine.prepare(longer, SamplingParams(temperature=0, max_tokens=2)))
     while sequence.finish_reason is None:
         engine.step()
     assert sequence.n_reused == 128
@@ -349,7 +349,10 @@ def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path)
     gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
     alone = [answer(Engine(watched(gguf), 256, cut="answers"), prompt, 80) for prompt in prompts]
     engine = Engine(watched(gguf, n_pages=6), 256, cut="answers")
-    running = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=80)) for prompt in prompts]
+    running = [
+        engine.enqueue(engine.prepare(prompt, SamplingParams(temperature=0, max_tokens=80)))
+        for prompt in prompts
+    ]
     while any(sequence.finish_reason is None for sequence in running):
         engine.step()
     assert engine.counters().preemptions > 0

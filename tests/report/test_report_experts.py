@@ -27,6 +27,7 @@ from hotset.report.plots import plots_of_experts
 from hotset.sparsity.profile import Profile, collect, profile_path
 from hotset.sparsity.reorder import reorder
 from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.taps import of_backend
 
 TOKENS = np.random.default_rng(5).integers(0, 90, 150).astype(np.int32)
 RELU = {"llama.hidden_activation": "relu"}
@@ -37,7 +38,7 @@ def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:
     backend = CpuBackend(
         gguf, describe(config, gguf.tensors), n_pages=3, max_batch=50, kv_type="f16", sparse=config.has_zeros
     )
-    return collect(backend, config, tokens, model=fingerprint(gguf))
+    return collect(of_backend(backend), config, tokens, model=fingerprint(gguf), longest=192)
 
 
 @pytest.mark.parametrize("keys", [{}, RELU, RELU | {"llama.leading_dense_block_count": 0}])

@@ -195,7 +195,7 @@ def given() -> Iterator[dict[str, Any]]:
     with hotset.load("relu.gguf", n_threads=1) as model:
         tokens = np.array(model.encode(text), np.int32)
         profiles = [
-            collect(model.backend, model.config, part, model=fingerprint(model.gguf))
+            collect(model.tap_steps, model.config, part, model=fingerprint(model.gguf))
             for part in (tokens[:64], tokens[64:128])
         ]
         yield {

@@ -102,6 +102,36 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     return found
 
 
+# Who uses the native module. Others use these, or name its types for a type checker.
+OWNERS_OF_THE_CORE = {
+    "backends.cpu", "backends.gpu.cpu_offload", "offload", "formats.encode", "formats.mapped",
+    "engine.sampler", "placement.disk", "cli.doctor",
+}  # fmt: skip
+
+
+def uses_of_the_core(tree: ast.Module) -> bool:
+    """Whether a module imports the native module for more than types."""
+    of_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    return any(
+        isinstance(node, ast.ImportFrom)
+        and node not in of_types
+        and any(alias.name == "_core" for alias in node.names)
+        for node in ast.walk(tree)
+    )
+
+
+def test_the_native_module_has_owners() -> None:
+    using = {name for name, path in modules().items() if uses_of_the_core(ast.parse(path.read_text("utf-8")))}
+    assert {
+        name for name in using if not any(f"{name}.".startswith(f"{o}.") for o in OWNERS_OF_THE_CORE)
+    } == set()
+
+
 @pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="docs/ is not beside the tests")
 def test_the_architecture_shows_the_layers() -> None:
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", ARCHITECTURE.read_text("utf-8"), re.MULTILINE)

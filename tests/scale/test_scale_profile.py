@@ -64,7 +64,7 @@ def tokens() -> np.ndarray:
 @pytest.fixture(scope="module")
 def expected(path: Path, tokens: np.ndarray) -> Profile:
     with hotset.load(path, SETTINGS) as model:
-        return collect(model.backend, model.config, tokens, model=fingerprint(model.gguf))
+        return collect(model.tap_steps, model.config, tokens, model=fingerprint(model.gguf))
 
 
 def counted(target: Path, path: Path, tokens: np.ndarray, expected: Profile) -> tuple[Profile, list[int]]:

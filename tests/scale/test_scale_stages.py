@@ -405,7 +405,9 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
         engine = Engine(backend, 400, max_sequences=3)
         prompt = list(range(1, 90))
         found = [
-            engine.submit([*prompt, i], SamplingParams(seed=i, max_tokens=30, ignore_eos=True))
+            engine.enqueue(
+                engine.prepare([*prompt, i], SamplingParams(seed=i, max_tokens=30, ignore_eos=True))
+            )
             for i in range(5)
         ]
         while engine.has_work:

@@ -114,7 +114,9 @@ def test_a_text_becomes_a_sequence_when_it_is_its_turn(path: Path, monkeypatch: 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         engine, made = service.model.engine, []
         prepare = engine.prepare_tap
-        monkeypatch.setattr(engine, "prepare_tap", lambda *given: made.append(prepare(*given)) or made[-1])
+        monkeypatch.setattr(
+            engine, "prepare_tap", lambda *given, **how: made.append(prepare(*given, **how)) or made[-1]
+        )
         with service.model.thread.exclusive():
             asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 50}))
             await in_the_engine(service, 4)

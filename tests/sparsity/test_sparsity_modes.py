@@ -47,7 +47,9 @@ def prepared(gguf: GGUFFile, *asked: str | None) -> Prepared:
 def logits(weights: Any, gguf: GGUFFile, **how: Any) -> np.ndarray:
     graph = describe(config_from_gguf(gguf), weights.tensors, **how)
     backend = ReferenceBackend(weights, graph, n_pages=2)
-    return taps.run(backend, np.arange(12, dtype=np.int32) * 7, ("blk.1.out",))["blk.1.out"]
+    return taps.whole(taps.of_backend(backend), np.arange(12, dtype=np.int32) * 7, ("blk.1.out",))[
+        "blk.1.out"
+    ]
 
 
 def test_the_default_is_the_fastest_that_keeps_the_meaning(tmp_path: Path) -> None:

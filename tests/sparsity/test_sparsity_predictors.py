@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_gguf import write_relu
 
+from hotset.backends.base import Backend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -28,6 +30,10 @@ from hotset.sparsity.stats import PredictorQuality, measure_predictor
 ARCHITECTURES = ["llama", "bamboo", "falcon", "opt"]
 N_FF, N_EMBD, N_VOCAB = 96, 64, 96
 TOKENS = np.random.default_rng(7).integers(0, N_VOCAB, (4, 60)).astype(np.int32)
+
+
+def tapped(backend: Backend, tokens: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
+    return taps.whole(taps.of_backend(backend), tokens, names)
 
 
 def reference(weights: WeightSource, graph: Graph) -> ReferenceBackend:
@@ -57,7 +63,8 @@ def opened(gguf: GGUFFile, ready: Prepared) -> tuple[ReferenceBackend, Graph]:
 
 
 def quality(gguf: GGUFFile, ready: Prepared) -> list[PredictorQuality]:
-    return measure_predictor(*opened(gguf, ready), TOKENS)
+    backend, graph = opened(gguf, ready)
+    return measure_predictor(taps.of_backend(backend), graph, TOKENS)
 
 
 def matrix(weights: WeightSource, name: str) -> np.ndarray:
@@ -190,7 +197,7 @@ def test_a_bias_counts_in_a_score(tmp_path: Path) -> None:
     ready = prepared(gguf, "svd:64:f16")
     assert np.array_equal(matrix(ready.weights, "blk.0.always.bias"), bias)
     backend, _ = opened(gguf, ready)
-    seen = taps.run(backend, TOKENS[0], ("blk.0.ffn_up", "blk.0.ffn_pred"))
+    seen = tapped(backend, TOKENS[0], ("blk.0.ffn_up", "blk.0.ffn_pred"))
     np.testing.assert_allclose(seen["blk.0.ffn_pred"], seen["blk.0.ffn_up"], atol=0.02)
 
 
@@ -240,7 +247,7 @@ def test_a_published_predictor_in_fewer_bits(type_: str, tmp_path: Path) -> None
     assert ready.predictor is not None
     assert ready.predictor.thresholds == (pytest.approx(0.1),) * 2
     plain, few = (
-        taps.run(opened(gguf, r)[0], TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
+        tapped(opened(gguf, r)[0], TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
         for r in (prepared(gguf, "mlp"), ready)
     )
     error = np.abs(few - plain).max() / np.abs(plain).max()
@@ -264,11 +271,11 @@ def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_pat
     backend, graph = opened(gguf, ready)
     assert [ffn.mask.first for ffn in graph.ffns if ffn.mask] == [5, 0]
     names = ("blk.0.ffn_pred", "blk.0.ffn_act", "blk.0.ffn_masked")
-    scores, neurons, masked = (taps.run(backend, TOKENS[0], names)[name] for name in names)
+    scores, neurons, masked = (tapped(backend, TOKENS[0], names)[name] for name in names)
     assert scores.shape == (60, N_FF - 5)
     assert np.array_equal(masked[:, :5], neurons[:, :5])
     assert (masked[:, 5:] != neurons[:, 5:]).any()
-    of_all = taps.run(opened(whole, prepared(whole, predictor))[0], TOKENS[0], names[:1])["blk.0.ffn_pred"]
+    of_all = tapped(opened(whole, prepared(whole, predictor))[0], TOKENS[0], names[:1])["blk.0.ffn_pred"]
     if predictor != "svd:32":  # whose decomposition is of the other rows
         np.testing.assert_allclose(scores, of_all[:, 5:], rtol=1e-5, atol=1e-5)
 
@@ -296,7 +303,7 @@ def test_neurons_that_a_profile_saw_always_fire_are_selected(
     ready = prepared(gguf, predictor, profile=profile)
     assert ready.notes[-1].startswith("3 of 192 neurons fire for at least 95% of the profile's tokens")
     backend, _ = opened(gguf, ready)
-    scores = taps.run(backend, TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
+    scores = tapped(backend, TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
     assert np.flatnonzero((scores == np.inf).all(axis=0)).tolist() == [3, 50, 95]
     assert np.isfinite(np.delete(scores, [3, 50, 95], axis=1)).all()
     with pytest.raises(InvalidRequestError, match="another model file"):
@@ -337,8 +344,8 @@ def test_a_profile_adds_to_the_bias_that_a_predictor_has(tmp_path: Path) -> None
     ready = prepared(gguf, "svd:8")
     biases = matrix(ready.weights, "blk.0.always.bias")
     assert np.abs(biases).max() > 0
-    alone = taps.run(opened(gguf, ready)[0], TOKENS[0], names)
-    found = taps.run(opened(gguf, prepared(gguf, "svd:8", profile=profile))[0], TOKENS[0], names[:1])
+    alone = tapped(opened(gguf, ready)[0], TOKENS[0], names)
+    found = tapped(opened(gguf, prepared(gguf, "svd:8", profile=profile))[0], TOKENS[0], names[:1])
     others = np.arange(N_FF) != 7
     np.testing.assert_array_equal(found[names[0]][:, others], alone[names[0]][:, others])
     assert np.isposinf(found[names[0]][:, 7]).all()
@@ -380,7 +387,7 @@ def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
         assert layer.selected_share < 1
     graph = describe(config, ready.weights.tensors)
     profiles = [
-        collect(open_backend(ready.weights, graph), config, TOKENS, model="m")
+        collect(taps.of_backend(open_backend(ready.weights, graph)), config, TOKENS, model="m")
         for open_backend in (taps.open_cpu, reference)
     ]
     for one, other in zip(*(profile.counts for profile in profiles), strict=True):

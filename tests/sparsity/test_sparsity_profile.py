@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_gguf import write_relu
 
+from hotset.backends.base import Backend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
 from hotset.formats import powerinfer
@@ -29,13 +31,19 @@ TOKENS = np.random.default_rng(7).integers(0, N_VOCAB, 150).astype(np.int32)
 MIXED = {"ffn_down_t": GGMLType.Q4_0, "ffn_up": GGMLType.Q8_0, "ffn_gate": GGMLType.F16, "fc2": GGMLType.Q5_0}
 
 
+def tapped(backend: Backend, tokens: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
+    return taps.whole(taps.of_backend(backend), tokens, names)
+
+
 def reference(weights: WeightSource, gguf: GGUFFile, predictor: Any = None) -> ReferenceBackend:
     graph = describe(config_from_gguf(gguf), weights.tensors, predictor)
     return ReferenceBackend(weights, graph, n_pages=3, max_batch=50)
 
 
 def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:
-    return collect(reference(gguf, gguf), config_from_gguf(gguf), tokens, model=sidecar.fingerprint(gguf))
+    backend, model = reference(gguf, gguf), sidecar.fingerprint(gguf)
+    longest = taps.longest_sequence(backend)
+    return collect(taps.of_backend(backend), config_from_gguf(gguf), tokens, model=model, longest=longest)
 
 
 def profile_of(
@@ -72,14 +80,14 @@ def test_counts_are_those_of_neurons_that_are_not_zero(architecture: str, tmp_pa
     gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture))
     said = []
     profile = collect(
-        reference(gguf, gguf),
+        taps.of_backend(reference(gguf, gguf)),
         config_from_gguf(gguf),
         TOKENS,
         model="m",
         progress=lambda *now: said.append(now),
     )
     names = ("blk.0.ffn_act", "blk.1.ffn_act")
-    seen = taps.run(reference(gguf, gguf), TOKENS, names)
+    seen = tapped(reference(gguf, gguf), TOKENS, names)
     for counts, name in zip(profile.counts, names, strict=True):
         assert counts.dtype == np.uint64
         assert np.array_equal(counts, (seen[name] != 0).sum(axis=0))
@@ -224,9 +232,7 @@ def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp
 
         # The same values from neurons that stand elsewhere: only sums over neurons change their order.
         names = ("blk.0.ffn_act", "blk.1.ffn_act", "output_norm", "blk.1.out")
-        old_values, new_values = (
-            taps.run(reference(f, f), TOKENS, names[:2] + names[3:]) for f in (gguf, hot)
-        )
+        old_values, new_values = (tapped(reference(f, f), TOKENS, names[:2] + names[3:]) for f in (gguf, hot))
         for i, order in enumerate(orders_of(profile)):
             name = f"blk.{i}.ffn_act"
             np.testing.assert_allclose(new_values[name], old_values[name][:, order], rtol=1e-3, atol=1e-4)
@@ -257,8 +263,12 @@ def test_a_reordered_file_predicts_the_same_neurons(always: float, tmp_path: Pat
         config = config_from_gguf(hot)
         ready = prepare(hot, config, choose(config, hot.tensors), calibration=Calibration(open_backend=None))
         names = ("blk.0.ffn_act", "blk.0.ffn_pred")
-        old = taps.run(reference(gguf, gguf, choose_mlp(gguf)), TOKENS, names)
-        new = taps.run(reference(ready.weights, hot, ready.predictor), TOKENS, (*names, "blk.0.ffn_masked"))
+        old = tapped(reference(gguf, gguf, choose_mlp(gguf)), TOKENS, names)
+        new = tapped(
+            reference(ready.weights, hot, ready.predictor),
+            TOKENS,
+            (*names, "blk.0.ffn_masked"),
+        )
         order, n = orders_of(profile)[0], done.n_always[0]
         np.testing.assert_allclose(
             new["blk.0.ffn_pred"], old["blk.0.ffn_pred"][:, order[n:]], rtol=1e-4, atol=1e-5

@@ -135,8 +135,8 @@ def test_what_a_backend_counts_is_what_its_taps_saw(architecture: str, tmp_path:
     backend = ReferenceBackend(gguf, graph, n_pages=1, sparse=True)
     costs = StepCosts(graph, gguf.tensors)
     active, steps = 0, []
-    for values in taps.steps(
-        backend, np.arange(40, dtype=np.int32), ("blk.0.ffn_masked", "blk.1.ffn_masked")
+    for values in taps.of_backend(backend)(
+        np.arange(40, dtype=np.int32), ("blk.0.ffn_masked", "blk.1.ffn_masked")
     ):
         stats = backend.stats()
         assert stats is not None
@@ -156,10 +156,10 @@ def test_recall_and_precision(tmp_path: Path) -> None:
     def backend(graph: Graph) -> ReferenceBackend:
         return ReferenceBackend(gguf, graph, n_pages=1)
 
-    found = measure_predictor(backend(graph), graph, tokens)
+    found = measure_predictor(taps.of_backend(backend(graph)), graph, tokens, 64)
     for i, layer in enumerate(found):
         names = tuple(f"blk.{i}.{name}" for name in ("ffn_act", "ffn_pred"))
-        runs = [taps.run(backend(graph), row, names) for row in tokens]
+        runs = [taps.whole(taps.of_backend(backend(graph)), row, names) for row in tokens]
         neurons, scores = (np.concatenate([run[name] for run in runs]) for name in names)
         fires, chosen = neurons != 0, scores >= np.float32(0.1)
         assert layer.layer == i

@@ -56,7 +56,7 @@ def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTra
     backend = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=mode != "dense")
 
     def steps(ids: Any, names: Any) -> Iterator[Any]:
-        return taps.steps(backend, np.array(ids, np.int32), tuple(names))
+        return taps.of_backend(backend)(ids, names)
 
     return record(steps, graph, ready.weights, tokens(N_TOKENS), model="m", name="n")
 

@@ -88,7 +88,9 @@ def write_experts(folder: Path, kind: str, type_: GGMLType = T.F32) -> GGUFFile:
 
 def scores(engine: Engine, ids: Sequence[int], *, as_answer: bool) -> np.ndarray:
     rows: list[np.ndarray] = []
-    sequence = engine.score(ids, lambda _, new: rows.append(new.copy()), as_answer=as_answer)
+    sequence = engine.enqueue(
+        engine.prepare_score(ids, lambda _, new: rows.append(new.copy()), as_answer=as_answer)
+    )
     while sequence.finish_reason is None:
         engine.step()
     return np.concatenate(rows)

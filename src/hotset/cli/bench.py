@@ -24,8 +24,8 @@ import numpy as np
 import typer
 
 import hotset
-from hotset import _core
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.processor import read_bandwidth
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, say
 from hotset.cli.doctor import package_version
@@ -287,16 +287,14 @@ class _RandomRequests:
             def sample(self, logits: Any, largest: Any = None) -> int:
                 return next(self.left)
 
-        if n_gen:
-            room = self.engine.n_ctx - len(tokens)
-            sequence = Sequence(tokens, None, len(tokens) + min(n_gen + 1, room))
-            sequence.sampler = Drawn(SamplingParams(temperature=0), self.n_vocab)
-        else:
-            sequence = Sequence(tokens, None, len(tokens))
-            sequence.on_logits = lambda position, rows: None
-            sequence.first_output = len(tokens) - 1
-        sequence.n_dense = self.engine.n_dense(sequence)
-        sequence.reuse_prefix = self.test.n_depth > 0
+        reuse = self.test.n_depth > 0
+        if not n_gen:
+            return self.engine.prepare_score(
+                tokens, lambda position, rows: None, first=len(tokens) - 1, reuse_prefix=reuse
+            )
+        params = SamplingParams(temperature=0, max_tokens=n_gen + 1)
+        sequence = self.engine.prepare(tokens, params, reuse_prefix=reuse)
+        sequence.sampler = Drawn(params, self.n_vocab)
         return sequence
 
     def _draw(self, n: int) -> list[int]:
@@ -311,10 +309,10 @@ def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], 
     """
     if model.stored is not None:
         resident = model.stored.resident
-        return lambda: max(_core.read_bandwidth(resident, n_threads) for _ in range(3))
+        return lambda: max(read_bandwidth(resident, n_threads) for _ in range(3))
     with path.open("rb") as file:
         mapped = np.frombuffer(MappedFile(path, file.fileno()), np.uint8)[: 2 << 30]
-    return lambda: max(_core.read_bandwidth(mapped, n_threads) for _ in range(3))
+    return lambda: max(read_bandwidth(mapped, n_threads) for _ in range(3))
 
 
 # -- reporting -----------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def _run(
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         with ProgressBar() as bar:
             return collect(
-                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf),
+                loaded.tap_steps, loaded.config, tokens, model=fingerprint(loaded.gguf),
                 progress=bar.counting("profile", "tokens"),
             )  # fmt: skip
 

@@ -23,6 +23,7 @@ from hotset.report.plots import plots_of, plots_of_experts, require_matplotlib
 from hotset.sparsity.profile import HOT_MASS, Counter, Profile, profile_path
 from hotset.sparsity.recorder import record
 from hotset.sparsity.sidecar import fingerprint, stem_of
+from hotset.sparsity.taps import over
 from hotset.sparsity.trace import RouteTrace
 from hotset.storage import resolve, store
 from hotset.units import human_size
@@ -154,12 +155,10 @@ def _run(
         observer = Observer(loaded.config.n_ff, pilot=pilot)
         with ProgressBar() as bar:
             progress = bar.counting("report", "tokens")
-            progress(0, tokens.size)
-            for row in tokens if tokens.ndim == 2 else [tokens]:
-                observer.start()
-                for values in loaded.tap_steps(row.tolist(), observer.names):
-                    observer.add(values)
-                    progress(observer.n_tokens, tokens.size)
+            for begins, values in over(loaded.tap_steps, tokens, observer.names, progress=progress):
+                if begins:
+                    observer.start()
+                observer.add(values)
         counts = Profile(observer.counts, observer.n_tokens, fingerprint(loaded.gguf), ())
     return counts, observer.result()
 
@@ -171,7 +170,7 @@ def _run_experts(
     with loaded_exact(path, watching) as loaded:
         counter = Counter(loaded.config)
 
-        def steps(ids: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+        def steps(ids: Sequence[int] | np.ndarray, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
             for values in loaded.tap_steps(ids, tuple(dict.fromkeys((*names, *counter.names)))):
                 counter.add(values)
                 yield values
@@ -184,7 +183,7 @@ def _run_experts(
                 model=model, name=path.name, progress=bar.counting("report", "tokens"),
             )  # fmt: skip
     assert isinstance(trace, RouteTrace), "the model has experts"
-    return Profile(counter.counts, trace.n_tokens, model, (), counter.experts), trace
+    return counter.profile(model), trace
 
 
 @dataclass(frozen=True)

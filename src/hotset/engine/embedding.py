@@ -13,6 +13,7 @@ import numpy as np
 from hotset.backends.reference import normalised
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
+from hotset.engine.sequence import Owner
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
@@ -58,6 +59,7 @@ class TextVectors:
         weights: WeightSource,
         texts: Sequence[Sequence[int]],
         pooling: Pooling,
+        owner: Owner | None = None,
     ) -> None:
         selection = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
         norm, states = graph.ops[selection + 1], graph.ops[selection]
@@ -68,7 +70,7 @@ class TextVectors:
         self._scale = _vector(weights, norm.weight)
         self._shift = None if bias is None else _vector(weights, bias)
         self._sums = [np.zeros(norm.out.width) for _ in texts]
-        self._engine, self._states = engine, states.x.name
+        self._engine, self._states, self._owner = engine, states.x.name, owner
         self._texts = [array("i", engine.fitting(tokens)) for tokens in texts]
 
     def __len__(self) -> int:
@@ -83,7 +85,8 @@ class TextVectors:
         """What computes a text, of Engine.prepare_tap. It is many times as large as a short text: to be made
         when that is its turn."""
         tokens = self._texts[i]
-        return self._engine.prepare_tap(tokens, self._states, partial(self._add, i, len(tokens)))
+        add = partial(self._add, i, len(tokens))
+        return self._engine.prepare_tap(tokens, self._states, add, owner=self._owner)
 
     def _add(self, i: int, n_tokens: int, position: int, rows: np.ndarray) -> None:
         """Takes the rows of tokens from `position` on."""

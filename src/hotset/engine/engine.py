@@ -27,7 +27,7 @@ from hotset.engine.kv_cache import NONE_CUT
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams
 from hotset.engine.scheduler import Chunks, Scheduler
-from hotset.engine.sequence import FinishReason, Sequence
+from hotset.engine.sequence import FinishReason, Owner, Sequence
 from hotset.errors import (
     CacheLostError,
     ContextLengthError,
@@ -35,7 +35,6 @@ from hotset.errors import (
     OutOfMemoryError,
     StepCancelledError,
 )
-from hotset.parameters import real_number
 
 CutTokens = Literal["none", "answers", "all"]
 
@@ -128,23 +127,20 @@ class Engine:
 
     def prepare(
         self,
-        prompt: Tokens[int],
+        prompt: Tokens[int] | np.ndarray,
         params: SamplingParams | None = None,
         *,
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
         constraint: Constraint | None = None,
-        client: str | None = None,
-        seconds: float | None = None,
+        owner: Owner | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
-        constraint: what the answer must follow; it ends with "stop" where nothing can follow.
-        client: those who wait have their turn client by client. seconds: from now on, after which the answer
-        ends with "timeout", whether it has begun or not; None: any number of them.
-        Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
-        outside the vocabulary.
+        constraint: what the answer must follow; it ends with "stop" where nothing can follow. owner: for whom
+        it runs. Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a
+        token id outside the vocabulary.
         """
         params = params or SamplingParams()
         tokens = self.checked(prompt)
@@ -158,62 +154,19 @@ class Engine:
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
-        sequence = Sequence(tokens, sampler, n_tokens_max)
-        sequence.n_dense = self.n_dense(sequence)
-        sequence.stop_ids = frozenset(stop_ids)
-        sequence.reuse_prefix = reuse_prefix
-        sequence.client = client
-        if seconds is not None:
-            sequence.deadline = time.perf_counter() + real_number("seconds", seconds, 0)
-        return sequence
-
-    def enqueue(self, sequence: Sequence) -> None:
-        """Queues a new sequence; call `step` until its `finish_reason` is set."""
-        if sequence.finish_reason is None:  # it may have been cancelled before it came here
-            self.scheduler.waiting.append(sequence)
-            self._next_deadline = min(self._next_deadline, sequence.deadline)
-
-    def submit(
-        self,
-        prompt: Tokens[int],
-        params: SamplingParams | None = None,
-        *,
-        stop_ids: Collection[int] = (),
-        reuse_prefix: bool = True,
-        client: str | None = None,
-        seconds: float | None = None,
-    ) -> Sequence:
-        """`prepare` and `enqueue` in one."""
-        sequence = self.prepare(
-            prompt, params, stop_ids=stop_ids, reuse_prefix=reuse_prefix, client=client, seconds=seconds
-        )
-        self.enqueue(sequence)
-        return sequence
-
-    def score(
-        self,
-        tokens: Tokens[int],
-        on_logits: Callable[[int, np.ndarray], None],
-        *,
-        first: int = 0,
-        reuse_prefix: bool = True,
-        as_answer: bool = False,
-    ) -> Sequence:
-        """`prepare_score` and `enqueue` in one."""
-        sequence = self.prepare_score(
-            tokens, on_logits, first=first, reuse_prefix=reuse_prefix, as_answer=as_answer
-        )
-        self.enqueue(sequence)
+        sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
+        sequence.sampler, sequence.stop_ids = sampler, frozenset(stop_ids)
         return sequence
 
     def prepare_score(
         self,
-        tokens: Tokens[int],
+        tokens: Tokens[int] | np.ndarray,
         on_logits: Callable[[int, np.ndarray], None],
         *,
         first: int = 0,
         reuse_prefix: bool = True,
         as_answer: bool = False,
+        owner: Owner | None = None,
     ) -> Sequence:
         """A checked sequence of tokens whose logits are wanted and after which nothing is generated.
 
@@ -227,15 +180,17 @@ class Engine:
             raise InvalidRequestError(
                 f"the first scored position must be in [0, {len(checked)}), not {first}"
             )
-        sequence = Sequence(checked, None, len(checked))
-        sequence.on_logits = on_logits
-        sequence.first_output = first
-        sequence.reuse_prefix = reuse_prefix
-        sequence.n_dense = self.n_dense(sequence, as_answer=as_answer)
+        sequence = self._new(checked, owner, reuse_prefix, as_answer=as_answer)
+        sequence.on_logits, sequence.first_output = on_logits, first
         return sequence
 
     def prepare_tap(
-        self, tokens: Tokens[int], name: str, on_tap: Callable[[int, np.ndarray], None]
+        self,
+        tokens: Tokens[int] | np.ndarray,
+        name: str,
+        on_tap: Callable[[int, np.ndarray], None],
+        *,
+        owner: Owner | None = None,
     ) -> Sequence:
         """A sequence of which a value inside is wanted, and after which nothing is generated.
 
@@ -244,26 +199,41 @@ class Engine:
         All tokens are computed, and no page of them is left to others. The sequence finishes with "length".
         Raises ContextLengthError when the tokens do not fit.
         """
-        checked = self.fitting(tokens)
-        sequence = Sequence(checked, None, len(checked))
+        sequence = self._new(self.fitting(tokens), owner, reuse_prefix=False)
         sequence.tap, sequence.on_tap = name, on_tap
-        sequence.n_dense = self.n_dense(sequence)
-        sequence.reuse_prefix = False
         return sequence
 
-    def n_dense(self, sequence: Sequence, *, as_answer: bool = False) -> int:
-        """How many of a sequence's tokens are computed with their small values (see Sequence)."""
+    def _new(
+        self,
+        tokens: list[int],
+        owner: Owner | None,
+        reuse_prefix: bool,
+        *,
+        n_tokens_max: int | None = None,
+        as_answer: bool = False,
+    ) -> Sequence:
+        """A sequence of checked tokens; every one is made here. n_tokens_max: with what is generated."""
+        sequence = Sequence(tokens, n_tokens_max or len(tokens), owner or Owner())
+        sequence.reuse_prefix = reuse_prefix
         match self.cut:
             case "none":
-                return NONE_CUT
+                sequence.n_dense = NONE_CUT
             case "answers":
-                return 0 if as_answer else sequence.n_prompt
+                sequence.n_dense = 0 if as_answer else len(tokens)
             case "all":
-                return 0
+                sequence.n_dense = 0
             case _:
                 assert_never(self.cut)
+        return sequence
 
-    def fitting(self, tokens: Tokens[int]) -> list[int]:
+    def enqueue(self, sequence: Sequence) -> Sequence:
+        """Queues a new sequence and returns it; call `step` until its `finish_reason` is set."""
+        if sequence.finish_reason is None:  # it may have been cancelled before it came here
+            self.scheduler.waiting.append(sequence)
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+        return sequence
+
+    def fitting(self, tokens: Tokens[int] | np.ndarray) -> list[int]:
         """As `checked`; ContextLengthError where they do not fit."""
         checked = self.checked(tokens)
         if len(checked) > self.n_ctx:
@@ -538,7 +508,7 @@ class Engine:
         self.latest_error = sequence.error = error
         self._finish(sequence, "error")
 
-    def checked(self, tokens: Tokens[int]) -> list[int]:
+    def checked(self, tokens: Tokens[int] | np.ndarray) -> list[int]:
         """Token ids as a list of int; InvalidRequestError where one is not in the vocabulary."""
         try:
             checked = np.asarray(tokens)

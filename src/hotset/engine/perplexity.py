@@ -182,7 +182,11 @@ class _Side:
     def run(self, tokens: list[int], first: int, *, timed: bool) -> Generator[np.ndarray, None, None]:
         """The logits of the positions from `first` on, float32 [n, n_vocab] a step; valid until the next."""
         blocks: list[np.ndarray] = []
-        sequence = self.engine.score(tokens, lambda _, rows: blocks.append(rows), first=first, as_answer=True)
+        sequence = self.engine.enqueue(
+            self.engine.prepare_score(
+                tokens, lambda _, rows: blocks.append(rows), first=first, as_answer=True
+            )
+        )
         seconds = 0.0
         try:
             while sequence.finish_reason is None:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, StepStats
 from hotset.engine.kv_cache import NONE_CUT, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
+from hotset.parameters import real_number
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
@@ -44,6 +46,22 @@ class EventSink(Protocol):
         """Takes an event, at once: the thread that computes calls it."""
 
 
+@dataclass(frozen=True)
+class Owner:
+    """For whom a sequence runs. client: any key; those who wait have their turn client by client. deadline:
+    time.perf_counter() seconds, after which it ends with "timeout", whether it has begun or not."""
+
+    client: str | None = None
+    deadline: float = math.inf
+
+    @classmethod
+    def of(cls, client: str | None, seconds: float | None) -> Owner:
+        """seconds: from now on; None: any number of them. Raises InvalidRequestError for a number below 0."""
+        if seconds is None:
+            return cls(client)
+        return cls(client, time.perf_counter() + real_number("seconds", seconds, 0))
+
+
 class Sequence:
     """One request on its way through the engine; made by `Engine.prepare`, `prepare_score` and `prepare_tap`.
 
@@ -53,7 +71,7 @@ class Sequence:
     (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
     waited), or "error" (then `error` holds the exception).
     n_dense: tokens before it are computed as they are, those from it on without their small values.
-    client: who asked, for a fair order; any key. deadline: time.perf_counter() seconds when it ends.
+    client, deadline: those of its Owner.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
     the engine collects them.
@@ -98,11 +116,11 @@ class Sequence:
         "waits_for_mask",
     )
 
-    def __init__(self, tokens: list[int], sampler: Sampler | None, n_tokens_max: int) -> None:
+    def __init__(self, tokens: list[int], n_tokens_max: int, owner: Owner) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
         self.n_dense = NONE_CUT
-        self.sampler = sampler
+        self.sampler: Sampler | None = None
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
@@ -131,8 +149,7 @@ class Sequence:
         self.all_notified = threading.Event()
         self.n_notified = len(tokens)  # tokens whose events were put
         self.process = os.getpid()
-        self.client: str | None = None
-        self.deadline = math.inf
+        self.client, self.deadline = owner.client, owner.deadline
         self.preempted = False  # it lost its pages once
 
     def notify(self) -> None:

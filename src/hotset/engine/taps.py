@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hotset.backends.base import Batch
 from hotset.engine.driver import EngineThread
 from hotset.errors import InvalidRequestError
 from hotset.model.graph import Graph
 from hotset.model.operations import SelectOutputs
+from hotset.sparsity.taps import batches
 
 _TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
 
@@ -40,20 +40,7 @@ def steps(
         with thread.exclusive() as engine:
             pages = engine.scheduler.take_pages(len(ids))
             slots = engine.scheduler.take_states()
-        table = np.array([pages], np.int32)
-        for i, start in enumerate(range(0, len(ids), n_step)):
-            n = min(n_step, len(ids) - start)
-            every = np.arange(n, dtype=np.int32)
-            batch = Batch(
-                tokens=ids[start : start + n],
-                positions=every + np.int32(start),
-                sequences=np.zeros(n, np.int32),
-                page_tables=table,
-                outputs=every if outputs else every[:0],
-                taps=tuple(names),
-            )
-            if slots is not None:
-                batch = batch.with_states_of_rows(i, slots)
+        for batch in batches(ids, names, pages, n_step, outputs=outputs, slots=slots):
             with thread.exclusive():
                 taps = dict(backend.step(batch).taps)
             yield taps

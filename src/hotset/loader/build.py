@@ -250,10 +250,10 @@ def _plan_ram(decided: Decided) -> RamPlan | None:
 def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Placement | None:
     if not devices:
         return None
-    from hotset.placement.planner import place
+    from hotset.placement.gather import planned
 
     try:
-        return place(
+        return planned(
             decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
             decided.settings, devices, n_pages=decided.n_pages, profile=profile,
             limited=decided.limit is not None,

@@ -18,7 +18,7 @@ nothing: `arrange` gives each layer slots of its own there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,3 +142,8 @@ def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) ->
     that and what is there, what is needed again the soonest.
     """
     return _core.optimal_hits(np.ascontiguousarray(spans, np.int32), n_lookups, first, n_slots)
+
+
+def slots_in(groups: Sequence[tuple[int, int, int]], n_bytes: int) -> list[int]:
+    """Of a store of rows with n_bytes of room: slots of each group (n_rows, slot_bytes, usual)."""
+    return _core.RowStore.slots_in(list(groups), n_bytes)

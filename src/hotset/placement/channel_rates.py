@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.cpu.processor import isa
 from hotset.backends.gpu.devices import find_device, synchronize
 from hotset.cores import usable_cores
 from hotset.formats.channels import LAYOUT, copy_bytes, copy_shape
@@ -59,7 +59,7 @@ def of_cpu(
     n_threads, version = n_threads or usable_cores(), ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
-    machine = [processor_name(), f"{n_threads} threads", _core.isa()]
+    machine = [processor_name(), f"{n_threads} threads", isa()]
     return {
         work.type: _once([*machine, _told(work), version], partial(_measure, n_threads, work), "this machine",
                          work, progress, path)

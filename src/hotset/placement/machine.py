@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.cpu.processor import isa
 from hotset.backends.gpu.devices import find_device, free_bytes, synchronize
 from hotset.cores import usable_cores
 from hotset.errors import DeviceError, FormatError, HotsetError, InvalidRequestError
@@ -112,7 +112,7 @@ def _cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, fl
     """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
     bytes times tokens per second of products for many tokens ("many")."""
     n_threads = n_threads or usable_cores()
-    key = f"{processor_name()} | {n_threads} threads | {_core.isa()} | without a device"
+    key = f"{processor_name()} | {n_threads} threads | {isa()} | without a device"
 
     def kept(found: dict[str, float]) -> dict[str, float]:
         return {name: found[name] for name in ("read", "gather", "many")}
@@ -609,7 +609,7 @@ def device_key(device: torch.device, n_threads: int = 0) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("hotset"))
     threads = f"{n_threads} threads"
-    return " | ".join([processor_name(), threads, _core.isa(), f"{device} {name}", *versions])
+    return " | ".join([processor_name(), threads, isa(), f"{device} {name}", *versions])
 
 
 def known(path: Path) -> Mapping[str, Any]:

@@ -1,81 +1,60 @@
-"""From what a user asked for to a Placement: devices, budgets, activation frequencies, and the solver.
+"""A placement from facts: which layers and neurons are on which device. Pure: gather.py measures and reads.
 
-    settings = LoadSettings(device="cuda:0", vram_budget=8.0)
-    devices, note = wanted_devices(settings)
-    placement = place(gguf, config, weights, graph, mode, settings, devices, n_pages=64)
-
-Frequencies come from the profile that is named, else from the one beside the model (`hotset profile`), else
-from the counts that were published with it (activation/), else from a short run of a text that comes with
-hotset, whose counts are kept in the store's cache.
+placement = place(facts)
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.gpu.devices import find_device, free_bytes
-from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
-from hotset.files import replacing
-from hotset.formats.powerinfer import activation_files, read_gpu_index
-from hotset.memory import free_memory
-from hotset.model.decoder import describe
-from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
-from hotset.placement.cards import Card
-from hotset.placement.machine import force_misses, measure
+from hotset.errors import UnsupportedModelError
+from hotset.model.config import ModelConfig
+from hotset.model.graph import Graph
+from hotset.placement.budget import ModelFacts
 from hotset.placement.solver import place_index, rebuild, solve
-from hotset.placement.table import Device, Placement, Rates
-from hotset.reporter import Reporter
-from hotset.sparsity import sidecar
-from hotset.sparsity.profile import Profile, collect, import_activations, profile_path
-from hotset.storage.store import home
-from hotset.text.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from hotset.formats.gguf import GGUFFile
-    from hotset.formats.overlay import Overlay
-    from hotset.model.config import ModelConfig
-    from hotset.model.graph import Graph
-    from hotset.settings import LoadSettings
-    from hotset.sparsity.profile import Profile
-
-KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
-# Of a CUDA device, for what torch's allocator takes beyond tensors: the ends of pieces (gpu/arena.py), the
-# pool of captured steps, and values and streamed rows in segments of 20 MiB.
-ALLOCATOR_BYTES = 96 << 20
-_N_TOKENS = 512  # of the built-in text, at most
-_STEP = 128
+from hotset.placement.table import Device, DeviceRates, Placement, Rates
 
 
-def place(
-    gguf: GGUFFile,
-    config: ModelConfig,
-    weights: Overlay,
-    graph: Graph,
-    mode: FFNMode,
-    settings: LoadSettings,
-    devices: Sequence[str | Card],
-    *,
-    n_pages: int,
-    profile: Profile | None = None,
-    limited: bool = False,
-) -> Placement:
-    """The placement of a model on the devices that wanted_devices found, or on cards that are not here.
+@dataclass(frozen=True)
+class PlacementFacts:
+    """All that a placement depends on.
 
-    profile: of this model's neurons. limited: this machine's memory has a budget. It changes nothing of what
-    is where, and so no bit, but that experts are not fetched, which lie in files then.
-
-    Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
-    InvalidRequestError for a profile of another model.
+    devices: bytes that may be used of each; rates: measured of each; cards: those whose rates follow from a
+    data sheet. frequencies: of each layer float64 [n_ff], how often its neurons fire, and
+    hotness: where that is from; zeros and None where no layer is split. on_gpu: of each layer bool [n_ff],
+    as a GPU index says; None: it is solved. split_neurons, n_gpu_layers: as in LoadSettings. pinnable: bytes
+    of this machine's memory for experts that devices fetch; None: of no account. limited: that memory has a
+    budget. It changes nothing of what is where, and so no bit, but that experts are not fetched, which are
+    in files then.
     """
+
+    model: ModelFacts
+    devices: tuple[Device, ...]
+    rates: tuple[DeviceRates, ...]
+    frequencies: tuple[np.ndarray, ...]
+    hotness: str | None = None
+    on_gpu: tuple[np.ndarray, ...] | None = None
+    split_neurons: bool = True
+    n_gpu_layers: int | None = None
+    cards: tuple[str, ...] = ()
+    pinnable: int | None = None
+    limited: bool = False
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found: of each layer the device, an index or table.CPU, and its hot neurons, bool [n_ff]
+    or None; how good it is, for a person."""
+
+    owners: tuple[int, ...]
+    hot: tuple[np.ndarray | None, ...]
+    how: str
+
+
+def check_placeable(config: ModelConfig, graph: Graph) -> None:
+    """Raises UnsupportedModelError for what no device computes."""
     if config.masked and config.has_experts:
         raise UnsupportedModelError(
             "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
@@ -86,215 +65,58 @@ def place(
         raise UnsupportedModelError(
             "models with recurrent layers are computed on the CPU alone; use --no-gpu"
         )
-    facts = model_facts(
-        graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
-        max_batch=settings.max_batch,
-    )  # fmt: skip
-    facts = replace(facts, layers=_with_caches(facts, graph, weights, devices))
-    of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
-    measured = [measure(device, **of_cpu) for device in devices]
-    limits = [
-        _limit(device, one.context, settings.vram_budget)
-        for device, one in zip(devices, measured, strict=True)
-    ]
-    rates = Rates(tuple(map(force_misses, measured)))
-    frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
-    notes: list[str] = []
-    n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.layers)
-    is_short = n_bytes > free_memory() and any(_is_cuda(one) for one in devices)
-    if n_bytes and (limited or is_short):
-        rates = replace(rates, devices=tuple(replace(device, link=0.0) for device in rates.devices))
-        why = (
-            "a budget of memory leaves them in the file" if limited else "its memory is too small to pin them"
-        )
-        notes.append(f"experts are not fetched from this machine: {why}")
-    split_neurons = settings.split_neurons and mode != "dense"  # where every neuron is computed none is cold
-    if split_neurons and any(layer.n_split for layer in facts.layers):
-        counted, note = _profile_of(gguf, config, weights, profile, settings)
-        frequencies = [counted.frequencies(i) for i in range(config.n_layer)]
-        notes.append(note)
-    if settings.gpu_index is not None:
-        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
-        placement = place_index(facts, rates, limits, frequencies, index.on_gpu)
+
+
+def place(facts: PlacementFacts, known: Solution | None = None) -> Placement:
+    """The placement for these facts. known: the solution of the same facts, found before.
+
+    Raises OutOfMemoryError with the smallest budget that works, InvalidRequestError for a solution or a GPU
+    index that does not fit the model.
+    """
+    problem = facts.model, rates_of(facts), facts.devices, facts.frequencies
+    if facts.on_gpu is not None:
+        placement = place_index(*problem, facts.on_gpu)
+    elif known is not None:
+        placement = rebuild(*problem, known.owners, known.hot, known.how)
     else:
-        placement = _solved(facts, rates, limits, frequencies, settings, split_neurons)
-    if any(name == "cpu" for name in devices):
+        placement = solve(*problem, n_gpu_layers=facts.n_gpu_layers, split_neurons=facts.split_neurons)
+    return replace(placement, notes=(*_notes(facts), *placement.notes))
+
+
+def _notes(facts: PlacementFacts) -> list[str]:
+    """What a person should know of the facts; those of the solution come after them."""
+    notes = [note for note in (_experts_in_files(facts), facts.hotness) if note is not None]
+    if any(device.name == "cpu" for device in facts.devices):
         notes.insert(
             0,
             "the device cpu stands in for a GPU: torch computes its part on the CPU, slowly; the plan is "
             "that of a desktop with a GPU of 500 GB/s",
         )
-    notes += [f"for {one}: its rates follow from its data sheet" for one in devices if isinstance(one, Card)]
-    return replace(placement, notes=(*notes, *placement.notes))
+    return notes + [f"for {card}: its rates follow from its data sheet" for card in facts.cards]
 
 
-def _is_cuda(device: str | Card) -> bool:
-    return isinstance(device, Card) or device.startswith("cuda")
+def rates_of(facts: PlacementFacts) -> Rates:
+    """As measured; devices that fetch no experts have no link to fetch them by."""
+    if _experts_in_files(facts) is None:
+        return Rates(facts.rates)
+    return Rates(tuple(replace(device, link=0.0) for device in facts.rates))
 
 
-def _with_caches(
-    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str | Card]
-) -> tuple[LayerFacts, ...]:
-    """The layers, those marked whose experts every device can compute."""
-    if all(ffn.route is None for ffn in graph.ffns):
-        return facts.layers
-    from hotset.backends.gpu.experts import can_hold, layout_of
-
-    find_device("cpu")  # which says what to install
-    import torch
-
-    found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
-    held = {
-        ffn.layer
-        for ffn in graph.ffns
-        if ffn.route is not None and all(can_hold(ffn, weights.tensors, device) for device in found)
-    }
-    layouts = {ffn.layer: layout_of(ffn, weights.tensors) for ffn in graph.ffns if ffn.layer in held}
-    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
-    return tuple(
-        replace(layer, is_cached=True, layout=numbers[layouts[i]]) if i in held else layer
-        for i, layer in enumerate(facts.layers)
-    )
-
-
-def _limit(device: str | Card, context: int, budget: float | None) -> Device:
-    """Bytes that may be used of a device."""
-    if isinstance(device, Card):
-        name, kind, free = device.name, "cuda", int(device.memory * 2**30)
-    else:
-        found = find_device(device)
-        name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
-    spare = ALLOCATOR_BYTES if kind == "cuda" else 0
-    if budget is None or budget == -1:
-        return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)
-    limit = int(budget * 2**30)
-    if limit > free and isinstance(device, Card):
-        raise OutOfMemoryError(
-            f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
-            "--vram-budget, or name another card with --gpu"
-        )
-    if limit > free:
-        raise OutOfMemoryError(
-            f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
-            "lower --vram-budget, or free some of its memory"
-        )
-    return Device(name, limit, context, spare)
-
-
-# -- frequencies ---------------------------------------------------------------------------------
-
-
-def _profile_of(
-    gguf: GGUFFile,
-    config: ModelConfig,
-    weights: Overlay,
-    given: Profile | None,
-    settings: LoadSettings,
-) -> tuple[Profile, str]:
-    """How often each neuron fires, and a message on where that comes from."""
-    model = sidecar.fingerprint(gguf)
-    if given is not None:
-        given.check_model(model, config.n_ff)
-        return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
-    beside, unfit = profile_path(gguf.path), ""
-    if beside.is_file():
-        found = Profile.open(beside)
-        if found.is_of(model, config.n_ff):
-            return found, f"hotness from {beside}, {found.n_tokens} tokens"
-        unfit = f"; the profile {beside} was taken of another model file and is left out"
-    folder = activation_files(gguf.path)
-    if folder is not None:
-        return import_activations(folder, config, model), f"hotness from {folder}, as published{unfit}"
-    kept = home() / "cache" / model / f"builtin.profile{sidecar.SUFFIX}"
-    how = f"hotness from a short text that comes with hotset ('hotset profile' on your own is better){unfit}"
-    with contextlib.suppress(HotsetError):
-        found = Profile.open(kept)
-        if found.is_of(model, config.n_ff):
-            return found, how
-    found = _run_builtin(gguf, config, weights, model, settings)
-    with contextlib.suppress(OSError, HotsetError):  # counted again next time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        found.save(kept)
-    return found, how
-
-
-def _run_builtin(
-    gguf: GGUFFile,
-    config: ModelConfig,
-    weights: Overlay,
-    model: str,
-    settings: LoadSettings,
-) -> Profile:
-    """Counts over the built-in text, computed on the CPU with every neuron that fires."""
-    from importlib.resources import files
-
-    text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
-    tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
-    n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
-    progress = settings.progress or Reporter()
-    progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
-    backend = CpuBackend(
-        weights,
-        describe(config, weights.tensors),
-        n_pages=-(-n_tokens // PAGE_SIZE),
-        max_batch=_STEP,
-        n_threads=settings.n_threads,
-        sparse=True,
-    )
-    try:
-        return collect(
-            backend, config, tokens[:n_tokens], model=model,
-            progress=lambda done, total: progress.advance("neurons that fire", done, total, "tokens"),
-        )  # fmt: skip
-    finally:
-        backend.close()
-
-
-# -- the solver's answer, kept -------------------------------------------------------------------
-
-
-def _solved(
-    facts: ModelFacts,
-    rates: Rates,
-    devices: Sequence[Device],
-    frequencies: Sequence[np.ndarray],
-    settings: LoadSettings,
-    split_neurons: bool,
-) -> Placement:
-    """The solver's placement, from the store's cache where the same was asked before."""
-    asked: list[Any] = [facts, rates, [replace(d, limit=_coarse(d.limit, settings)) for d in devices]]
-    devices = asked[2]
-    digest = hashlib.sha256(repr((*asked, settings.n_gpu_layers, split_neurons)).encode())
-    for frequency in frequencies:
-        digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
-    path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
-    if not settings.reset_gpu_index:
-        with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
-            with np.load(path, allow_pickle=False) as kept:
-                owners, how = kept["devices"].tolist(), str(kept["how"])
-                hot = [np.unpackbits(kept[f"hot.{i}"])[:n] > 0 if f"hot.{i}" in kept else None
-                       for i, n in enumerate(len(f) for f in frequencies)]  # fmt: skip
-            return rebuild(facts, rates, devices, frequencies, owners, hot, how)
-    placement = solve(
-        facts, rates, devices, frequencies, n_gpu_layers=settings.n_gpu_layers, split_neurons=split_neurons
-    )
-    arrays: dict[str, Any] = {
-        f"hot.{i}": np.packbits(layer.hot)
-        for i, layer in enumerate(placement.layers)
-        if layer.hot is not None
-    }
-    numbers, used = [d.name for d in devices], [-1]  # devices of the placement are some of those, in order
-    for name in placement.devices:
+def solution_of(facts: PlacementFacts, placement: Placement) -> Solution:
+    """What `place` needs to make the same placement again."""
+    numbers, used = [device.name for device in facts.devices], [-1]
+    for name in placement.devices:  # some of those of the facts, in order
         used.append(numbers.index(name, used[-1] + 1))
-    arrays["devices"] = np.array([used[layer.device + 1] for layer in placement.layers])
-    # A cache that cannot be written: solved again next time.
-    with contextlib.suppress(OSError, HotsetError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            np.savez(file, how=np.array(placement.notes[0]), **arrays)
-    return placement
+    owners = tuple(used[layer.device + 1] for layer in placement.layers)
+    how = placement.notes[len(_notes(facts))]
+    return Solution(owners, tuple(layer.hot for layer in placement.layers), how)
 
 
-def _coarse(limit: int, settings: LoadSettings) -> int:
-    """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
-    return limit if settings.vram_budget not in (None, -1) else limit >> 26 << 26
+def _experts_in_files(facts: PlacementFacts) -> str | None:
+    """Why devices do not fetch experts from this machine's memory; None where they may."""
+    n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.model.layers)
+    if n_bytes and facts.limited:
+        return "experts are not fetched from this machine: a budget of memory leaves them in the file"
+    if n_bytes and facts.pinnable is not None and n_bytes > facts.pinnable:
+        return "experts are not fetched from this machine: its memory is too small to pin them"
+    return None

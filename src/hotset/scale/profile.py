@@ -82,6 +82,8 @@ class Counting:
         """shards: number and tokens of each, these pickled; gives number and profile."""
         found = []
         for tokens in shards["tokens"]:
-            counted = collect(self._model.backend, self._model.config, pickle.loads(tokens), model=self._mark)
+            counted = collect(
+                self._model.tap_steps, self._model.config, pickle.loads(tokens), model=self._mark
+            )
             found.append(pickle.dumps(counted))
         return {"shard": list(shards["shard"]), "profile": found}

@@ -23,7 +23,7 @@ from hotset.api import Model, Prompt
 from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors, pooling_of
 from hotset.engine.prompt_logprobs import PromptLogprobs
-from hotset.engine.sequence import Event
+from hotset.engine.sequence import Event, Owner
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.escaping import clause
 from hotset.parameters import shown
@@ -183,12 +183,12 @@ class Service:
         model.thread.check_room(n + self._n_prepared)
         self._n_prepared += n
         try:
-            prepared = await self.preparation.text(long=long).run(client, _prepared_vectors, model, texts)
+            threads, seconds = self.preparation.text(long=long), self.settings.max_seconds
+            prepared = await threads.run(client, _prepared_vectors, model, texts, client, seconds)
         finally:
             self._n_prepared -= n
-        mark = _mark(client, self.settings.max_seconds)
         submit = partial(self._submit, model.thread)
-        vectors = Vectors(prepared, model.thread, n, mark, submit, self._closed, asked)
+        vectors = Vectors(prepared, model.thread, n, submit, self._closed, asked)
         self._begin(vectors)
         return vectors
 
@@ -284,43 +284,34 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
-    prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
-    mark = _mark(request.client, seconds)
-    for one in (one for prompt in prepared for one in (prompt.scores, *prompt.generations)):
-        if one is not None and one.sequence is not None:
-            mark(one.sequence)
-    return prepared
+    owner = Owner.of(request.client, seconds)
+    return [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
 
 
-def _prepared_vectors(model: Model, texts: Sequence[Prompt]) -> TextVectors:
+def _prepared_vectors(
+    model: Model, texts: Sequence[Prompt], client: str | None, seconds: float | None
+) -> TextVectors:
     """As `_prepared`, of texts whose vectors are wanted."""
-    pooling = pooling_of(model.gguf.metadata, None)
-    return TextVectors(model.engine, model.graph, model.weights, [model.encode(t) for t in texts], pooling)
-
-
-def _mark(client: str | None, seconds: float | None) -> Callable[[EngineSequence], None]:
-    """What says of a sequence for whom it is, and after how many seconds from now it is over."""
-    deadline = math.inf if seconds is None else time.perf_counter() + seconds
-
-    def mark(sequence: EngineSequence) -> None:
-        sequence.client, sequence.deadline = client, deadline
-
-    return mark
+    pooling, tokens = pooling_of(model.gguf.metadata, None), [model.encode(text) for text in texts]
+    owner = Owner.of(client, seconds)
+    return TextVectors(model.engine, model.graph, model.weights, tokens, pooling, owner)
 
 
 def _prepared_prompt(
-    model: Model, request: AnswerRequest, output: Output, tokens: list[int]
+    model: Model, request: AnswerRequest, output: Output, tokens: list[int], owner: Owner
 ) -> PreparedPrompt:
     scores = None
     if request.prompt_logprobs is not None:
-        scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs)
+        scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs, owner)
     generations, params, seed = [], output.params, output.params.seed
     end = output.end_of(model, tokens)
     parsers, around = [output.parser(end) for _ in range(request.n)], output.around(end)
     marks = model.output_form.shown_ids if parsers[0] is not None else ()
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=marks, around=around))
+        generations.append(
+            model.prepare(tokens, own, request.reuse_prefix, shown=marks, around=around, owner=owner)
+        )
     return PreparedPrompt(tokens, generations, parsers, scores)
 
 

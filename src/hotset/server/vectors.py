@@ -18,8 +18,7 @@ from hotset.server.answers import Submit, raise_end
 class Vectors:
     """The vectors of one request; made by `Service.ask_vectors`, and used in its event loop alone.
 
-    n_at_once: texts of it that may be in the engine. mark: says for whom a sequence is. submit, closed,
-    asked: as of Answer.
+    n_at_once: texts of it that may be in the engine. submit, closed, asked: as of Answer.
     """
 
     def __init__(
@@ -27,7 +26,6 @@ class Vectors:
         texts: TextVectors,
         thread: EngineThread,
         n_at_once: int,
-        mark: Callable[[EngineSequence], None],
         submit: Submit,
         closed: Callable[[Vectors], None],
         asked: float,
@@ -37,7 +35,7 @@ class Vectors:
         self._texts, self._thread, self._n_at_once = texts, thread, n_at_once
         self._left = deque(range(len(texts)))
         self._running: dict[int, EngineSequence] = {}
-        self._mark, self._submit = mark, submit
+        self._submit = submit
         self._closed: Callable[[Vectors], None] | None = closed
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -64,7 +62,6 @@ class Vectors:
         while self._left and len(self._running) < self._n_at_once:
             i = self._left[0]
             sequence = self._texts.sequence(i)
-            self._mark(sequence)
             try:
                 self._submit(sequence, partial(self._take, i), "end")
             except QueueFullError:

@@ -102,12 +102,12 @@ def samples(
 
 def _tapped(backend: Backend, tokens: np.ndarray, layers: Sequence[Ffn]) -> Iterator[Sample]:
     bytes_per_layer = max(4 * tokens.size * (ffn.decides.x.width + ffn.neurons.width) for ffn in layers)
-    longest = taps.longest_sequence(backend)
+    longest, steps = taps.longest_sequence(backend), taps.of_backend(backend)
     n_layers = max(1, _TAPS_BYTES // bytes_per_layer)
     for first in range(0, len(layers), n_layers):
         part = layers[first : first + n_layers]
         names = tuple(dict.fromkeys(name for ffn in part for name in (ffn.decides.x.name, ffn.neurons.name)))
-        runs = [taps.run(backend, sequence, names) for sequence in taps.sequences(tokens, longest)]
+        runs = [taps.whole(steps, sequence, names) for sequence in taps.sequences(tokens, longest)]
         for ffn in part:
             inputs, neurons = (
                 np.concatenate([run.pop(name) for run in runs])

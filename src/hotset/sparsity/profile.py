@@ -1,6 +1,6 @@
 """Activation profiles: how often each neuron fired over some text, and each expert was chosen.
 
-    profile = collect(backend, config, tokens, model=sidecar.fingerprint(gguf))
+    profile = collect(model.tap_steps, model.config, tokens, model=sidecar.fingerprint(gguf))
     profile.save(profile_path(gguf.path))
 
 A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
@@ -25,8 +25,8 @@ from hotset.formats.quants import GGMLType
 from hotset.sparsity import sidecar, taps
 
 if TYPE_CHECKING:
-    from hotset.backends.base import Backend
     from hotset.model.config import ModelConfig
+    from hotset.sparsity.taps import TapSteps
 
 ALWAYS_FREQUENCY = 0.95  # a neuron that fires this often is not worth predicting
 MAX_TOKENS = 1 << 48  # of a profile; the activations of a layer then still add up in 64 bits
@@ -186,30 +186,25 @@ def profile_path(model: Path) -> Path:
 
 
 def collect(
-    backend: Backend,
+    tap_steps: TapSteps,
     config: ModelConfig,
     tokens: np.ndarray,
     *,
     model: str,
+    longest: int = taps.MAX_SEQUENCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Counts over a text. tokens: int32 [n] or [n_sequences, n]; a long one runs in sequences of 512.
+    """Counts over a text. tokens: int32 [n] or [n_sequences, n]; a long one runs in sequences of `longest`.
 
-    model: the file's fingerprint. progress: told (tokens done, tokens of all). The backend's cache is
-    overwritten from position 0; it needs pages for a sequence, or sequences are as long as its pages hold.
+    tap_steps: Model.tap_steps, or taps.of_backend. model: the file's fingerprint. progress: called with
+    (tokens done, tokens of all).
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to profile the model on")
     counter = Counter(config)
-    done = 0
-    if progress is not None:
-        progress(0, tokens.size)
-    for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
-        for values in taps.steps(backend, sequence, counter.names):
-            done += counter.add(values)
-            if progress is not None:
-                progress(done, tokens.size)
-    return Profile(counter.counts, done, model, (digest_of(tokens),), counter.experts)
+    for _, values in taps.over(tap_steps, tokens, counter.names, longest=longest, progress=progress):
+        counter.add(values)
+    return counter.profile(model, (digest_of(tokens),))
 
 
 def digest_of(tokens: np.ndarray) -> str:
@@ -220,10 +215,11 @@ def digest_of(tokens: np.ndarray) -> str:
 class Counter:
     """Adds up which neurons fire and which experts are chosen, step by step.
 
-    names: the taps that `add` reads. counts, experts: as a profile has them.
+    names: the taps that `add` reads. counts, experts: as a profile has them. n_tokens: so far.
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        self.n_tokens = 0
         self.counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
         self._used = {i: layer.experts.n_used for i, layer in enumerate(config.layers) if layer.experts}
         self.experts = {
@@ -232,12 +228,11 @@ class Counter:
         acts = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
         self.names = acts + tuple(f"blk.{i}.ffn_route" for i in self.experts)
 
-    def add(self, values: Mapping[str, np.ndarray]) -> int:
-        """The taps of a step; the number of its tokens."""
-        n = 0
+    def add(self, values: Mapping[str, np.ndarray]) -> None:
+        """The taps of a step."""
+        self.n_tokens += len(values[self.names[0]])
         for i, count in enumerate(self.counts):
             fires = values[f"blk.{i}.ffn_act"] != 0
-            n = len(fires)
             if i not in self.experts:
                 count += np.count_nonzero(fires, axis=0).astype(np.uint64)
                 continue
@@ -248,7 +243,10 @@ class Counter:
             of_expert = count.reshape(n_experts, -1)
             for id in np.unique(ids):
                 of_expert[id] += np.count_nonzero(fires[ids == id], axis=0).astype(np.uint64)
-        return n
+
+    def profile(self, model: str, data: tuple[str, ...] = ()) -> Profile:
+        """What was counted, of a file and of texts (see Profile)."""
+        return Profile(self.counts, self.n_tokens, model, data, self.experts)
 
 
 def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile:

@@ -6,7 +6,7 @@ record(model.tap_steps, model.graph, model.weights, rows, model=..., name=...)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,16 @@ from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
 from hotset.offload.weight_store import groups_of, rows_of
+from hotset.sparsity import taps
 from hotset.sparsity.trace import EVERY, MOST_BITS, OTHER, NeuronTrace, RouteTrace, StoredGroup
 from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
     from hotset.formats.overlay import Overlay
+    from hotset.sparsity.taps import TapSteps
 
 _PAGE = 4096
-
-TapSteps = Callable[[Sequence[int], Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
 
 
 def record(
@@ -67,16 +67,12 @@ def record(
     names = [_seen_of(ffn) for ffn in traced]
     parts: list[list[np.ndarray]] = [[] for _ in traced]
     starts, done = [], 0
-    if progress is not None:
-        progress(0, tokens.size)
-    for row in tokens if tokens.ndim == 2 else [tokens]:
-        starts.append(done)
-        for values in tap_steps(row.tolist(), names):
-            for part, ffn, name_ in zip(parts, traced, names, strict=True):
-                part.append(_seen(ffn, values[name_]))
-            done += len(parts[0][-1])
-            if progress is not None:
-                progress(done, tokens.size)
+    for begins, values in taps.over(tap_steps, tokens, names, progress=progress):
+        if begins:
+            starts.append(done)
+        for part, ffn, name_ in zip(parts, traced, names, strict=True):
+            part.append(_seen(ffn, values[name_]))
+        done += len(parts[0][-1])
     seen = [np.concatenate(part) for part in parts]
     facts: dict[str, Any] = {
         "layers": tuple(ffn.layer for ffn in traced),

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hotset import _core
 from hotset.errors import InvalidRequestError
-from hotset.offload.replacement import HALF_LIFE, Replacement, arrange, optimal_hits
+from hotset.offload.replacement import HALF_LIFE, Replacement, arrange, optimal_hits, slots_in
 from hotset.offload.weight_store import HALF_LIFE as STORED_HALF_LIFE
 from hotset.sparsity.trace import EVERY, RouteTrace, StoredGroup, Trace
 
@@ -128,7 +127,7 @@ def _hits(trace: Trace, n_slots: int, n_bytes: int) -> dict[str, np.ndarray]:
 def _slots(groups: Sequence[StoredGroup], n_bytes: int) -> list[int]:
     """Of a store with so much room for rows: slots of each group."""
     sizes = [(group.n_rows, group.slot_bytes, group.usual) for group in groups]
-    return _core.RowStore.slots_in(sizes, n_bytes)
+    return slots_in(sizes, n_bytes)
 
 
 def _stored_slots(trace: Trace, n_bytes: int) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ from hotset.model.operations import (
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:
-    from hotset.backends.base import Backend
     from hotset.formats.gguf import TensorInfo
+    from hotset.sparsity.taps import TapSteps
 
 
 @dataclass(frozen=True)
@@ -258,28 +258,28 @@ class PredictorQuality:
     active_share: float
 
 
-def measure_predictor(backend: Backend, graph: Graph, tokens: np.ndarray) -> list[PredictorQuality]:
+def measure_predictor(
+    tap_steps: TapSteps, graph: Graph, tokens: np.ndarray, longest: int = taps.MAX_SEQUENCE
+) -> list[PredictorQuality]:
     """Compares, layer by layer, what the predictor selects with what fires on the same FFN input.
 
-    graph: with a predictor. backend: one that runs it and computes every neuron (sparse=False), so that the
-    taps `ffn_act` hold also those that the mask drops. tokens: int32 [n] or [n_sequences, n].
+    graph: with a predictor. tap_steps: of what runs it and computes every neuron (sparse=False), so that the
+    taps `ffn_act` hold also those that the mask drops. tokens: int32 [n] or [n_sequences, n], run in
+    sequences of `longest`.
     """
     masks = [ffn.mask for ffn in graph.ffns if ffn.mask is not None]
     names = tuple(name for op in masks for name in (op.x.name, op.scores.name))
     sums = np.zeros((len(masks), 5))  # neurons that fire, are selected, both; magnitude of firing, of both
-    n_tokens = 0
-    for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
-        for values in taps.steps(backend, sequence, names):
-            for i, op in enumerate(masks):
-                neurons = values[op.x.name]
-                chosen, fires = selected(op, values[op.scores.name]), neurons != 0
-                magnitude = np.abs(neurons, dtype=np.float64)
-                both = (chosen & fires).sum()
-                sums[i] += fires.sum(), chosen.sum(), both, magnitude.sum(), magnitude[chosen].sum()
-        n_tokens += len(sequence)
+    for _, values in taps.over(tap_steps, tokens, names, longest=longest):
+        for i, op in enumerate(masks):
+            neurons = values[op.x.name]
+            chosen, fires = selected(op, values[op.scores.name]), neurons != 0
+            magnitude = np.abs(neurons, dtype=np.float64)
+            both = (chosen & fires).sum()
+            sums[i] += fires.sum(), chosen.sum(), both, magnitude.sum(), magnitude[chosen].sum()
     result = []
     for op, (n_fire, n_chosen, n_both, total, kept) in zip(masks, sums, strict=True):
-        n = n_tokens * op.x.width
+        n = tokens.size * op.x.width
         with np.errstate(invalid="ignore"):
             recall, of_magnitude, precision = n_both / n_fire, kept / total, n_both / n_chosen
         numbers = (recall, of_magnitude, precision, n_chosen / n, n_fire / n)

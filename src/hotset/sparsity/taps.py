@@ -1,8 +1,12 @@
-"""Runs token sequences through a backend and hands out what its taps saw: calibration and profiling."""
+"""Values inside the graph over a text, a step at a time, for profiling, calibration, traces and reports.
+
+They take a TapSteps, which is `of_backend(backend)` or `Model.tap_steps` (engine/taps.py, beside what runs).
+Values with gradients are those of backends/torch/graph.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +24,10 @@ MAX_SEQUENCE = 512  # tokens; longer texts are cut into sequences of this length
 _N_PAGES = MAX_SEQUENCE // PAGE_SIZE
 _STEP = 128  # tokens at a time: a tapped model of 32 layers and 11,008 neurons then holds 180 MB of taps
 
+TapSteps = Callable[["Sequence[int] | np.ndarray", Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
+"""(token ids of one sequence from its beginning, names of graph values) → of each step in order: name →
+float32 [n_tokens of the step, width]. Raises InvalidRequestError for a name that the graph lacks."""
+
 BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 
@@ -28,21 +36,79 @@ def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
     return CpuBackend(weights, graph, n_pages=_N_PAGES, max_batch=_STEP, kv_type="f16", sparse=True)
 
 
-def run(backend: Backend, tokens: np.ndarray, taps: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """What the taps see of one sequence: name → float32 [n_tokens, width]."""
-    parts = list(steps(backend, tokens, taps))
-    return {name: np.concatenate([part[name] for part in parts]) for name in taps}
+def of_backend(backend: Backend) -> TapSteps:
+    """Of a backend that nothing else uses: its cache is overwritten from position 0. A sequence of n tokens
+    needs ceil(n / PAGE_SIZE) pages."""
+
+    def steps(tokens: Sequence[int] | np.ndarray, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+        pages = np.arange(-(-len(tokens) // PAGE_SIZE))
+        for batch in batches(tokens, names, pages, min(_STEP, backend.max_batch)):
+            yield dict(backend.step(batch).taps)
+
+    return steps
 
 
-def steps(backend: Backend, tokens: np.ndarray, taps: tuple[str, ...]) -> Iterator[dict[str, np.ndarray]]:
-    """As `run`, a step at a time: for those who only add up. Needs ceil(n_tokens / PAGE_SIZE) pages."""
-    pages = np.arange(-(-len(tokens) // PAGE_SIZE), dtype=np.int32)[None]
-    step = min(_STEP, backend.max_batch)
-    for i, first in enumerate(range(0, len(tokens), step)):
-        part = np.asarray(tokens[first : first + step], np.int32)
-        positions = np.arange(first, first + len(part), dtype=np.int32)
-        batch = Batch(part, positions, np.zeros(len(part), np.int32), pages, np.zeros(0, np.int32), taps)
-        yield dict(backend.step(batch.with_states_of_rows(i)).taps)
+def batches(
+    tokens: Sequence[int] | np.ndarray,
+    names: Sequence[str],
+    pages: Sequence[int] | np.ndarray,
+    n_step: int,
+    *,
+    outputs: bool = False,
+    slots: np.ndarray | None = None,
+) -> Iterator[Batch]:
+    """One sequence [n] as steps of n_step tokens with taps. pages: of the cache, int [ceil(n / PAGE_SIZE)].
+
+    outputs: whether a tap has rows of output tokens alone. slots: of recurrent states, int32 [1, 2]; None:
+    the first two.
+    """
+    table = np.asarray(pages, np.int32)[None]
+    for i, first in enumerate(range(0, len(tokens), n_step)):
+        part = np.asarray(tokens[first : first + n_step], np.int32)
+        every = np.arange(len(part), dtype=np.int32)
+        batch = Batch(
+            tokens=part,
+            positions=every + np.int32(first),
+            sequences=np.zeros(len(part), np.int32),
+            page_tables=table,
+            outputs=every if outputs else every[:0],
+            taps=tuple(names),
+        )
+        yield batch.with_states_of_rows(i, slots)
+
+
+def whole(
+    tap_steps: TapSteps, tokens: Sequence[int] | np.ndarray, names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """All values of one sequence: name → float32 [n_tokens, width]."""
+    parts = list(tap_steps(tokens, names))
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def over(
+    tap_steps: TapSteps,
+    tokens: np.ndarray,
+    names: Sequence[str],
+    *,
+    longest: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[bool, Mapping[str, np.ndarray]]]:
+    """The steps of every sequence of a text: whether a sequence begins with it, and its values.
+
+    tokens: int32 [n] or [n_sequences, n]. longest: cut into sequences of at most so many tokens; None: as
+    they are. progress: called with (tokens done, tokens of all).
+    """
+    done = 0
+    if progress is not None:
+        progress(0, tokens.size)
+    for sequence in sequences(tokens, longest or tokens.shape[-1]):
+        begins = True
+        for values in tap_steps(sequence, names):
+            yield begins, values
+            begins = False
+            done += len(values[names[0]])
+            if progress is not None:
+                progress(done, tokens.size)
 
 
 def longest_sequence(backend: Backend) -> int:

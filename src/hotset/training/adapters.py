@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset import _core
+from hotset.backends.cpu.processor import linear_f32
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
@@ -268,8 +268,7 @@ def _product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
 
     NumPy's product has other last bits with another number of threads or another processor.
     """
-    rows = np.ascontiguousarray(b).view(np.uint8).reshape(-1)
-    return _core.linear(int(GGMLType.F32), rows, len(b), np.ascontiguousarray(a.T)).T
+    return linear_f32(b, a.T).T
 
 
 def _retired(blk: str, values: Mapping[str, np.ndarray]) -> np.ndarray:

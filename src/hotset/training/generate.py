@@ -132,7 +132,8 @@ def _write(
             min_p=0.01,
             seed=random.getrandbits(63),
         )
-        return engine.submit(_beginning(model, random, texts, chat), params, stop_ids=stop_ids)
+        prompt = _beginning(model, random, texts, chat)
+        return engine.enqueue(engine.prepare(prompt, params, stop_ids=stop_ids))
 
     active = [begin() for _ in range(N_SEQUENCES)]
     try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -36,9 +36,9 @@ from hotset.formats.quants import GGMLType
 
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
+    from hotset.sparsity.taps import TapSteps
 
 Part = Literal["train", "held_out"]
-TapSteps = Callable[[np.ndarray, Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
 
 HELD_OUT_SHARE = 0.1  # of the bytes, at most
 _SHARD_BYTES = 64 << 20  # held in memory until they are written

@@ -436,7 +436,7 @@ class _Training:
         }
         collected = pair_files.collect(
             self._pairs_folder,
-            lambda tokens, names: self.model.tap_steps(tokens.tolist(), names),
+            self.model.tap_steps,
             sources,
             self.train_sequences,
             self.held_out,

@@ -355,7 +355,7 @@ def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None
         canceller = threading.Thread(target=cancel)
         if disturb:
             canceller.start()
-        sequences = [engine.submit(p, q) for p, q in zip(prompts, params, strict=True)]
+        sequences = [engine.enqueue(engine.prepare(p, q)) for p, q in zip(prompts, params, strict=True)]
         try:
             while engine.has_work:
                 engine.step()

@@ -491,7 +491,9 @@ def test_the_engine_takes_it_as_any_backend(tmp_path: Path) -> None:
     for backend in (gpu(gguf, graph), CpuBackend(gguf, graph, n_pages=8, kv_type="f32", n_threads=1)):
         engine = Engine(backend, 128)
         sequences = [
-            engine.submit(tokens(20, i).tolist(), SamplingParams(temperature=0, max_tokens=12))
+            engine.enqueue(
+                engine.prepare(tokens(20, i).tolist(), SamplingParams(temperature=0, max_tokens=12))
+            )
             for i in range(3)
         ]
         while engine.has_work:

@@ -1,0 +1,281 @@
+"""The facts of a placement, measured and read, and the placement that follows from them.
+
+    settings = LoadSettings(device="cuda:0", vram_budget=8.0)
+    devices, note = wanted_devices(settings)
+    placement = planned(decided, devices)
+
+Frequencies come from the profile that is named, else from the one beside the model (`hotset profile`), else
+from the counts that were published with it (activation/), else from a short run of a text that comes with
+hotset, whose counts are kept in the store's cache. So are solutions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.gpu.devices import find_device, free_bytes
+from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.files import replacing
+from hotset.formats.powerinfer import activation_files, read_gpu_index
+from hotset.memory import free_memory
+from hotset.model.decoder import describe
+from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
+from hotset.placement.cards import Card
+from hotset.placement.machine import force_misses, measure
+from hotset.placement.planner import (
+    PlacementFacts,
+    Solution,
+    check_placeable,
+    place,
+    rates_of,
+    solution_of,
+)
+from hotset.placement.table import Device, Placement
+from hotset.reporter import Reporter
+from hotset.sparsity import sidecar
+from hotset.sparsity.profile import Profile, collect, import_activations, profile_path
+from hotset.sparsity.taps import of_backend
+from hotset.storage.store import home
+from hotset.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.formats.overlay import Overlay
+    from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
+    from hotset.settings import LoadSettings
+
+KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
+# Of a CUDA device, for what torch's allocator takes beyond tensors: the ends of pieces (gpu/arena.py), the
+# pool of captured steps, and values and streamed rows in segments of 20 MiB.
+ALLOCATOR_BYTES = 96 << 20
+_N_TOKENS = 512  # of the built-in text, at most
+_STEP = 128
+
+
+def planned(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    graph: Graph,
+    mode: FFNMode,
+    settings: LoadSettings,
+    devices: Sequence[str | Card],
+    *,
+    n_pages: int,
+    profile: Profile | None = None,
+    limited: bool = False,
+) -> Placement:
+    """The placement of a model on the devices that wanted_devices found, or on cards that are not here.
+
+    profile: of this model's neurons. limited: this machine's memory has a budget. The solution is that of
+    the store's cache where the same was asked before.
+
+    Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
+    InvalidRequestError for a profile of another model, UnsupportedModelError for what no device computes.
+    """
+    check_placeable(config, graph)
+    model = model_facts(
+        graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
+        max_batch=settings.max_batch,
+    )  # fmt: skip
+    model = replace(model, layers=_with_caches(model, graph, weights, devices))
+    of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
+    rates = tuple(force_misses(measure(device, **of_cpu)) for device in devices)
+    limits = [
+        _limit(device, one.context, settings.vram_budget) for device, one in zip(devices, rates, strict=True)
+    ]
+    facts = PlacementFacts(
+        model,
+        tuple(limits),
+        rates,
+        tuple(np.zeros(n_ff) for n_ff in config.n_ff),
+        split_neurons=settings.split_neurons
+        and mode != "dense",  # where every neuron is computed none is cold
+        n_gpu_layers=settings.n_gpu_layers,
+        cards=tuple(str(one) for one in devices if isinstance(one, Card)),
+        pinnable=free_memory() if any(map(_is_cuda, devices)) else None,
+        limited=limited,
+    )
+    if facts.split_neurons and any(layer.n_split for layer in model.layers):
+        counted, hotness = _profile_of(gguf, config, weights, profile, settings)
+        frequencies = tuple(counted.frequencies(i) for i in range(config.n_layer))
+        facts = replace(facts, frequencies=frequencies, hotness=hotness)
+    if settings.gpu_index is not None:
+        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
+        return place(replace(facts, on_gpu=tuple(index.on_gpu)))
+    if settings.vram_budget in (None, -1):
+        facts = replace(facts, devices=tuple(replace(one, limit=_coarse(one.limit)) for one in limits))
+    return _solved(facts, anew=settings.reset_gpu_index)
+
+
+def _is_cuda(device: str | Card) -> bool:
+    return isinstance(device, Card) or device.startswith("cuda")
+
+
+def _with_caches(
+    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str | Card]
+) -> tuple[LayerFacts, ...]:
+    """The layers, those marked whose experts every device can compute."""
+    if all(ffn.route is None for ffn in graph.ffns):
+        return facts.layers
+    from hotset.backends.gpu.experts import can_hold, layout_of
+
+    find_device("cpu")  # which says what to install
+    import torch
+
+    found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
+    held = {
+        ffn.layer
+        for ffn in graph.ffns
+        if ffn.route is not None and all(can_hold(ffn, weights.tensors, device) for device in found)
+    }
+    layouts = {ffn.layer: layout_of(ffn, weights.tensors) for ffn in graph.ffns if ffn.layer in held}
+    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
+    return tuple(
+        replace(layer, is_cached=True, layout=numbers[layouts[i]]) if i in held else layer
+        for i, layer in enumerate(facts.layers)
+    )
+
+
+def _limit(device: str | Card, context: int, budget: float | None) -> Device:
+    """Bytes that may be used of a device."""
+    if isinstance(device, Card):
+        name, kind, free = device.name, "cuda", int(device.memory * 2**30)
+    else:
+        found = find_device(device)
+        name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
+    spare = ALLOCATOR_BYTES if kind == "cuda" else 0
+    if budget is None or budget == -1:
+        return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)
+    limit = int(budget * 2**30)
+    if limit > free and isinstance(device, Card):
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
+            "--vram-budget, or name another card with --gpu"
+        )
+    if limit > free:
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
+            "lower --vram-budget, or free some of its memory"
+        )
+    return Device(name, limit, context, spare)
+
+
+# -- frequencies ---------------------------------------------------------------------------------
+
+
+def _profile_of(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    given: Profile | None,
+    settings: LoadSettings,
+) -> tuple[Profile, str]:
+    """How often each neuron fires, and a message on where that comes from."""
+    model = sidecar.fingerprint(gguf)
+    if given is not None:
+        given.check_model(model, config.n_ff)
+        return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
+    beside, unfit = profile_path(gguf.path), ""
+    if beside.is_file():
+        found = Profile.open(beside)
+        if found.is_of(model, config.n_ff):
+            return found, f"hotness from {beside}, {found.n_tokens} tokens"
+        unfit = f"; the profile {beside} was taken of another model file and is left out"
+    folder = activation_files(gguf.path)
+    if folder is not None:
+        return import_activations(folder, config, model), f"hotness from {folder}, as published{unfit}"
+    kept = home() / "cache" / model / f"builtin.profile{sidecar.SUFFIX}"
+    how = f"hotness from a short text that comes with hotset ('hotset profile' on your own is better){unfit}"
+    with contextlib.suppress(HotsetError):
+        found = Profile.open(kept)
+        if found.is_of(model, config.n_ff):
+            return found, how
+    found = _run_builtin(gguf, config, weights, model, settings)
+    with contextlib.suppress(OSError, HotsetError):  # counted again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found.save(kept)
+    return found, how
+
+
+def _run_builtin(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    model: str,
+    settings: LoadSettings,
+) -> Profile:
+    """Counts over the built-in text, computed on the CPU with every neuron that fires."""
+    text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
+    tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
+    n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
+    progress = settings.progress or Reporter()
+    progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
+    backend = CpuBackend(
+        weights,
+        describe(config, weights.tensors),
+        n_pages=-(-n_tokens // PAGE_SIZE),
+        max_batch=_STEP,
+        n_threads=settings.n_threads,
+        sparse=True,
+    )
+    try:
+        return collect(
+            of_backend(backend), config, tokens[:n_tokens], model=model,
+            progress=lambda done, total: progress.advance("neurons that fire", done, total, "tokens"),
+        )  # fmt: skip
+    finally:
+        backend.close()
+
+
+# -- the solver's answer, kept -------------------------------------------------------------------
+
+
+def _solved(facts: PlacementFacts, *, anew: bool) -> Placement:
+    """The placement of these facts, from the store's cache where the same was asked before."""
+    asked = (facts.model, rates_of(facts), list(facts.devices), facts.n_gpu_layers, facts.split_neurons)
+    digest = hashlib.sha256(repr(asked).encode())
+    for frequency in facts.frequencies:
+        digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
+    path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
+    if not anew:
+        with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
+            return place(facts, _kept(path, facts))
+    placement = place(facts)
+    with contextlib.suppress(OSError, HotsetError):  # solved again next time
+        _keep(path, solution_of(facts, placement))
+    return placement
+
+
+def _kept(path: Path, facts: PlacementFacts) -> Solution:
+    with np.load(path, allow_pickle=False) as kept:
+        hot = tuple(
+            np.unpackbits(kept[f"hot.{i}"])[: len(frequency)] > 0 if f"hot.{i}" in kept else None
+            for i, frequency in enumerate(facts.frequencies)
+        )
+        return Solution(tuple(kept["devices"].tolist()), hot, str(kept["how"]))
+
+
+def _keep(path: Path, found: Solution) -> None:
+    hot: dict[str, Any] = {
+        f"hot.{i}": np.packbits(mask) for i, mask in enumerate(found.hot) if mask is not None
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        np.savez(file, how=np.array(found.how), devices=np.array(found.owners), **hot)
+
+
+def _coarse(limit: int) -> int:
+    """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
+    return limit >> 26 << 26
