@@ -12,7 +12,7 @@ namespace {
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
 
 struct AttentionFacts {
-    int q = -1, k = -1, v = -1, out = -1;
+    int q = -1, k = -1, v = -1, out = -1;  // k, v: -1 where another layer has stored its own
     int n_head = 0;
     KvLayer kv;
     float scale = 1.0f;
@@ -150,6 +150,7 @@ class Attention : public Op {
             float* heads = q + int64_t(i) * n_q * dim;
             head_rows(step, t, plan_.buffer(f_.q).row(t) + first_q * dim, n_q, f_.q_norm, scratch, heads);
             for (int64_t d = 0; d < int64_t(n_q) * dim; d++) heads[d] *= f_.scale;
+            if (f_.k < 0) continue;
             head_rows(step, t, plan_.buffer(f_.k).row(t) + heads_kv.first * dim, heads_kv.count(), f_.k_norm,
                       scratch, k + int64_t(i) * heads_kv.count() * dim);
         }
@@ -157,6 +158,7 @@ class Attention : public Op {
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             std::copy_n(q + int64_t(i) * n_q * dim, n_q * dim, query(t) + first_q * dim);
+            if (f_.k < 0) continue;
             const int page = pages(step, t)[step.positions[t] / kPageSize],
                       slot = step.positions[t] % kPageSize;
             for (int h = heads_kv.first; h < heads_kv.last; h++) {
@@ -356,8 +358,11 @@ class Attention : public Op {
 static const Registered kAttention("attention", [](Facts& facts) -> std::unique_ptr<Op> {
     Plan& plan = facts.plan();
     AttentionFacts f;
-    f.q = facts.buffer("q"), f.k = facts.buffer("k"), f.v = facts.buffer("v"), f.out = facts.buffer("out");
-    for (int id : {f.q, f.k, f.v, f.out}) facts.of_all_tokens(id);
+    f.q = facts.buffer("q"), f.out = facts.buffer("out");
+    f.k = facts.buffer_or_none("k"), f.v = facts.buffer_or_none("v");
+    require((f.k < 0) == (f.v < 0), "keys and values are stored together");
+    for (int id : {f.q, f.k, f.v, f.out})
+        if (id >= 0) facts.of_all_tokens(id);
     f.n_head = facts.integer("n_head", 1, INT32_MAX);
     const int n_head_kv = facts.integer("n_head_kv", 1, f.n_head);
     require(f.n_head % n_head_kv == 0 && f.n_head / n_head_kv <= kMaxGroup,
@@ -365,8 +370,8 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     const int head_dim = facts.integer("head_dim", 1, kMaxHeadDim);
     const int head_dim_v = facts.integer("head_dim_v", 1, kMaxHeadDim);
     require(facts.width(f.q) == int64_t(f.n_head) * head_dim &&
-                facts.width(f.k) == int64_t(n_head_kv) * head_dim &&
-                facts.width(f.v) == int64_t(n_head_kv) * head_dim_v &&
+                (f.k < 0 || (facts.width(f.k) == int64_t(n_head_kv) * head_dim &&
+                             facts.width(f.v) == int64_t(n_head_kv) * head_dim_v)) &&
                 facts.width(f.out) == int64_t(f.n_head) * head_dim_v,
             "heads fill the widths of q, k, v and out");
     f.scale = facts.real("scale");

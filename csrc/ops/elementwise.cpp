@@ -38,7 +38,8 @@ static std::unique_ptr<Op> make_norm(Facts& facts, bool layer, int n_head) {
     facts.same_shape(x, out);
     require(n_head > 0 && facts.width(x) % n_head == 0, "heads fill the width");
     const int64_t width = facts.width(x) / n_head;
-    const Norm norm{layer, facts.floats("weight", width),
+    const Norm norm{layer,
+                    facts.has("weight") ? facts.floats("weight", width) : std::vector<float>(width, 1.0f),
                     layer ? facts.floats_or_none("bias", width) : std::vector<float>(), facts.real("eps")};
     const Buffer& in = facts.plan().buffer(x);
     const Kernels& kernels = facts.plan().kernels();
@@ -49,6 +50,10 @@ static std::unique_ptr<Op> make_norm(Facts& facts, bool layer, int n_head) {
 }
 
 static const Registered kRmsNorm("rms_norm", [](Facts& facts) -> std::unique_ptr<Op> {
+    return make_norm(facts, false, facts.integer("n_head", 1, INT32_MAX));
+});
+
+static const Registered kUnitNorm("unit_norm", [](Facts& facts) -> std::unique_ptr<Op> {
     return make_norm(facts, false, facts.integer("n_head", 1, INT32_MAX));
 });
 
@@ -129,7 +134,18 @@ static const Registered kGaussianTopK("gaussian_top_k", [](Facts& facts) -> std:
 });
 
 static const Registered kScale("scale", [](Facts& facts) -> std::unique_ptr<Op> {
-    return make_activation(facts, Activation::Scale, facts.real("factor"));
+    const float factor = facts.real("factor");
+    if (!facts.has("weight")) return make_activation(facts, Activation::Scale, factor);
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    std::vector<float> weight = facts.floats("weight", facts.width(x));
+    const Buffer& in = facts.plan().buffer(x);
+    const Kernels& kernels = facts.plan().kernels();
+    auto scaled = [=, weight = std::move(weight), &in, &kernels](const StepTokens&, int r, float* result) {
+        kernels.activate(Activation::Scale, factor, in.row(r), in.width, result);
+        kernels.multiply(result, weight.data(), in.width, result);
+    };
+    return make_row_op(facts.plan(), out, std::move(scaled));
 });
 
 static const Registered kMask("mask", [](Facts& facts) -> std::unique_ptr<Op> {

@@ -13,20 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
+from fuzz import fuzz_reads
 from gpu_runs import assert_close, gpu
 from sparse_runs import N_FF, ONE_BY_ONE, cpu, prepared
-from stored_weights import least_of
 from tiny_gguf import write_relu
-from torch_graphs import same_as_reference
 
 import hotset
 from hotset import _core
 from hotset.backends.gpu.cpu_offload import split_ffns
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.torch.graph import TorchGraph
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.placement import ram
 from hotset.sparsity.modes import choose
 
 T = GGMLType
@@ -97,7 +99,12 @@ def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
 
 
 def test_torch_computes_it(tmp_path: Path) -> None:
-    same_as_reference(write(tmp_path))
+    torch = pytest.importorskip("torch")
+    gguf, ids = write(tmp_path), tokens(40)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    expected = logits_of(ReferenceBackend(gguf, graph, n_pages=1), ids, [], [0])
+    found = TorchGraph(gguf, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
+    assert_close(found.numpy(), expected)
 
 
 def test_the_mode(tmp_path: Path) -> None:
@@ -120,8 +127,6 @@ def test_the_mode(tmp_path: Path) -> None:
 def test_weights_under_a_budget_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    from hotset.placement import ram
-
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "_PROGRAM", 0)
     path = Path(write(tmp_path).path)
@@ -129,8 +134,8 @@ def test_weights_under_a_budget_give_the_same_tokens(
     ids = tokens(20).tolist()
     with hotset.load(path, **settings) as mapped:
         expected = mapped.logits(ids)
-    least = least_of(path, **settings) / (1 << 30)
-    with hotset.load(path, **settings, ram_budget=least) as under:
+    budget = fuzz_reads.least_budget(path, **settings)
+    with hotset.load(path, **settings, ram_budget=budget) as under:
         np.testing.assert_array_equal(under.logits(ids), expected)
 
 

@@ -11,17 +11,19 @@ taps, so that each operation is compared by itself, with nothing of the errors b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.reference import ReferenceBackend, short_conv
+from hotset.backends.reference import ReferenceBackend, add_streams, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.operations import (
     Activate,
     Add,
+    AddStreams,
     Attention,
     Cutoff,
     DeltaNet,
@@ -33,6 +35,7 @@ from hotset.model.operations import (
     LayerNorm,
     Linear,
     Mask,
+    MatchMagnitude,
     Multiply,
     RMSNorm,
     Rotate,
@@ -43,6 +46,7 @@ from hotset.model.operations import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    UnitNorm,
 )
 
 U = 2.0**-24
@@ -290,9 +294,19 @@ class Oracle(ReferenceBackend):
                 return expected, -U * np.abs(expected)  # to the bit
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
+            case Scale() if op.weight is not None:  # one more rounding, and what underflowed before it
+                return expected, gamma(2) * np.abs(expected) + TINY * (1 + np.abs(self._weight(op.weight)))
             case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
-            case RMSNorm():
+            case AddStreams():
+                weights = None if op.weights is None else np.abs(taps[op.weights.id])
+                size = replace(op, plus=abs(op.plus))
+                sums = add_streams(size, np.abs(taps[op.x.id]), np.abs(taps[op.y.id]), weights)
+                n_added = op.y.width * op.n_streams // op.x.width
+                return expected, gamma(n_added + 3) * sums + (n_added + 1) * TINY
+            case MatchMagnitude():  # the factor is found in float64
+                return expected, gamma(3) * np.abs(expected) + TINY
+            case RMSNorm() | UnitNorm():
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
@@ -419,7 +433,7 @@ class Oracle(ReferenceBackend):
         ) * sums + k * TINY
 
     def _attention_bounds(self, op: Attention, taps: dict[int, np.ndarray], slots: Any) -> np.ndarray:
-        keys, values = self._keys[op.layer], self._values[op.layer]
+        keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         group = op.n_head // op.n_head_kv
         bound = np.empty((len(slots), op.n_head, op.head_dim_v))
         for token, seen in enumerate(slots):

@@ -157,6 +157,11 @@ GRANITE = {
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-2, "pad_token_id": 0}
 SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
 GEMMA3 = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
+GEMMA3N = {
+    **GEMMA, "num_hidden_layers": 7, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 12, "pad_token_id": 0,
+    "activation_sparsity_pattern": [0.95, 0.8, 0.9, 0.0, 0.0, 0.0, 0.0],
+}  # fmt: skip
 TURBOSPARSE = TinyModel(
     "TurboSparse",
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
@@ -263,6 +268,26 @@ RECIPES: dict[str, TinyModel] = {
         config="Gemma3Text",
     ),
     "gemma3-relu": TinyModel("Gemma3", {**GEMMA3, "hidden_activation": "relu"}, config="Gemma3Text"),
+    "gemma3n": TinyModel("Gemma3n", GEMMA3N, config="Gemma3nText"),
+    "gemma3n-widths": TinyModel(  # rows of the layers' own embeddings are fewer than tokens
+        "Gemma3n",
+        {
+            **GEMMA3N,
+            "num_hidden_layers": 4,
+            "intermediate_size": [160, 96, 128, 64],
+            "num_kv_shared_layers": 2,
+        }
+        | {"activation_sparsity_pattern": [0.0, 0.8, 0.5, 0.9], "altup_num_inputs": 3, "laurel_rank": 40}
+        | {"vocab_size_per_layer_input": 300, "final_logit_softcapping": 3.0, "head_dim": 32}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, **two_ropes()},
+        config="Gemma3nText",
+    ),
+    "gemma3n-unshared": TinyModel(  # every layer has keys and values of its own, and none a top-k
+        "Gemma3n",
+        {**GEMMA3N, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "num_key_value_heads": 1}
+        | {"activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2, "hidden_activation": "silu"},
+        config="Gemma3nText",
+    ),
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),

@@ -25,6 +25,7 @@ from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
+    AddStreams,
     Attention,
     Cutoff,
     DeltaNet,
@@ -37,6 +38,7 @@ from hotset.model.operations import (
     LayerNorm,
     Linear,
     Mask,
+    MatchMagnitude,
     Multiply,
     Primitive,
     Recurrent,
@@ -49,6 +51,7 @@ from hotset.model.operations import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    UnitNorm,
 )
 
 F32 = np.float32
@@ -91,7 +94,7 @@ class ReferenceBackend:
         self._cancelled = False
         stored = np.float16 if kv_type == "f16" else np.float32
         for op in graph.ops:
-            if isinstance(op, Attention):
+            if isinstance(op, Attention) and op.source is None:
                 check_cache(op, kv_type)
                 slots = n_pages * PAGE_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
@@ -174,6 +177,8 @@ class ReferenceBackend:
                 return lookup(self.weights, op, batch)
             case RMSNorm():
                 return normalised(op, values[op.x.id], self._weight(op.weight), None)
+            case UnitNorm():
+                return normalised(op, values[op.x.id], np.ones(1, F32), None)
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
                 return normalised(op, values[op.x.id], self._weight(op.weight), bias)
@@ -210,7 +215,13 @@ class ReferenceBackend:
             case Add():
                 return values[op.a.id] + values[op.b.id]
             case Scale():
-                return values[op.x.id] * F32(op.factor)
+                scaled = values[op.x.id] * F32(op.factor)
+                return scaled if op.weight is None else scaled * self._weight(op.weight)
+            case AddStreams():
+                weights = None if op.weights is None else values[op.weights.id]
+                return add_streams(op, values[op.x.id], values[op.y.id], weights)
+            case MatchMagnitude():
+                return match_magnitude(values[op.x.id], values[op.like.id], op.least)
             case SoftCap():
                 return soft_cap(values[op.x.id], op.cap)
             case Route():
@@ -289,10 +300,11 @@ class ReferenceBackend:
         self, op: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[np.ndarray]
     ) -> np.ndarray:
         """Stores the batch's keys and values, then lets each token look back, one token at a time."""
-        keys, values = self._keys[op.layer], self._values[op.layer]
+        keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         own = [seen[-1] for seen in slots]
-        keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim))
-        values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v))
+        if op.source is None:
+            keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim))
+            values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v))
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
         for token, seen in enumerate(slots):
@@ -391,10 +403,10 @@ def cut(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np.ndarra
 
 
 def normalised(
-    op: RMSNorm | LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+    op: RMSNorm | UnitNorm | LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> np.ndarray:
     """The rows of x, [n, width], as a norm leaves them."""
-    if isinstance(op, RMSNorm):
+    if not isinstance(op, LayerNorm):
         x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
         scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
         return (x * scale * weight).reshape(-1, op.out.width)
@@ -456,6 +468,25 @@ def delta_rule(
     off = (v - np.einsum("hkv,hk->hv", state, k)) * _sigmoid(beta, F32(0))[:, None]
     state = state + k[:, :, None] * off[:, None]
     return np.einsum("hkv,hk->hv", state, q).reshape(-1), state
+
+
+def add_streams(op: AddStreams, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    """operations.AddStreams, of x [n, n_streams * width] and y [n, streams * width]."""
+    n, width = len(x), op.x.width // op.n_streams
+    y = y.reshape(n, -1, width)
+    shape = n, op.n_streams, y.shape[1]
+    factors = np.full(shape, op.plus, x.dtype) + (0 if weights is None else weights.reshape(shape))
+    out = x.reshape(n, op.n_streams, width).copy()
+    out[:, op.first :] += factors[:, op.first :] @ y
+    return out.reshape(x.shape)
+
+
+def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray:
+    """operations.MatchMagnitude, of x [n, parts * width] and like [n, width]."""
+    parts = x.reshape(len(x), -1, like.shape[1])
+    wanted = np.sqrt((like * like).mean(axis=1))[:, None, None]
+    found = np.sqrt(np.maximum((parts * parts).mean(axis=2, keepdims=True), F32(least)))
+    return np.asarray(parts * (wanted / found)).reshape(x.shape)
 
 
 def gaussian_top_k(x: np.ndarray, multiplier: float) -> np.ndarray:

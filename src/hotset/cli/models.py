@@ -227,7 +227,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         if config.latent is None
         else {"channels": config.latent.rank, "query_channels": config.latent.rank_q or None},
         "window": max(layer.window for layer in config.layers),
-        "activation": _activation(config.activation),
+        "activation": _activation(config),
         "gated": layer.gated,
         "rope": None
         if layer.rope is None
@@ -361,8 +361,12 @@ def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def _activation(activation: Any) -> str:
+def _activation(config: ModelConfig) -> str:
+    activation = config.activation
     text = str(activation.gate)
+    if activation.top_k is not None:
+        n = sum(layer.activation.top_k is not None for layer in config.layers)
+        text += f", in {n} of the layers behind a Gaussian top-k"
     if activation.up:
         text += f" on the gate, {activation.up} on up"
     return text + (f", threshold {activation.threshold:g}" if activation.threshold else "")

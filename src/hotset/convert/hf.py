@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFConfig, read_json
+from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
@@ -294,6 +294,9 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     stem, _, kind = full.rpartition(".")
     if kind not in ("weight", "bias"):  # parameters that belong to no matrix have no kind
         stem, kind = full, "weight"
+    numbered = re.fullmatch(r"(.+)\.([0-9]{1,5})", stem)
+    if numbered and (several := hf.tensors.get(f"{numbered[1]}.*")) is not None:
+        return _Place(-1, (f"{several}.{kind}",), int(numbered[2]))
     if stem in hf.tensors and stem != full:
         return _Place(-1, (f"{hf.tensors[stem]}.{kind}",))
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", stem)
@@ -346,7 +349,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
             part = values if _is_grouped(target, config) else _part(values, i, len(place.targets), config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
-                if len(of_experts[target]) == config.n_expert:
+                if len(of_experts[target]) == _n_parts(target, config):
                     yield target, _stacked(of_experts.pop(target), target, config)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
@@ -357,7 +360,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 yield _converted_name(target, dialect), _source(part, target, name, config, dialect)
     for target, found_experts in of_experts.items():
         raise FormatError(
-            f"the checkpoint has {target} of {len(found_experts)} experts, not of {config.n_expert}"
+            f"the checkpoint has {target} of {len(found_experts)} experts, not of {_n_parts(target, config)}"
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
@@ -365,6 +368,11 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         # Its engine ties OPT's output only.
         values = checkpoint.tensors[_embedding(places)]
         yield "output.weight", _source(values, "output.weight", output, config, dialect)
+
+
+def _n_parts(target: str, config: HFConfig) -> int:
+    """Tensors of the checkpoint that become one: an expert each, or a residual stream but the first."""
+    return config.n_expert if config.altup is None else config.altup.n_streams - 1
 
 
 def _part(values: np.ndarray, i: int, n: int, config: HFConfig) -> np.ndarray:
@@ -383,14 +391,14 @@ def _stacked(
     """The matrices of all experts: expert → (name in the checkpoint, values)."""
     expected = _shape(target, config)
     parts = []
-    for expert in range(config.n_expert):
+    for expert in range(_n_parts(target, config)):
         name, values = found.get(expert, ("", np.empty(0, np.float32)))
         origin = Origin(values, transposed=transposed and values.ndim == 2)
         if expected is None or not _fits((len(found), *origin.shape), expected):
             raise FormatError(
                 f"the tensor {name or target} of the checkpoint is {list(values.shape)}, and its config.json "
                 f"says {'that there is none' if expected is None else list(expected[1:])} for an expert, "
-                f"of which it has {config.n_expert}"
+                f"of which it has {_n_parts(target, config)}"
             )
         parts.append(origin)
         if origin.shape != parts[0].shape:
@@ -453,6 +461,10 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=_ungrouped(config))
     if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
         return Origin(values, plus=1.0)
+    if config.altup is not None and stem == "per_layer_token_embd":
+        # As many rows as there are tokens; of those without one transformers takes the first.
+        ids = np.arange(config.n_vocab)
+        return Origin(values, rows=np.where(ids < len(values), ids, 0))
     if stem == "ffn_gate_inp_shexp":  # files have it as a vector
         return Origin(values[0])
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
@@ -485,8 +497,11 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "fc1": (ANY, d),
         "fc2": (config.n_ff, ANY),
     }
+    if config.n_ff_of_layers is not None and target.startswith("blk."):
+        n_ff = config.n_ff_of_layers[int(target.split(".")[1])]
+        matrices |= {"ffn_up": (n_ff, d), "ffn_down": (d, n_ff)}
     if row.gated and not config.hf_class.fused_gate:
-        matrices["ffn_gate"] = (config.n_ff, d)
+        matrices["ffn_gate"] = matrices["ffn_up"]
     if config.n_expert:
         e, ff, shared = config.n_expert, config.n_ff_expert, config.n_ff_shared
         matrices |= {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, ff, d), "ffn_up_exps": (e, ff, d)}
@@ -504,6 +519,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "attn_kv_a_mqa": (latent.rank + latent.n_rot, d),
             "attn_output": (d, config.n_head * latent.n_value),
         }
+    if config.altup is not None:
+        matrices |= _altup_shapes(config.altup, config)
     if config.conv_kernel:
         matrices |= {"in_proj": (3 * d, d), "conv": (d, config.conv_kernel), "out_proj": (d, d)}
     if row.first_position is not None:
@@ -533,6 +550,24 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         width = heads if stem == "attn_q_norm" else kv
         return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
     return None if kind == "bias" and row.norm == "rms" else (d,)
+
+
+def _altup_shapes(altup: HFAltUp, config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that only Gemma 3n has."""
+    d, n, width, of_layers = config.n_embd, altup.n_streams, altup.width, altup.width * config.n_layer
+    return {
+        "per_layer_token_embd": (altup.n_vocab, of_layers),
+        "per_layer_model_proj": (of_layers, d),
+        "per_layer_proj_norm": (width,),
+        **dict.fromkeys(("altup_proj", "altup_unembd_proj"), (n - 1, d, d)),
+        "altup_correct_coef": (n, n),
+        "altup_predict_coef": (n * n, n),
+        "altup_router": (n, d),
+        "laurel_l": (altup.rank, d),
+        "laurel_r": (d, altup.rank),
+        "inp_gate": (width, d),
+        "proj": (d, width),
+    }
 
 
 def _stem(target: str) -> str:

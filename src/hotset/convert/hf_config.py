@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ class HFClass:
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
-    is to be computed.
+    is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own.
     """
 
     architecture: str
@@ -156,6 +157,7 @@ class HFClass:
     layouts: bool = False
     short_conv: bool = False
     adjusted_ff: bool = False
+    altup: bool = False
 
     @property
     def packed(self) -> bool:
@@ -231,6 +233,41 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+_ALTUP_TENSORS = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.altup_projections.*": "altup_proj",
+    "model.altup_unembed_projections.*": "altup_unembd_proj",
+}
+_ALTUP_NAMES = {
+    "altup.correct_output_scale": "altup_correct_scale",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_GEMMA3N_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15,
+    "laurel_rank": 64,
 }
 _LFM2_NAMES = {
     "operator_norm": "attn_norm",
@@ -549,6 +586,18 @@ CLASSES: dict[str, HFClass] = {
         numbers={"final_logit_softcapping": "final_logit_softcapping"},
         windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     ),
+    "Gemma3nForCausalLM": HFClass(
+        "gemma3n",
+        tensors=_LLAMA_TENSORS | _ALTUP_TENSORS,
+        layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
+        activation="hidden_activation",
+        tied=True,
+        defaults=_GEMMA3N_DEFAULTS,
+        required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
+        numbers={"final_logit_softcapping": "final_logit_softcapping"},
+        windows=("sliding_window", "layer_types"),
+        altup=True,
+    ),
     "SmallThinkerForCausalLM": HFClass(
         "smallthinker",
         layer_tensors={
@@ -800,6 +849,35 @@ def _renamed(config: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+class HFAltUp:
+    """Sizes of Gemma 3n (model/config.py, AltUp): streams, the width of a layer's embedding of a token and
+    its tokens, the rank of the branch beside attention, layers without keys and values of their own."""
+
+    def __init__(self, config: dict[str, Any], n_layer: int) -> None:
+        self.n_streams = integer(config, "altup_num_inputs", high=1 << 10)
+        self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16)
+        self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
+        self.rank = integer(config, "laurel_rank", high=1 << 16)
+        self.n_shared = number(config, "num_kv_shared_layers")
+        pattern = config.get("activation_sparsity_pattern")
+        if pattern is None:  # transformers' class has it so
+            n_sparse = 10 if n_layer > 10 else 0
+            pattern = [0.95] * n_sparse + [0.0] * (n_layer - n_sparse)
+        if not isinstance(pattern, list) or not all(type(v) is float and 0 <= v < 1 for v in pattern):
+            raise FormatError("activation_sparsity_pattern in config.json must hold numbers from 0 to 1")
+        self.multipliers = [NormalDist().inv_cdf(v) if v else -math.inf for v in pattern]
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file."""
+        return {
+            "altup.num_inputs": self.n_streams,
+            "altup.active_idx": 0,
+            "embedding_length_per_layer_input": self.width,
+            "attention.shared_kv_layers": self.n_shared,
+            "activation_sparsity_scale": self.multipliers,
+        }
+
+
 class HFConfig:
     """A checked config.json.
 
@@ -853,8 +931,13 @@ class HFConfig:
         self.latent = HFLatent(config) if self.hf_class.latent else None
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
+        self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
         n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
-        self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
+        widths = config.get(self.hf_class.ff)
+        if self.altup is None or not isinstance(widths, list):
+            widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
+        each = [integer({self.hf_class.ff: width}, self.hf_class.ff, high=1 << 22) for width in widths]
+        self.n_ff, self.n_ff_of_layers = each[0], each if len(set(each)) > 1 else None
         if self.hf_class.adjusted_ff:
             self.n_ff = self._adjusted_ff()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
@@ -1001,15 +1084,15 @@ class HFConfig:
             "block_count": self.n_layer,
             "context_length": n_positions,
             "embedding_length": self.n_embd,
-            "feed_forward_length": self.n_ff,
+            "feed_forward_length": self.n_ff_of_layers or self.n_ff,
             "vocab_size": self.n_vocab,
             "attention.head_count": self.n_head,
             "attention.head_count_kv": self.n_head_kv,
             "attention.key_length": self.head_dim,
             "attention.value_length": self.head_dim,
         }
-        if self.latent is not None:
-            keys |= self.latent.keys()
+        for part in (self.latent, self.altup):
+            keys |= {} if part is None else part.keys()
         if self.hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
         keys |= self._scale_keys() | self._expert_keys()

@@ -89,7 +89,8 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 
 # Read as floats by every engine, small, or both.
 _KEPT = re.compile(
-    r"(ffn_gate_inp|token_types|ssm_conv1d|shortconv\.conv|rope_freqs|rope_factors_\w+)\.weight$"
+    r"(ffn_gate_inp|token_types|ssm_conv1d|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
+    r"|per_layer_model_proj)\.weight$"
 )
 _BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t|ffn_down_exps)\.weight")
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")

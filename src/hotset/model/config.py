@@ -42,7 +42,7 @@ SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
-TOP_K_KEY, MAX_MULTIPLIER = "activation_sparsity_scale", 100.0
+TOP_K_KEY, MAX_MULTIPLIER, MAX_STREAMS = "activation_sparsity_scale", 100.0, 16
 
 PREDICTOR_MASKS_KEY = "hotset.predictor_masks"
 
@@ -146,6 +146,9 @@ class Architecture:
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers, whose rows in attn_q
       lie behind those of the head's query.
+    unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
+    altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
+      token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
     """
 
     rope: RopeKind | None = "norm"
@@ -178,6 +181,8 @@ class Architecture:
     short_conv: bool = False
     delta_net: Literal["grouped", "tiled"] | None = None
     attention_gate: bool = False
+    unscaled: bool = False
+    altup: bool = False
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -213,6 +218,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, narrow_scale_at=62,
+    ),
+    "gemma3n": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=5,
+        windowed_rope_base=10000.0, scaled_embedding=True, unscaled=True, altup=True,
     ),
     "smallthinker": Architecture(
         rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows=True,
@@ -327,6 +336,8 @@ class LayerConfig:
     mixer: what stands in attention's place; None: attention does. attention_gate: see Architecture.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
+    value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
+    attends; None: its own.
     """
 
     n_ff: int
@@ -344,6 +355,8 @@ class LayerConfig:
     experts: Experts | None = None
     mixer: Mixer | None = None
     attention_gate: bool = False
+    value_norm: bool = False
+    source: int | None = None
 
     @property
     def n_neurons(self) -> int:
@@ -364,6 +377,18 @@ class Latent:
     rank_q: int
     n_rot: int
     norm_eps: float
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Several residual streams, of which a layer computes the first and predicts and corrects the others
+    (arXiv 2301.13310), as Gemma 3n has them.
+
+    n_streams: of them. n_embd_layer: width of the embedding that each layer has of a token.
+    """
+
+    n_streams: int
+    n_embd_layer: int
 
 
 @dataclass(frozen=True)
@@ -408,6 +433,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     long_rope: LongRope | None = None
     latent: Latent | None = None
+    altup: AltUp | None = None
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
     masked: bool = False
@@ -632,6 +658,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
         long_rope=_long_rope(gguf, keys, architecture, head_dim, n_ctx_train),
         latent=_latent(keys, architecture, head_dim),
+        altup=_altup(keys) if architecture.altup else None,
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
         masked=_masked(gguf.metadata),
@@ -663,12 +690,13 @@ def _layers(
     if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
         experts, n_ff = _experts(keys, architecture.experts, n_layer, n_ff)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
-    scale = keys.factor("attention.scale", 1 / math.sqrt(scaled_dim))
+    scale = keys.factor("attention.scale", 1.0 if architecture.unscaled else 1 / math.sqrt(scaled_dim))
     if architecture.latent_eps is not None:
         scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or _activation(keys, architecture)
     top_k = _top_k(keys, n_layer)
+    sources = _sources(keys, windows) if architecture.altup else (None,) * n_layer
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
     if architecture.rope is not None and not switched_off:
@@ -697,6 +725,8 @@ def _layers(
             experts=experts[i],
             mixer=mixers[i],
             attention_gate=architecture.attention_gate,
+            value_norm=architecture.unscaled,
+            source=sources[i],
         )
         for i in range(n_layer)
     )
@@ -826,6 +856,26 @@ def _latent(keys: _Keys, architecture: Architecture, head_dim: int) -> Latent | 
     rank = keys.integer("attention.kv_lora_rank", 1, 1 << 20)
     rank_q = keys.integer("attention.q_lora_rank", 0, 1 << 20, 0)
     return Latent(rank, rank_q, n_rot, architecture.latent_eps)
+
+
+def _altup(keys: _Keys) -> AltUp:
+    if keys.integer("altup.active_idx", 0, 1 << 10, 0):
+        raise UnsupportedModelError(
+            f"the file's key {keys.architecture}.altup.active_idx is not 0, which is not supported"
+        )
+    if keys.get(TOP_K_KEY) is None:  # which layers have it is no fact of the architecture
+        raise keys.error(TOP_K_KEY, "is missing")
+    n_layer_embd = keys.integer("embedding_length_per_layer_input", 1, 1 << 16)
+    return AltUp(keys.integer("altup.num_inputs", 2, MAX_STREAMS), n_layer_embd)
+
+
+def _sources(keys: _Keys, windows: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Of the last layers those whose keys and values they attend: the last with its own and such a window."""
+    n_own = len(windows) - keys.integer("attention.shared_kv_layers", 0, len(windows) - 1, 0)
+    last = {bool(window): i for i, window in enumerate(windows[:n_own])}
+    if any(bool(window) not in last for window in windows):
+        raise keys.error("attention.shared_kv_layers", "leaves no layer whose keys and values are shared")
+    return tuple(None if i < n_own else last[bool(window)] for i, window in enumerate(windows))
 
 
 def _check_heads(group: int, head_dim: int) -> None:

@@ -79,7 +79,7 @@ class Cost:
 
     def kv_bytes_per_token(self, kv_type: KVType) -> int:
         """Bytes that one token occupies in the cache, over all layers."""
-        return sum(kv_bytes(op, kv_type) for op in self._attentions)
+        return sum(kv_bytes(op, kv_type) for op in self._attentions if op.source is None)
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
         """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""

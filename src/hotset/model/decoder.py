@@ -25,11 +25,16 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
     [of values that are cut what is left: blk.N.attn_norm_cut  attn_cut  ffn_norm_cut  ffn_gate_cut  ffn_cut]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
+    [several residual streams: altup_others  altup_sized  streams, and of a layer altup_inp
+    altup_predict_router  altup_predict_coef  altup_predicted  inp: the first one  laurel_l  laurel_r  laurel
+    altup_correct_router  altup_correct_coef  altup_off  altup_corrected  inp_gate  inp_gated  proj  post_norm
+    streams]
     output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -39,13 +44,14 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_by_channel, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
+from hotset.model.config import AltUp, ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
 from hotset.model.cutoffs import CutoffName, LayerCutoffs
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,
     ActivationKind,
     Add,
+    AddStreams,
     All,
     Attention,
     Cutoff,
@@ -60,6 +66,7 @@ from hotset.model.operations import (
     Linear,
     Mask,
     MaskedRoute,
+    MatchMagnitude,
     Multiply,
     Part,
     RMSNorm,
@@ -72,6 +79,7 @@ from hotset.model.operations import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    UnitNorm,
     Value,
 )
 from hotset.model.predictor import Predictor
@@ -110,11 +118,14 @@ def describe(
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
     model = _Description(config, _Weights(config, tensors), cutoffs or [LayerCutoffs()] * config.n_layer)
     x = model.embedding()
+    streams = None if config.altup is None else _Streams(model, config.altup, x)
     for i, layer in enumerate(config.layers):
-        given = x
+        given = x if streams is None else streams.predicted(i)
         x = model.attention(i, layer, given)
         x = model.ffn(i, layer, given, x, predictor)
-    model.output(x)
+        if streams is not None:
+            streams.correct(i, x)
+    model.output(x, streams)
     model.weights.refuse_unused()
     return model.graph
 
@@ -129,6 +140,7 @@ class _Description:
         self.config, self.weights, self.cutoffs = config, weights, cutoffs
         self.graph = Graph()
         self._where: dict[str, Any] = {}  # layer and part of what is added next
+        self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
 
     # ---- the parts of a model
 
@@ -157,7 +169,20 @@ class _Description:
         if layer.post_norm:
             out = self._norm(out, f"{blk}.post_attention_norm")
         out = self._scaled(out, config.residual_scale, f"{blk}.attn_scaled")
-        return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
+        if config.altup is None:
+            return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
+        x = self._add(Add(self._value(f"{blk}.attn_sum", config.n_embd), x, out, **self._where))
+        x = self._add(
+            Add(self._value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self._where)
+        )
+        return self._scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
+
+    def _laurel(self, blk: str, h: Value) -> Value:
+        """The branch beside attention: h and a product of low rank (arXiv 2411.07501)."""
+        d = self.config.n_embd
+        low = self._linear(h, f"{blk}.laurel_l", self.weights.n_rows(f"{blk}.laurel_l"))
+        normed = self._norm(self._linear(low, f"{blk}.laurel_r", d), f"{blk}.laurel_post_norm")
+        return self._add(Add(self._value(f"{blk}.laurel", d), h, normed, **self._where))
 
     def _mixed(self, i: int, layer: LayerConfig, h: Value) -> Value:
         """What attention, or whatever stands in its place, makes of the tokens so far."""
@@ -172,17 +197,20 @@ class _Description:
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
         else:
-            q, k, v = self._heads(h, blk, gated=layer.attention_gate)
+            q, k, v = self._heads(h, blk, layer)
             if layer.attention_gate:
                 q, gate = self._gated_query(q, blk)
-            q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
+            q = self._rotated(q, config.n_head, layer)
+            if layer.source is None:
+                k = self._rotated(k, config.n_head_kv, layer)
+                self._stored[i] = k, v = k, self._normed_values(v) if layer.value_norm else v
         attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
         self._add(
             Attention(
                 attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                **self._where,
+                layer.source, **self._where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -284,10 +312,11 @@ class _Description:
         out = self._scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
         return self._add(Add(self._value(f"{blk}.out", config.n_embd), x, out, **self._where))
 
-    def output(self, x: Value) -> None:
+    def output(self, x: Value, streams: _Streams | None) -> None:
         """The rows whose logits are wanted, the last norm, and the logits."""
         config = self.config
         self._where = {}
+        x = x if streams is None else streams.joined()
         x = self._add(SelectOutputs(self._value("output_inp", config.n_embd), x))
         x = self._norm(x, config.output_norm, "output_norm")
         # Tied: the embedding serves twice.
@@ -310,11 +339,20 @@ class _Description:
         out = self._value(f"{blk}.attn_gate_act", gate.width)
         return q, self._add(Activate(out, gate, "sigmoid", **self._where))
 
-    def _heads(self, x: Value, blk: str, *, gated: bool) -> tuple[Value, Value, Value]:
-        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v. gated: of
-        each head the rows of q and then those of its gate are in q's."""
+    def _normed_values(self, v: Value) -> Value:
+        config, out = self.config, self._value(f"{v.name}_norm", v.width)
+        return self._add(UnitNorm(out, v, config.norm_eps, config.n_head_kv, **self._where))
+
+    def _heads(self, x: Value, blk: str, layer: LayerConfig) -> tuple[Value, Value, Value]:
+        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v, or k and v
+        as another layer has stored them. With gates, of each head the rows of q and then those of its gate
+        are in q's."""
         config = self.config
-        if gated:
+        if layer.source is not None:
+            self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # files have them
+            q = self._linear(x, f"{blk}.attn_q", config.n_head * config.head_dim)
+            return q, *self._stored[layer.source]
+        if layer.attention_gate:
             width = config.n_head * (config.head_dim + config.head_dim_v)
             q = self._linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
             k = self._linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
@@ -656,6 +694,116 @@ class _Description:
         return self._add(Scale(self._value(name, x.width), x, factor, **self._where))
 
 
+class _Streams:
+    """Residual streams of AltUp, and what each layer embeds of a token. x: the streams side by side.
+
+    A layer predicts all streams, computes the first from its prediction, corrects all by how that differs
+    from it, and adds its embedding, gated by the first stream, to the others.
+    """
+
+    LEAST = 1e-5  # mean square, where a stream is made as large as another
+
+    def __init__(self, model: _Description, facts: AltUp, x: Value) -> None:
+        self._model, self._n, self._width = model, facts.n_streams, facts.n_embd_layer
+        d, n_others = x.width, facts.n_streams - 1
+        self._embedded = self._embed(x)
+        others = model._value("altup_others", n_others * d)
+        model._add(Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
+        sized = model._value("altup_sized", n_others * d)
+        model._add(MatchMagnitude(sized, others, x, self.LEAST))
+        self.x = model._add(Heads(model._value("streams", self._n * d), x, 1, 0, sized))
+        self._predictions = self.x
+
+    def _embed(self, x: Value) -> Value:
+        """The embeddings of all layers side by side: of the token's own, and of the embedding x."""
+        model, width = self._model, self._width * self._model.config.n_layer
+        rows = model.weights.matrix("per_layer_token_embd", width, model.config.n_vocab)
+        own = model._add(Embed(model._value("per_layer_token_embd", width), rows))
+        own = model._scaled(own, math.sqrt(self._width), "per_layer_token_embd_scaled")
+        made = model._scaled(
+            model._linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled"
+        )
+        norm, out = (
+            model.weights.vector("per_layer_proj_norm", self._width),
+            model._value("per_layer_norm", width),
+        )
+        eps = model.config.norm_eps
+        made = model._add(RMSNorm(out, made, norm, eps, model.config.n_layer))
+        both = model._add(Add(model._value("per_layer_sum", width), made, own))
+        return model._scaled(both, math.sqrt(0.5), "per_layer_inp")
+
+    def predicted(self, i: int) -> Value:
+        """The first stream, as layer i predicts it."""
+        model, blk = self._model, f"blk.{i}"
+        model._enter(i, "other")
+        first = self._stream(self.x, 0, f"{blk}.altup_inp")
+        weights = model._linear(
+            self._routed(first, blk, "altup_predict"), f"{blk}.altup_predict_coef", self._n**2
+        )
+        out = model._value(f"{blk}.altup_predicted", self.x.width)
+        added = AddStreams(out, self.x, self.x, weights, self._n, **model._where)
+        self._predictions = model._add(added)
+        return self._stream(self._predictions, 0, f"{blk}.inp")
+
+    def correct(self, i: int, y: Value) -> None:
+        """Corrects the streams by what layer i made of the first one, y."""
+        model, blk, d = self._model, f"blk.{i}", y.width
+        model._enter(i, "other")
+        weights = model._linear(self._routed(y, blk, "altup_correct"), f"{blk}.altup_correct_coef", self._n)
+        taken = model._scaled(
+            self._stream(self._predictions, 0, f"{blk}.altup_guess"), -1.0, f"{blk}.altup_taken"
+        )
+        off = model._add(Add(model._value(f"{blk}.altup_off", d), y, taken, **model._where))
+        out = model._value(f"{blk}.altup_corrected", self.x.width)
+        corrected = model._add(AddStreams(out, self._predictions, off, weights, self._n, 1.0, **model._where))
+
+        first = self._stream(corrected, 0, f"{blk}.altup_first")
+        scale = model.weights.vector(f"{blk}.altup_correct_scale", d)
+        first = model._add(Scale(model._value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model._where))
+        gate = model._linear(first, f"{blk}.inp_gate", self._width)
+        act = model._value(f"{blk}.inp_gate_act", self._width)
+        kind = model.config.layers[i].activation.gate
+        gate = model._add(Activate(act, gate, kind, **model._where))
+        out = model._value(f"{blk}.inp_gated", self._width)
+        gated = model._add(
+            Multiply(
+                out, gate, self._part(self._embedded, i * self._width, f"{blk}.inp_embd"), **model._where
+            )
+        )
+        more = model._norm(model._linear(gated, f"{blk}.proj", d), f"{blk}.post_norm")
+        out = model._value(f"{blk}.streams", self.x.width)
+        self.x = model._add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model._where))
+
+    def joined(self) -> Value:
+        """The mean of the streams, each after the first projected and made as large as that."""
+        model, x, d = self._model, self.x, self._model.config.n_embd
+        model._where = {}
+        matrices = model.weights.heads("altup_unembd_proj", d, d, self._n - 1)
+        total = first = self._stream(x, 0, "output_stream_0")
+        for j in range(1, self._n):
+            stream, out = self._stream(x, j, f"output_stream_{j}"), model._value(f"output_unembd_{j}", d)
+            stream = model._add(Linear(out, stream, matrices, first_row=(j - 1) * d))
+            out = model._value(f"output_sized_{j}", d)
+            stream = model._add(MatchMagnitude(out, stream, first, self.LEAST))
+            total = model._add(Add(model._value(f"output_sum_{j}", d), total, stream))
+        return model._scaled(total, 1 / self._n, "output_mean")
+
+    def _routed(self, x: Value, blk: str, name: str) -> Value:
+        """A few numbers, of which the weights of streams are made."""
+        model, out = self._model, f"{blk}.{name}_router"
+        h = model._norm(x, f"{blk}.altup_router_norm", f"{out}_norm")
+        h = model._scaled(h, 1 / x.width, f"{out}_scaled")
+        h = model._linear(h, f"{blk}.altup_router", self._n, out)
+        return model._add(SoftCap(model._value(f"{out}_tanh", self._n), h, 1.0, **model._where))
+
+    def _stream(self, x: Value, j: int, name: str) -> Value:
+        return self._part(x, j * self._model.config.n_embd, name, self._model.config.n_embd)
+
+    def _part(self, x: Value, first: int, name: str, width: int | None = None) -> Value:
+        out = self._model._value(name, width or self._width)
+        return self._model._add(Heads(out, x, 1, first, **self._model._where))
+
+
 class _Weights:
     """Asks for each tensor with its shape, and remembers what was asked for."""
 
@@ -744,6 +892,10 @@ class _Weights:
             )
         self.used.add(name)
         return name
+
+    def leave(self, *names: str) -> None:
+        """Tensors that a file may have and nothing reads."""
+        self.used.update(f"{name}.weight" for name in names)
 
     def refuse_unused(self) -> None:
         """A tensor that nothing reads belongs to a model that is not the one described."""

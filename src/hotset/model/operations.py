@@ -172,6 +172,16 @@ class RMSNorm(Operation):
 
 
 @dataclass(frozen=True)
+class UnitNorm(Operation):
+    """out = x / sqrt(mean(x^2) + eps), over each of `n_head` equal parts of the width: RMSNorm of ones."""
+
+    out: Value
+    x: Value
+    eps: float
+    n_head: int
+
+
+@dataclass(frozen=True)
 class LayerNorm(Operation):
     """out = (x - mean) / sqrt(var + eps) * weight + bias."""
 
@@ -285,7 +295,8 @@ class Attention(Operation):
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
     `window` > 0: a token sees itself and the window - 1 tokens before it. sinks: a score for each head that
-    takes part in its softmax, with a value of zero.
+    takes part in its softmax, with a value of zero. source: the layer whose keys and values these are, which
+    has stored them; None: its own.
     """
 
     out: Value
@@ -300,8 +311,14 @@ class Attention(Operation):
     window: int = 0
     softcap: float = 0.0
     sinks: Vector | None = None
+    source: int | None = None
 
     mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def cache_layer(self) -> int:
+        """The layer whose cache it reads."""
+        return self.layer if self.source is None else self.source
 
     def n_visible(self, depth: float) -> float:
         """Tokens that a token sees, itself included, with `depth` tokens before it."""
@@ -411,11 +428,43 @@ class Add(Operation):
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """out = x * factor, elementwise."""
+    """out = x * factor, elementwise, and then times `weight`, a number for each channel."""
 
     out: Value
     x: Value
     factor: float
+    weight: Vector | None = None
+
+
+@dataclass(frozen=True)
+class AddStreams(Operation):
+    """Adds streams y to the streams of x, each with a weight: out_i = x_i + sum of (plus + w[i, j]) * y_j.
+
+    x: n_streams side by side; y: some of the same width. weights: w, [n_streams, streams of y]; None: zeros.
+    Streams before `first` stay as they are. The sum begins with 0 and each product is rounded before it is
+    added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
+    """
+
+    out: Value
+    x: Value
+    y: Value
+    weights: Value | None
+    n_streams: int
+    plus: float = 0.0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class MatchMagnitude(Operation):
+    """Makes each part of x, as wide as `like`, as large as that: out = x * rms(like) / rms(x).
+
+    rms is the root of the mean of squares, of x of `least` in place of a smaller mean.
+    """
+
+    out: Value
+    x: Value
+    like: Value
+    least: float
 
 
 @dataclass(frozen=True)
@@ -736,6 +785,7 @@ def one_matrix(op: Linear | ExpertLinear) -> Linear:
 Primitive = (
     Embed
     | RMSNorm
+    | UnitNorm
     | LayerNorm
     | Linear
     | TransposedLinear
@@ -750,6 +800,8 @@ Primitive = (
     | Multiply
     | Add
     | Scale
+    | AddStreams
+    | MatchMagnitude
     | SoftCap
     | Mask
     | Cutoff

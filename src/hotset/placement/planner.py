@@ -61,6 +61,8 @@ def check_placeable(config: ModelConfig, graph: Graph) -> None:
         )
     if config.latent is not None:
         raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
+    if config.altup is not None:
+        raise UnsupportedModelError("AltUp's streams are computed on the CPU alone; use --no-gpu")
     if graph.recurrent:
         raise UnsupportedModelError(
             "models with recurrent layers are computed on the CPU alone; use --no-gpu"

@@ -77,6 +77,10 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
             raise UnsupportedModelError(
                 "a model with recurrent layers is not cut over machines; leave out --stages"
             )
+        if decided.config.altup is not None:
+            raise UnsupportedModelError(
+                "a model with several residual streams is not cut over machines; leave out --stages"
+            )
         n_layer = decided.graph.n_layer
         cuts = parse_cuts(stages, n_layer) if stages != AUTO else []
         connect(address)

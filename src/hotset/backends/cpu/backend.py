@@ -86,7 +86,8 @@ class CpuBackend:
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.result.width
         self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
-        self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
+        attentions = [op for op in self.graph.ops if isinstance(op, Attention)]
+        self._cache = {op.layer: self._new_cache(op) for op in attentions if op.source is None}
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
         self._states = {
@@ -247,7 +248,7 @@ class CpuBackend:
     def _cache_of(self, op: Attention) -> dict[str, Any]:
         """Keys and values of a layer as facts of an operation."""
         names = ("k_cache", "v_cache", "k_scale", "v_scale")
-        return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.layer], strict=True))}
+        return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.cache_layer], strict=True))}
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""

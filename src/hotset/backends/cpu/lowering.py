@@ -398,7 +398,7 @@ class _Emission:
         """An operation whose native facts are the fields of its record: a value is its buffer, a vector is
         decoded, a matrix or a table of rows is a tensor."""
         kinds = {weight.name: weight.kind for weight in op.weights_read}
-        facts: Facts = dict(more)
+        facts: Facts = {}
         for field in fields(op):
             match value := getattr(op, field.name):
                 case Value():
@@ -407,9 +407,9 @@ class _Emission:
                     facts[field.name] = rope_facts(value)
                 case str() if value in kinds:
                     facts[field.name] = self._weight(value, kinds[value])
-                case _ if field.name not in ("layer", "part", "site", "by_channel"):
+                case _ if field.name not in ("layer", "part", "site", "by_channel", "source"):
                     facts[field.name] = value
-        self._add(native_name(type(op)), **facts)
+        self._add(native_name(type(op)), **{**facts, **more})
 
     def _weight(self, name: str, kind: WeightKind) -> Any:
         """A vector as float32 [n], anything else as a tensor: its type and bytes."""
@@ -740,7 +740,10 @@ class _Emission:
                 q, q_norm = op.x, norm or q_norm
             else:
                 k, k_norm = op.x, norm or k_norm
-        self._plain(replace(main, q=q, k=k), rope=rope, q_norm=q_norm, k_norm=k_norm, **self._cache(main))
+        more = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, **self._cache(main)}
+        if main.source is not None:  # they are stored
+            more |= {"k": None, "v": None}
+        self._plain(replace(main, q=q, k=k), **more)
 
     # ---- small things
 

@@ -40,6 +40,7 @@ from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
+    AddStreams,
     Attention,
     Cutoff,
     DeltaNet,
@@ -52,6 +53,7 @@ from hotset.model.operations import (
     LayerNorm,
     Linear,
     Mask,
+    MatchMagnitude,
     Multiply,
     RMSNorm,
     Rope,
@@ -63,6 +65,7 @@ from hotset.model.operations import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    UnitNorm,
     Value,
     has_zeros,
     one_matrix,
@@ -322,6 +325,8 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
+            case AddStreams() | MatchMagnitude() | UnitNorm():
+                raise UnsupportedModelError("AltUp's streams are computed on the CPU; use --no-gpu")
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
             case Route() | ExpertLinear() | ExpertSum():
@@ -361,7 +366,10 @@ class Program:
                 return lambda v: v[a] * v[b]
             case Scale():
                 x, factor = op.x.id, op.factor
-                return lambda v: v[x] * factor
+                if op.weight is None:
+                    return lambda v: v[x] * factor
+                weight = self._weights.vector(op.weight)
+                return lambda v: v[x] * factor * weight
             case SoftCap():
                 x, cap = op.x.id, op.cap
                 return lambda v: torch.tanh(v[x] / cap) * cap

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.model.operations import ActivationKind, DeltaNet, RopeKind, Route
+from hotset.model.operations import ActivationKind, AddStreams, DeltaNet, RopeKind, Route
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
@@ -70,6 +70,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+    """Streams y [n, streams * width] added to those of x, [n, n_streams * width], each with a weight."""
+    streams = x.unflatten(1, (op.n_streams, -1))
+    y = y.unflatten(1, (-1, streams.shape[2]))
+    factors = torch.full((len(x), op.n_streams, y.shape[1]), op.plus, dtype=x.dtype, device=x.device)
+    if weights is not None:
+        factors = factors + weights.view_as(factors)
+    sums = streams[:, op.first :] + factors[:, op.first :] @ y
+    return torch.cat([streams[:, : op.first], sums], dim=1).flatten(1)
+
+
+def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
+    """Parts of x [n, parts * width] with the root mean square of like [n, width]."""
+    parts = x.unflatten(1, (-1, like.shape[1]))
+    found = parts.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
+    return (parts * (like.square().mean(-1).sqrt()[:, None, None] / found)).flatten(1)
 
 
 def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:

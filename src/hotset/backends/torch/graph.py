@@ -25,11 +25,13 @@ from torch.nn import functional as F  # noqa: N812
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.torch.functions import (
     activate,
+    add_streams,
     attend,
     delta_rule,
     gaussian_top_k,
     join_heads,
     layer_norm,
+    match_magnitude,
     rms_norm,
     rotate,
     route,
@@ -39,6 +41,7 @@ from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,
     Add,
+    AddStreams,
     Attention,
     Cutoff,
     DeltaNet,
@@ -50,6 +53,7 @@ from hotset.model.operations import (
     LayerNorm,
     Linear,
     Mask,
+    MatchMagnitude,
     Multiply,
     Primitive,
     RMSNorm,
@@ -62,6 +66,7 @@ from hotset.model.operations import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    UnitNorm,
     Value,
 )
 
@@ -104,7 +109,9 @@ class TorchGraph:
         device: str | torch.device = "cpu",
     ) -> None:
         self.weights, self.graph, self.device = weights, graph, torch.device(device)
-        starts = graph.layer_starts
+        # Where more than one value crosses from layer to layer, all of them are one part.
+        is_layered = not any(isinstance(op, AddStreams) for op in graph.ops)
+        starts = graph.layer_starts if is_layered else [1]
         ends = [*starts, len(graph.ops)]
         self.parts = [
             Part(graph, first, last) for first, last in zip([0, *starts], ends, strict=True) if last > first
@@ -194,6 +201,9 @@ class TorchGraph:
                 return F.embedding(tokens.to(self.device), self.weight(op.weight)).flatten(0, 1)
             case RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
+            case UnitNorm():
+                ones = step[op.x].new_ones(op.x.width // op.n_head)
+                return rms_norm(step[op.x], ones, op.eps, op.n_head)
             case LayerNorm():
                 return layer_norm(step[op.x], self.weight(op.weight), self.bias(op.bias), op.eps)
             case Linear():
@@ -225,7 +235,13 @@ class TorchGraph:
             case Add():
                 return step[op.a] + step[op.b]
             case Scale():
-                return step[op.x] * op.factor
+                scaled = step[op.x] * op.factor
+                return scaled if op.weight is None else scaled * self.weight(op.weight)
+            case AddStreams():
+                weights = None if op.weights is None else step[op.weights]
+                return add_streams(op, step[op.x], step[op.y], weights)
+            case MatchMagnitude():
+                return match_magnitude(step[op.x], step[op.like], op.least)
             case SoftCap():
                 return op.cap * torch.tanh(step[op.x] / op.cap)
             case Mask():

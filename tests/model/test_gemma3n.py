@@ -1,0 +1,159 @@
+"""Gemma 3n beyond what is tested of every architecture: streams, shared keys and values, refused keys."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import assert_every_operation_is_right, batch, tokens
+
+import hotset
+from hotset import _core
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.cli import models
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.operations import Attention
+
+tiny_models = pytest.importorskip("tiny_models")
+
+
+@pytest.fixture(params=["gemma3n", "gemma3n-widths", "gemma3n-unshared"])
+def path(request: pytest.FixtureRequest, run_folder: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(tiny_models.shared_gguf(request.param, run_folder).read_bytes())
+    return copy
+
+
+def test_every_operation_is_the_references(path: Path) -> None:
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        for isa in _core.available_isas():
+            with closing(CpuBackend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, isa=isa)) as backend:
+                assert_every_operation_is_right(gguf, graph, backend, tokens(70), [40, 41], [1, 0])
+                found = [
+                    backend.step(batch([(tokens(70), 0, [1, 0])], taps)).logits.copy()
+                    for taps in ((), tuple(value.name for value in graph.values))
+                ]
+                np.testing.assert_array_equal(*found)
+
+
+def test_shared_keys_and_values_take_no_memory(path: Path) -> None:
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+        graph = describe(config, gguf.tensors)
+    own = [layer.source is None for layer in config.layers]
+    for op in graph.ops:
+        if isinstance(op, Attention) and op.source is not None:
+            assert own[op.source]
+            assert (op.window == 0) == (config.layers[op.source].window == 0)
+    cost = Cost(graph, gguf.tensors)
+    of_layer = 2 * 2 * config.n_head_kv * config.head_dim
+    assert cost.kv_bytes_per_token("f16") == sum(own) * of_layer
+    assert cost.kv_bytes_read(9, "f16") == config.n_layer * of_layer * 10
+
+
+def test_a_prefix_that_was_computed_is_shared(path: Path) -> None:
+    """The keys and values that the last layers attend are found again too."""
+    ids = tokens(140).tolist()
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with hotset.load(path, backend="cpu", n_threads=2, n_ctx=256) as model:
+        first = list(model.generate(ids, **asked).tokens)
+        again = model.generate(ids, **asked)
+        assert list(again.tokens) == first
+        longer = list(model.generate([*ids[:100], 7, 8, 9], **asked).tokens)
+    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=256) as model:
+        assert list(model.generate([*ids[:100], 7, 8, 9], **asked).tokens) == longer
+
+
+def test_what_is_shown(run_folder: Path) -> None:
+    path = tiny_models.shared_gguf("gemma3n", run_folder)
+    with open_gguf(path) as gguf:
+        facts = models.describe(gguf, path)
+    assert facts["activation"] == "gelu_tanh, in 3 of the layers behind a Gaussian top-k"
+
+
+def changed(path: Path, **keys: Any) -> GGUFFile:
+    """The file with other keys; None: without."""
+    out = path.with_name("changed.gguf")
+    with open_gguf(path) as gguf:
+        writer = GGUFWriter(out, "gemma3n")
+        given = {f"gemma3n.{key.replace('__', '.')}": value for key, value in keys.items()}
+        for key, value in (dict(gguf.metadata) | given).items():
+            if value is not None and not key.startswith(("general.", "GGUF.")):
+                writer.add(key, value)
+        for name, info in gguf.tensors.items():
+            writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
+        writer.write()
+    return open_gguf(out)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"altup__active_idx": 1}, UnsupportedModelError, "active_idx is not 0"),
+        ({"activation_sparsity_scale": None}, FormatError, "activation_sparsity_scale is missing"),
+        ({"attention__shared_kv_layers": 99}, FormatError, "shared_kv_layers is 99"),
+        ({"altup__num_inputs": 1}, FormatError, "num_inputs is 1"),
+    ],
+)
+def test_keys_that_are_refused(
+    run_folder: Path, tmp_path: Path, keys: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(tiny_models.shared_gguf("gemma3n", run_folder).read_bytes())
+    with changed(copy, **keys) as gguf, pytest.raises(error, match=message):
+        config_from_gguf(gguf)
+
+
+def test_layers_without_an_own_kind_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(tiny_models.shared_gguf("gemma3n", run_folder).read_bytes())
+    # Of seven layers the fifth alone has no window: with six that share, it has nobody to share with.
+    message = "leaves no layer whose keys and values are shared"
+    with changed(copy, attention__shared_kv_layers=6) as gguf, pytest.raises(FormatError, match=message):
+        config_from_gguf(gguf)
+
+
+def test_multipliers_are_those_of_the_shares(run_folder: Path) -> None:
+    with open_gguf(tiny_models.shared_gguf("gemma3n", run_folder)) as gguf:
+        found = [layer.activation.top_k for layer in config_from_gguf(gguf).layers]
+        assert found[0] == pytest.approx(1.6448536)
+        assert found[3:] == [None] * 4
+        values = gguf.metadata["gemma3n.activation_sparsity_scale"]
+        assert list(values)[3:] == [-math.inf] * 4
+
+
+def test_a_token_without_an_own_embedding_has_the_first(run_folder: Path) -> None:
+    """As transformers takes it; llama.cpp's converter fills with zeros, and such files run as well."""
+    with open_gguf(tiny_models.shared_gguf("gemma3n-widths", run_folder)) as gguf:
+        info = gguf.tensors["per_layer_token_embd.weight"]
+        assert info.type == GGMLType.F32
+        rows = np.array(gguf.data(info.name)).view(np.float32).reshape(info.shape[::-1])
+        np.testing.assert_array_equal(rows[300:], np.repeat(rows[:1], len(rows) - 300, axis=0))
+        assert not np.array_equal(rows[1], rows[0])
+
+
+def test_tensors_of_layers_that_share_may_be_there(run_folder: Path, tmp_path: Path) -> None:
+    """llama.cpp needs them in every file, and reads none of them."""
+    with open_gguf(tiny_models.shared_gguf("gemma3n", run_folder)) as gguf:
+        config = config_from_gguf(gguf)
+        more = {
+            f"blk.{i}.{name}.weight": gguf.tensors[f"blk.0.{name}.weight"]
+            for i, layer in enumerate(config.layers)
+            for name in ("attn_k", "attn_v", "attn_k_norm")
+            if layer.source is not None
+        }
+        assert more
+        assert not more.keys() & gguf.tensors.keys()
+        named = {name: replace(info, name=name) for name, info in more.items()}
+        describe(config, dict(gguf.tensors) | named)
