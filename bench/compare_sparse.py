@@ -59,7 +59,7 @@ class PowerInfer:
             argv = [str(self.program), "-m", str(job.model), "-t", str(job.n_threads), "-s", str(seed + 1)]
             argv += ["-n", str(job.n_gen), "-c", str(job.n_prompt + job.n_gen + 256), "--ignore-eos"]
             argv += ["--temp", "1.0", "-b", "512", "-p", self.prompt]
-            done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
             prompt, run = PROMPT_EVAL.search(done.stderr), EVAL.search(done.stderr)
             if done.returncode or prompt is None or run is None:
                 sys.exit(f"{' '.join(argv[:-1])} failed:\n{done.stderr.strip()[-2000:]}")

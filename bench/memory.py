@@ -80,7 +80,8 @@ class Group:
     def close(self) -> None:
         for _ in range(50):
             try:
-                return self.path.rmdir()
+                self.path.rmdir()
+                return
             except OSError:  # what was killed is still being taken down
                 time.sleep(0.1)
         print(f"warning: {self.path} could not be removed", file=sys.stderr)

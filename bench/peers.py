@@ -68,7 +68,7 @@ class Program:
         argv = [*self.command, "-m", str(job.model), "-p", str(job.n_prompt), "-n", str(job.n_gen)]
         argv += ["-d", str(job.n_depth), "-t", str(job.n_threads), "-r", str(job.repetitions), "-o", "json"]
         argv += self.kv_flags(job.kv_type)
-        done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | self.env)
+        done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | self.env, check=False)
         if done.returncode:
             sys.exit(f"{' '.join(argv)} failed:\n{done.stderr.strip()[-2000:]}")
         return {"pp" if entry["n_prompt"] else "tg": entry for entry in json.loads(done.stdout)}
@@ -330,7 +330,7 @@ def machine() -> dict[str, Any]:
 def _commit() -> str:
     """The commit of this checkout, with "-dirty" where files differ from it."""
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -22,7 +22,7 @@ ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
     return done

@@ -96,12 +96,11 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
                     answer = model.generate("Rivers", temperature=0, max_tokens=args.tokens, ignore_eos=True)
                     computed.setdefault(spec, []).append(1e3 * (processor_seconds() - before) / args.tokens)
                     times.setdefault(spec, []).append(1e3 / answer.timings.predicted_per_second)
-    rows, boundaries = [], {}
+    boundaries = {}
     for name, found in (("ms", times), ("processor_ms", computed)):
         one, two, three = (min(values) for values in found.values())
         boundaries[name] = [two - one, (three - one) / 2]
-    for spec in cuts:
-        rows.append([spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"])
+    rows = [[spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"] for spec in cuts]
     peers.print_table(["stages", "ms a token, the least", "of processors, the least"], rows)
     return {"ms": times, "processor_ms": computed, "boundary": boundaries}
 

@@ -121,7 +121,7 @@ def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
 
 def test_a_failing_load_closes_what_it_opened(plain: Path, monkeypatch: pytest.MonkeyPatch):
     closed = []
-    monkeypatch.setattr("hotset.formats.overlay.Overlay.close", lambda overlay: closed.append(overlay))
+    monkeypatch.setattr("hotset.formats.overlay.Overlay.close", closed.append)
     with pytest.raises(hotset.OutOfMemoryError):
         hotset.load(plain, backend="reference", n_ctx=10**13)
     assert len(closed) == 1

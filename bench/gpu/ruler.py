@@ -76,7 +76,7 @@ def seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> floa
 def read_bandwidth(device: torch.device, n_bytes: int = 2 << 30) -> float:
     """Bytes per second at which a device reads its memory: a sum over an array that no cache holds."""
     x = torch.ones(n_bytes // 4, device=device)
-    return n_bytes / seconds([lambda: x.sum()], device)
+    return n_bytes / seconds([x.sum], device)
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = 1 << 30) -> float:

@@ -152,7 +152,7 @@ def grouped(logits: np.ndarray) -> np.ndarray:
     return np.asarray(logits.reshape(-1, LOGIT_GROUP).max(axis=1))
 
 
-@pytest.mark.parametrize("options", [*PARAMS, {"logit_bias": {i: 1.0 for i in range(99)}}], ids=str)
+@pytest.mark.parametrize("options", [*PARAMS, {"logit_bias": dict.fromkeys(range(99), 1.0)}], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forbidden", "infinite", "nan"])
 def test_the_largest_of_groups_change_no_token(options: dict[str, Any], kind: str):
     params = SamplingParams(seed=3, **options)

@@ -78,10 +78,12 @@ def write(model: hotset.Model, prompt: list[int], expected: list[int], report: R
                 if "\n" in str(error) or str(model.gguf.path) not in str(error):
                     report.problems.append(f"no message: {error}")
         except Exception as error:
-            return report.problems.append(f"another error: {error!r}")
+            report.problems.append(f"another error: {error!r}")
+            return
         found = text[len(prompt) :]
         if found != expected[: len(found)]:
-            return report.problems.append(f"wrong from token {at} on")
+            report.problems.append(f"wrong from token {at} on")
+            return
     with lock:
         report.n_tokens += len(text) - len(prompt)
         report.stuck += tries >= TRIES

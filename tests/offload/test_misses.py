@@ -68,12 +68,12 @@ def test_few_tokens_share_by_the_reading_rates() -> None:
 
 
 def test_prompts_stream_where_arithmetic_is_the_longer() -> None:
-    bound = tokens_to_stream(RATES, SIZE)
+    bound = tokens_to_stream(RATES)
     assert bound == 10
     assert RATES.cpu_seconds(np.array([bound]), SIZE)[0] >= SIZE / RATES.link
     assert RATES.cpu_seconds(np.array([bound - 1]), SIZE)[0] < SIZE / RATES.link
-    assert tokens_to_stream(replace(RATES, link=60e9), SIZE) == 1
-    assert tokens_to_stream(replace(RATES, link=0.0), SIZE) is None
+    assert tokens_to_stream(replace(RATES, link=60e9)) == 1
+    assert tokens_to_stream(replace(RATES, link=0.0)) is None
     few, _ = n_fetched(RATES, np.full(20, 1), SIZE)
     many, _ = n_fetched(RATES, np.full(20, 60), SIZE)
     assert few < 10 < many

@@ -255,7 +255,7 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
     assert wanted_devices(LoadSettings(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
     # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
-    monkeypatch.setattr(detect, "missing_libraries", lambda: [])
+    monkeypatch.setattr(detect, "missing_libraries", list)
     devices, line = wanted_devices(LoadSettings())
     assert devices == ()
     assert line is not None

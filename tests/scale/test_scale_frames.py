@@ -258,7 +258,7 @@ def test_a_frame_that_is_no_message_is_refused() -> None:
         head = header(**shapes)
         return head + frames.hmac.digest(FORWARD, head[:HEADER_BYTES], "sha256")
 
-    empty = {name: (1, 0, 1) for name in ("tokens", "positions", "sequences", "outputs")}
+    empty = dict.fromkeys(("tokens", "positions", "sequences", "outputs"), (1, 0, 1))
     empty["page_tables"] = (1, 0, 5)
     with fed(framed(**empty)) as channel:
         assert channel.receive(PIECES).passed is None

@@ -200,7 +200,7 @@ def test_remove_deletes_one_of_several_and_what_a_pull_left(home: Path) -> None:
     kept = put(models / "owner--repo" / "b.gguf")
     put(models / "cut--off" / "c.gguf.part")
     store.remove("owner/repo:a-00001-of-00002.gguf")
-    assert [path for path in (models / "owner--repo").iterdir()] == [kept]
+    assert list((models / "owner--repo").iterdir()) == [kept]
     store.remove("cut/off")
     assert not (models / "cut--off").exists()
 

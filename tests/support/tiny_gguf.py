@@ -14,7 +14,7 @@ from hotset.formats.gguf import Dialect, GGUFWriter
 from hotset.formats.quants import ENCODABLE, GGMLType
 
 
-def write_relu(
+def write_relu(  # noqa: C901
     path: Path,
     architecture: str = "llama",
     *,
@@ -98,7 +98,7 @@ def write_relu(
             matrices = {"attn_q": (n_embd, n_embd), "attn_k": (kv, n_embd), "attn_v": (kv, n_embd)}
             matrices |= {"attn_output": (n_embd, n_embd)}
             norms = ["attn_norm", "ffn_norm"]
-        matrices |= {name: (n_ff, n_embd) for name in (("ffn_gate", "ffn_up") if gated else ("ffn_up",))}
+        matrices |= dict.fromkeys(("ffn_gate", "ffn_up") if gated else ("ffn_up",), (n_ff, n_embd))
         for name in norms:
             norm(f"{blk}.{name}")
         for name, (rows, cols) in matrices.items():
@@ -115,7 +115,7 @@ def write_relu(
     return path
 
 
-def write_llama(
+def write_llama(  # noqa: C901
     path: Path,
     *,
     architecture: str = "llama",

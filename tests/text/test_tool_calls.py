@@ -181,7 +181,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
     halves = [
         part for text in FRAGMENTS[form] for part in (text, text[: len(text) // 2], text[len(text) // 2 :])
     ]
-    marks = [mark for mark in (*FORM[form].opening, *FORM[form].marks)]
+    marks = [*FORM[form].opening, *FORM[form].marks]
     words = st.sampled_from([*COMMON, *halves, *marks, *(mark[:-2] for mark in marks if len(mark) > 3)])
 
     @settings(max_examples=60)

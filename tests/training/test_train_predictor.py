@@ -320,7 +320,7 @@ def as_arcee(source: Path, path: Path) -> Path:
     with open_gguf(source) as file:
         writer = GGUFWriter(path, "arcee")
         for key, value in file.metadata.items():
-            if key.startswith("llama.") or key.startswith("tokenizer."):
+            if key.startswith(("llama.", "tokenizer.")):
                 name = key.replace("llama.", "arcee.", 1) if key.startswith("llama.") else key
                 if not key.endswith("hidden_activation"):
                     writer.add(name, value, ValueType(file.metadata_types[key][-1]))

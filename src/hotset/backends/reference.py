@@ -169,7 +169,7 @@ class ReferenceBackend:
             slots.append(table.ravel()[: position + 1])
         return slots
 
-    def _compute(
+    def _compute(  # noqa: C901 - a case for each operation
         self, op: Primitive, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
     ) -> np.ndarray:
         match op:

@@ -203,7 +203,7 @@ def measure(
     collect_stats: bool = False,
     cut: CutTokens = "none",
     stored: StoredWeights | None = None,
-    on_run: Callable[[int, int], None] = lambda done, total: None,
+    on_run: Callable[[int, int], None] = lambda *_: None,
 ) -> Measurement:
     """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
@@ -284,13 +284,13 @@ class _RandomRequests:
 
             left = iter(self._draw(n_gen + 1))
 
-            def sample(self, logits: Any, largest: Any = None) -> int:
+            def sample(self, logits: Any, largest: Any = None) -> int:  # noqa: ARG002
                 return next(self.left)
 
         reuse = self.test.n_depth > 0
         if not n_gen:
             return self.engine.prepare_score(
-                tokens, lambda position, rows: None, first=len(tokens) - 1, reuse_prefix=reuse
+                tokens, lambda *_: None, first=len(tokens) - 1, reuse_prefix=reuse
             )
         params = SamplingParams(temperature=0, max_tokens=n_gen + 1)
         sequence = self.engine.prepare(tokens, params, reuse_prefix=reuse)

@@ -180,14 +180,14 @@ class Chat:
 
     # -- commands ------------------------------------------------------------------------------
 
-    def help(self, rest: str) -> None:
+    def help(self, _rest: str) -> None:
         for name, (_, text) in self.commands.items():
             say(f"  /{name:<8}{text}")
         say('  A pasted block is one message, and so is what stands between """ and """, over lines.')
         say("  A line that ends with \\ goes on in the next one.")
         say("  Tab completes commands; the arrow up and Ctrl-R find earlier messages, of earlier chats too.")
 
-    def clear(self, rest: str) -> None:
+    def clear(self, _: str) -> None:
         self.messages.clear()
         self.first = 0
         say("(a new conversation)", dim=True)
@@ -202,7 +202,7 @@ class Chat:
         else:
             say(f"System message: {self.system or '(none)'}")
 
-    def regenerate(self, rest: str) -> None:
+    def regenerate(self, _: str) -> None:
         if self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         if not self.messages:
@@ -210,7 +210,7 @@ class Chat:
             return
         self.answer()
 
-    def stats(self, rest: str) -> None:
+    def stats(self, _: str) -> None:
         if self.last is None:
             say("Nothing has been answered yet.")
             return
@@ -235,7 +235,7 @@ class Chat:
         write_whole({path: text.encode("utf-8", "replace")}, "choose another place")
         say(f"Saved {len(self.messages)} messages to {rest}.")
 
-    def leave(self, rest: str) -> None:
+    def leave(self, _: str) -> None:
         raise _LeaveError
 
 

@@ -65,7 +65,7 @@ class _Subcommand(TyperCommand):
 class _Group(TyperGroup):
     """Loads subcommands when they are called, and turns what they raise into a message and an exit code."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, _: Any) -> list[str]:
         return list(SUBCOMMANDS)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -78,7 +78,7 @@ class _Group(TyperGroup):
             ctx.fail(f"There is no subcommand '{args[0]}'; {meant}")
         return super().resolve_command(ctx, args)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, _: Any, cmd_name: str) -> Any:
         if cmd_name not in SUBCOMMANDS:
             return None
         module, function = SUBCOMMANDS[cmd_name]

@@ -85,7 +85,8 @@ def plan(
     if planned is None and memory is not None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
-        return _print_memory(memory, json)
+        _print_memory(memory, json)
+        return
     if planned is None and (experts := _experts(path)) is not None:
         _print_experts(experts, json)
         return

@@ -243,7 +243,8 @@ def reorder(
         return
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
     if not in_order:
-        return say("Its neurons stand as they did; 'hotset profile' says which are hot.", dim=True)
+        say("Its neurons stand as they did; 'hotset profile' says which are hot.", dim=True)
+        return
     fewest, most = min(written.n_always), max(written.n_always)
     head = str(most) if fewest == most else f"{fewest} to {most}"
     say(f"The first {head} neurons of each layer are computed always, without prediction.", dim=True)

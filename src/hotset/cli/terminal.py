@@ -58,6 +58,13 @@ class Answer:
         """Writes what still waits."""
         self._put(self._place(self._columns()))
 
+    def wrapped(self, text: str, column: int) -> str:
+        """A whole text as `write` and `finish` would write it from that column on."""
+        if not self._wraps:
+            return text
+        self._column = column
+        return self._wrapped(text) + self._place(self._columns())
+
     def _put(self, text: str) -> None:
         if text:
             self._stream.write(text)
@@ -152,11 +159,7 @@ class Answer:
 
 def wrapped(text: str, stream: TextIO, column: int = 0) -> str:
     """A message for `stream`, which is at that column: on a terminal its lines break between words."""
-    answer = Answer(stream)
-    if not answer._wraps:
-        return text
-    answer._column = column
-    return answer._wrapped(text) + answer._place(answer._columns())
+    return Answer(stream).wrapped(text, column)
 
 
 def _cells(character: str) -> int:

@@ -64,6 +64,7 @@ ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 # The layers of mtp predict more than one token: they are left out.
+_OUTPUT = "lm_head.weight"
 _IGNORED = re.compile(r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _BARE = frozenset({"ssm_a"})  # tensors whose name says all
 _OF_DELTA = frozenset(
@@ -290,7 +291,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
     # OPT's .bin files leave out the first part of each name.
     prefix = hf.layers.partition(".")[0] + "."
-    full = name if name.startswith(prefix) or name.startswith("lm_head.") else prefix + name
+    full = name if name.startswith((prefix, "lm_head.")) else prefix + name
     stem, _, kind = full.rpartition(".")
     if kind not in ("weight", "bias"):  # parameters that belong to no matrix have no kind
         stem, kind = full, "weight"
@@ -313,19 +314,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
 
 def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Source]]:
     """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
-    output, tied = "lm_head.weight", config.tied
-    if config.architecture == "falcon" and output in checkpoint.tensors:
-        tied = (
-            config.raw.get("tie_word_embeddings") is True
-        )  # many say nothing and have a matrix of their own
-    extra = tuple(f"{config.hf_class.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
-    names = [
-        n
-        for n in checkpoint.tensors
-        if not _IGNORED.fullmatch(n) and not (tied and n == output) and not n.startswith(extra)
-    ]
-    if not tied and output not in checkpoint.tensors:
-        raise UnsupportedModelError("the checkpoint lacks lm_head.weight, and its config does not tie it")
+    names, tied = _names(checkpoint, config)
     places = sorted((_place_of(name, config), name) for name in names)
     counted = Counter((target, place.expert) for place, _ in places for target in place.targets)
     of_experts: dict[str, dict[int, tuple[str, np.ndarray]]] = {}
@@ -367,7 +356,20 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     if tied and dialect == "powerinfer" and config.architecture != "opt":
         # Its engine ties OPT's output only.
         values = checkpoint.tensors[_embedding(places)]
-        yield "output.weight", _source(values, "output.weight", output, config, dialect)
+        yield "output.weight", _source(values, "output.weight", _OUTPUT, config, dialect)
+
+
+def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
+    """The tensors of the checkpoint that become some of the file, and whether the embedding is the output."""
+    tied = config.tied
+    if config.architecture == "falcon" and _OUTPUT in checkpoint.tensors:
+        # Many say nothing and have a matrix of their own.
+        tied = config.raw.get("tie_word_embeddings") is True
+    if not tied and _OUTPUT not in checkpoint.tensors:
+        raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUT}, and its config does not tie it")
+    extra = tuple(f"{config.hf_class.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
+    found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
+    return [n for n in found if not (tied and n == _OUTPUT)], tied
 
 
 def _n_parts(target: str, config: HFConfig) -> int:

@@ -47,7 +47,7 @@ class EngineThread:
         _living.add(self)
 
     def _begin(self) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._wake = threading.Condition()  # guards what follows
         self._inbox: deque[Sequence] = deque()
         self._guests = 0  # who want the engine between two steps, or have it
@@ -255,7 +255,7 @@ class EngineThread:
 
     def _after_fork(self) -> None:
         """In a forked process: begins anew, since thread and locks are as the parent's threads left them."""
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             self._begin()
             self.engine.reset()
 
@@ -274,5 +274,5 @@ _living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 def _close_all() -> None:
     """Ends the threads before the interpreter does: back from native code, one would find no Python."""
     for thread in list(_living):
-        if thread._process == os.getpid():
+        if thread.process == os.getpid():
             thread.close()

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 def weigher(flops: Callable[[float], float] | None) -> Callable[[int], float]:
     """Units that a token takes, by its position, from the operations of a token at a depth."""
     if flops is None:
-        return lambda position: 1.0
+        return lambda _: 1.0
     first = flops(0.0)
     return lambda position: 1.0 + _ATTENTION * (flops(position) / first - 1.0)
 

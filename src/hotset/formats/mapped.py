@@ -30,13 +30,13 @@ class MappedFile(mmap.mmap):
     """A whole file, mapped to be read. `descriptor` may be closed afterwards. Raises OSError, ValueError."""
 
     path: Path
-    _number: int
+    number: int
     _core: Any  # the native module, while the file is under guard
     _guard: int
 
     def __new__(cls, path: Path, descriptor: int) -> MappedFile:
         mapped = super().__new__(cls, descriptor, 0, access=mmap.ACCESS_READ)
-        mapped.path, mapped._number, mapped._core = path, next(_serial), None
+        mapped.path, mapped.number, mapped._core = path, next(_serial), None
         try:
             from hotset import _core
         except ImportError:  # the native core is not built
@@ -83,13 +83,13 @@ class MappedFile(mmap.mmap):
         core, self._core = self._core, None
         if core is not None:
             if core.is_cut(self._guard):
-                _cut.add((self._number, self.path))
+                _cut.add((self.number, self.path))
             core.unguard_file(self._guard)
 
 
 def cut_files() -> frozenset[Cut]:
     """Files that were cut while this process had them open."""
-    return frozenset(_cut) | {(mapped._number, mapped.path) for mapped in list(_open) if mapped.is_cut}
+    return frozenset(_cut) | {(mapped.number, mapped.path) for mapped in list(_open) if mapped.is_cut}
 
 
 def check_unharmed(before: Collection[Cut]) -> None:

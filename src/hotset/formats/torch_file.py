@@ -81,6 +81,10 @@ class _Tensor:
 
 
 _MARK = object()
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "MARK": lambda: _MARK, "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_LIST": list,
+}  # fmt: skip
 _TENSOR, _DICT = _Global("torch._utils _rebuild_tensor_v2"), _Global("collections OrderedDict")
 _STORAGE_TYPES: dict[Any, np.dtype] = {_Global(f"torch {name}"): dtype for name, dtype in STORAGES.items()}
 
@@ -256,84 +260,97 @@ def _tuple(items: list[Any]) -> tuple[Any, ...]:
 
 def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
     """The value that a pickle describes, tensors as _Tensor, and the storages that it names, by key."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    storages: dict[str, _Storage] = {}
-
-    def marked() -> list[Any]:
-        """Takes what lies above the last mark, and the mark."""
-        at = len(stack) - 1 - next(i for i, v in enumerate(reversed(stack)) if v is _MARK)
-        items = stack[at + 1 :]
-        del stack[at:]
-        return items
-
+    machine = _Machine()
     try:
-        argument: Any
         for n_done, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Bounded(file)))):
             if n_done == MAX_INSTRUCTIONS:
                 raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
-            match opcode.name:
-                case "PROTO" | "FRAME":
-                    pass
-                case "MARK":
-                    stack.append(_MARK)
-                case "NONE" | "NEWTRUE" | "NEWFALSE":
-                    stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-                case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
-                    stack.append(argument)
-                case "EMPTY_TUPLE" | "EMPTY_DICT" | "EMPTY_LIST":
-                    stack.append(
-                        {"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_LIST": list}[opcode.name]()
-                    )
-                case "TUPLE":
-                    stack.append(_tuple(marked()))
-                case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                    n = int(opcode.name[-1])
-                    stack[-n:] = [_tuple(stack[-n:])]
-                case "BINPUT" | "LONG_BINPUT":
-                    memo[argument] = stack[-1]
-                case "MEMOIZE":
-                    memo[len(memo)] = stack[-1]
-                case "BINGET" | "LONG_BINGET":
-                    stack.append(memo[argument])
-                case "GLOBAL":
-                    stack.append(_Global(argument))
-                case "STACK_GLOBAL":
-                    name, module = stack.pop(), stack.pop()
-                    if not isinstance(name, str) or not isinstance(module, str):
-                        raise ValueError("a name that is not a string")
-                    stack.append(_Global(f"{module} {name}"))
-                case "SETITEM" | "SETITEMS":
-                    items = marked() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-                    for key, item in zip(items[::2], items[1::2], strict=True):
-                        if not isinstance(stack[-1], dict) or not isinstance(key, str):
-                            raise ValueError("a key is not a string")
-                        stack[-1][key] = item
-                case "APPEND" | "APPENDS":
-                    items = marked() if opcode.name == "APPENDS" else [stack.pop()]
-                    if not isinstance(stack[-1], list):
-                        raise ValueError("something is appended to what is not a list")
-                    stack[-1].extend(items)
-                case "BUILD":  # attributes of a state dict (its _metadata)
-                    stack.pop()
-                    if not isinstance(stack[-1], dict):
-                        raise ValueError("attributes of something else than a dictionary")
-                case "BINPERSID":
-                    storage = _storage(stack.pop())
-                    if storages.setdefault(storage.key, storage) != storage:
-                        raise ValueError("two storages of one name")
-                    stack.append(storage)
-                case "REDUCE":
-                    arguments, function = stack.pop(), stack.pop()
-                    stack.append(_reduce(function, arguments))
-                case "STOP":
-                    return stack.pop(), storages
-                case _:
-                    raise ValueError(f"the instruction {opcode.name}")
+            if opcode.name == "STOP":
+                return machine.stack.pop(), machine.storages
+            machine.execute(opcode.name, argument)
     except (ValueError, LookupError, StopIteration, TypeError, struct.error) as error:
         what = str(error) or type(error).__name__
         raise FormatError(f"{path} holds something else than plain tensors ({what[:100]})") from None
     raise FormatError(f"{path} ends inside a pickle; the file is damaged")
+
+
+class _Machine:
+    """Executes the instructions of a pickle that torch writes, and raises what _interpret catches for others.
+
+    storages: that were named, by key.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.storages: dict[str, _Storage] = {}
+        self._memo: dict[int, Any] = {}
+
+    def execute(self, name: str, argument: Any) -> None:
+        stack = self.stack
+        match name:
+            case "PROTO" | "FRAME":
+                pass
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
+                stack.append(argument)
+            case "TUPLE":
+                stack.append(_tuple(self._marked()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                n = int(name[-1])
+                stack[-n:] = [_tuple(stack[-n:])]
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[argument])
+            case "GLOBAL":
+                stack.append(_Global(argument))
+            case "STACK_GLOBAL":
+                attribute, module = stack.pop(), stack.pop()
+                stack.append(_global(module, attribute))
+            case "SETITEM" | "SETITEMS":
+                self._set_items(self._marked() if name == "SETITEMS" else [stack.pop(-2), stack.pop()])
+            case "APPEND" | "APPENDS":
+                self._extend(self._marked() if name == "APPENDS" else [stack.pop()])
+            case "BUILD":  # attributes of a state dict (its _metadata)
+                stack.pop()
+                if not isinstance(stack[-1], dict):
+                    raise ValueError("attributes of something else than a dictionary")
+            case "BINPERSID" | "REDUCE":
+                argument = stack.pop()
+                stack.append(self._named(argument) if name == "BINPERSID" else _reduce(stack.pop(), argument))
+            case _ if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name]())
+            case _:
+                raise ValueError(f"the instruction {name}")
+
+    def _marked(self) -> list[Any]:
+        """Takes what lies above the last mark, and the mark."""
+        at = len(self.stack) - 1 - next(i for i, v in enumerate(reversed(self.stack)) if v is _MARK)
+        items = self.stack[at + 1 :]
+        del self.stack[at:]
+        return items
+
+    def _set_items(self, items: list[Any]) -> None:
+        for key, item in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(self.stack[-1], dict) or not isinstance(key, str):
+                raise ValueError("a key is not a string")
+            self.stack[-1][key] = item
+
+    def _extend(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise ValueError("something is appended to what is not a list")
+        self.stack[-1].extend(items)
+
+    def _named(self, id: Any) -> _Storage:
+        storage = _storage(id)
+        if self.storages.setdefault(storage.key, storage) != storage:
+            raise ValueError("two storages of one name")
+        return storage
+
+
+def _global(module: Any, name: Any) -> _Global:
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise ValueError("a name that is not a string")
+    return _Global(f"{module} {name}")
 
 
 def _storage(id: Any) -> _Storage:

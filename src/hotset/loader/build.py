@@ -9,8 +9,8 @@ What is decided on the way, decide.py says. Whoever calls them closes what they 
 
 from __future__ import annotations
 
+import inspect
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -338,7 +338,7 @@ def _say_unplaced(error: HotsetError) -> None:
 
 def _warn(sentence: str) -> None:
     """A warning of the line that called hotset."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hotset."):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hotset."):
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, stacklevel=level)

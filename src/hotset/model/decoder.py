@@ -612,7 +612,7 @@ class _Description:
             codes, scales = weights.planes(transposed, d, neurons.width)
             return TransposedLinear(out, neurons, codes, bias, scales, **self._where)
         matrix = weights.matrix(f"{blk}.ffn_down", neurons.width, d)
-        by_channel = weights.by_channel(f"{blk}.ffn_down", neurons.width, d)
+        by_channel = weights.by_channel(f"{blk}.ffn_down", neurons.width)
         return Linear(out, neurons, matrix, bias, by_channel=by_channel, **self._where)
 
     def _low_rank_scores(
@@ -659,7 +659,7 @@ class _Description:
 
     def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
         weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
-        by_channel, out = self.weights.by_channel(tensor, x.width, width), self._value(name or tensor, width)
+        by_channel, out = self.weights.by_channel(tensor, x.width), self._value(name or tensor, width)
         return Linear(out, x, weight, bias, by_channel=by_channel, **self._where)
 
     def _linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
@@ -669,7 +669,7 @@ class _Description:
         """Products that share one matrix, each with its rows, one after the other; by name of their value."""
         n_rows, first, parts = sum(widths.values()), 0, []
         weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
-        by_channel = self.weights.by_channel(tensor, x.width, n_rows)
+        by_channel = self.weights.by_channel(tensor, x.width)
         for name, width in widths.items():
             parts.append(Linear(self._value(name, width), x, weight, bias, first, by_channel, **self._where))
             first += width
@@ -870,7 +870,7 @@ class _Weights:
         codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
         return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
 
-    def by_channel(self, name: str, n_in: int, n_out: int) -> str | None:
+    def by_channel(self, name: str, n_in: int) -> str | None:
         """The copy of a matrix by channel, where it was made."""
         copy, info = f"{name}_c.blocks", self.tensors.get(f"{name}.weight")
         if copy not in self.tensors or info is None or not can_be_by_channel(info) or n_in % PLANE_GROUP:

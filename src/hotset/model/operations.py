@@ -593,7 +593,7 @@ class ExpertLinear(_OfExperts):
     def multiplications(self) -> int:
         return super().multiplications // (self.n_used if self.of_parts else 1)
 
-    def _n_rows_of(self, stored: int) -> int:
+    def _n_rows_of(self, _: int) -> int:
         return self.n_rows
 
 

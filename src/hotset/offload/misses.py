@@ -96,7 +96,7 @@ def expected_seconds(rates: MissRates, n_missing: float, n_bytes: int) -> tuple[
     return seconds, fetched
 
 
-def tokens_to_stream(rates: MissRates, n_bytes: int) -> int | None:
+def tokens_to_stream(rates: MissRates) -> int | None:
     """From how many tokens on that want an expert its way over the link is shorter than the CPU's work; None:
     never."""
     if rates.link <= 0:

@@ -207,7 +207,7 @@ def synchronisation(device: str, path: Path | None = None) -> ChosenKind:
     if found.type != "cuda" or os.environ.get("HOTSET_HANDSHAKE"):
         return choose_kind(found)
     path = path or machine_file()
-    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # not in builds without CUDA
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # noqa: SLF001 - not in builds without CUDA
     key = " | ".join(["synchronisation", device_key(found), f"driver {driver}"])
     with contextlib.suppress(KeyError, TypeError):
         return ChosenKind(**known(path)[key])
@@ -581,7 +581,7 @@ def processor_name() -> str:
         import subprocess
 
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        name = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     else:
         name = ""
         with contextlib.suppress(OSError):

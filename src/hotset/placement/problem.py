@@ -406,7 +406,7 @@ class Problem:
             key=lambda layer: layer.expert_bytes,
         )  # fmt: skip
         few = fetched_of(misses, layer.n_used, layer.expert_bytes, fetching.n_spare)[-1]
-        from_ = tokens_to_stream(misses, layer.expert_bytes)
+        from_ = tokens_to_stream(misses)
         wanted = "any expert" if from_ == 1 else f"an expert that {from_} tokens or more want"
         return (
             f"{self.devices[d].name} fetches {few} of {layer.n_used} experts that a token misses in a layer, "

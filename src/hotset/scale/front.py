@@ -87,7 +87,7 @@ class Front:
         """The application, with what guards it."""
 
         @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(

@@ -92,7 +92,7 @@ class Replica:
         if self._error is not None or not self._thread.is_alive():
             raise HotsetError(f"the server of this replica has ended ({self._error})")
 
-    async def hold(self, keys: list[str]) -> AsyncIterator[str]:
+    async def hold(self, keys: list[str]) -> AsyncIterator[str]:  # noqa: ARG002
         """Where this replica listens, and then nothing, until whoever asked goes. keys: for the router."""
         yield self._where
         await asyncio.Event().wait()

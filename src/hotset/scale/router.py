@@ -48,10 +48,10 @@ class PrefixRouter(RequestRouter):
             self._place(pending_request, order[0], time.monotonic() + _ARRIVES_SECONDS)
         return [[by_name[name]] for name in order]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         self._place(pending_request, replica_id.unique_id, math.inf)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
         self._placed.pop(internal_request_id, None)
 
     def _place(self, request: PendingRequest, replica: str, until: float) -> None:

@@ -42,7 +42,7 @@ def create_app(service: Service) -> FastAPI:
     """The application of one service, which begins to load with it and is closed with it."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
         try:
             yield
@@ -111,5 +111,5 @@ def _handle_errors(app: FastAPI) -> None:
         return response_of(Problem(error.status_code, message), http.url.path, error.headers)
 
     @app.exception_handler(ClientGoneError)
-    async def gone(http: Request, error: ClientGoneError) -> Response:
+    async def gone(_: Request, __: ClientGoneError) -> Response:
         return Response(status_code=499)  # which nobody reads

@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
             connections = [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
             check_connections(connections, now, min(seconds, _LAST_SECONDS) if self.should_exit else seconds)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, _: int, __: FrameType | None) -> None:
         """The first signal lets answers run on for a time, the second ends them."""
         loop, service = self._loop, self._service
         if loop is None:

@@ -202,7 +202,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = problem
         raise _RefusedError
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, _: str) -> None:
         """Called where the parser fails, by itself or by `_stop`."""
         self._refuse(self._refusal or Problem(400, "this is no valid HTTP/1.1 request"))
 

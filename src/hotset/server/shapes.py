@@ -39,9 +39,8 @@ class Shape(BaseModel):
             return fields
         written: dict[str, Any] = {}
         for name, value in fields.items():
-            for constant, only in cls._constants[name].items():
-                if constant not in fields:
-                    written[constant] = only
+            constants = cls._constants[name].items()
+            written |= {constant: only for constant, only in constants if constant not in fields}
             written[name] = value
         return written | {name: only for name, only in cls._constants[""].items() if name not in written}
 

@@ -220,7 +220,7 @@ def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]
     elif fitting:
         reason = f"{name} ({human_size(size(best))}), the most precise of {len(ranked)} models that fits"
         reason += f" in {human_size(memory)}"
-        larger = [path for path in ranked[: ranked.index(best)]]
+        larger = ranked[: ranked.index(best)]
         if larger:
             reason += f"; {whole_name(larger[-1])} ({human_size(size(larger[-1]))}) does not fit"
     else:

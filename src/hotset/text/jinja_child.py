@@ -66,7 +66,7 @@ class _GenerationBlock(Extension):
         return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     @pass_eval_context
-    def _content(self, context: nodes.EvalContext, caller: Macro) -> str:
+    def _content(self, _: nodes.EvalContext, caller: Macro) -> str:
         return caller()
 
 

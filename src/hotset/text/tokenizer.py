@@ -352,7 +352,7 @@ class BytePairTokenizer(Tokenizer):
             [*cuts, ByteLevel(add_prefix_space=False, use_regex=False)]
         )
 
-    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
         if len(text) <= _SHORT:
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         else:  # unlike `encode`, this lets go of the interpreter's lock
@@ -452,7 +452,7 @@ class SentencePieceTokenizer(Tokenizer):
                 yield piece.removeprefix(b" ") if after_special else piece
                 after_special = False
 
-    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:  # noqa: ARG002
         return _utf8(piece.replace(_SPACE, " "))
 
 

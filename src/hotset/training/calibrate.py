@@ -64,7 +64,7 @@ def calibrate(
     student: Student,
     tokens: Tensor,
     targets: Sequence[LayerTarget],
-    on_layer: Callable[[int], None] = lambda layer: None,
+    on_layer: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Sets the student's gate biases, scales, linear paths, down projections and their biases.
 
@@ -116,7 +116,7 @@ def choose_targets(
     n_linear: int = 0,
     *,
     both: bool = False,
-    on_layer: Callable[[int], None] = lambda layer: None,
+    on_layer: Callable[[int], None] = lambda _: None,
 ) -> list[LayerTarget]:
     """What each layer should be, so that `share` of all neurons are active and the output suffers least.
 

@@ -663,7 +663,7 @@ class _Pool:
     ) -> Iterator[tuple[_Task, Quality]]:
         """In the order in which they are done, whichever that is. on_steps: receives how many steps of
         training are done, of all these tasks."""
-        on_steps = on_steps or (lambda done: None)
+        on_steps = on_steps or (lambda _: None)
         if self._jobs == 1 or (len(tasks) == 1 and self._executor is None):
             done = itertools.count(1)
             for task in tasks:
@@ -715,7 +715,7 @@ def _start_worker(n_threads: int, steps: Any) -> None:
 
     import torch
 
-    global _steps_of_all
+    global _steps_of_all  # noqa: PLW0603 - a worker process has one pool
     _steps_of_all = steps
     torch.set_num_threads(n_threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair

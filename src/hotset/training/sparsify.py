@@ -498,8 +498,8 @@ class Training:
         *,
         eval_every: int = 50,
         save_every: int = 25,
-        on_step: Callable[[Training], None] = lambda training: None,
-        on_eval: Callable[[Evaluation], None] = lambda evaluation: None,
+        on_step: Callable[[Training], None] = lambda _: None,
+        on_eval: Callable[[Evaluation], None] = lambda _: None,
     ) -> None:
         """Trains to the end. eval_every, save_every: steps."""
         if self.step == 0:

@@ -69,10 +69,11 @@ def in_one_step_and_in_many(gguf: GGUFFile, lengths: list[int], n_threads: int) 
     assert found.shape == (total, N_VOCAB)
     assert np.isfinite(found).all()
     apart = CpuBackend(gguf, graph, n_pages=at, max_batch=8, n_threads=1)
-    rows = []
-    for ids, _, pages in parts:
-        for first in range(0, len(ids), 8):
-            rows.append(apart.step(batch([(ids[first : first + 8], first, pages)])).logits.copy())
+    rows = [
+        apart.step(batch([(ids[first : first + 8], first, pages)])).logits.copy()
+        for ids, _, pages in parts
+        for first in range(0, len(ids), 8)
+    ]
     np.testing.assert_array_equal(found, np.concatenate(rows))
     # The same step again, and one of another size after it: nothing of the first is left over.
     np.testing.assert_array_equal(together.step(batch(parts)).logits, found)

@@ -320,7 +320,7 @@ def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> 
             signature[name] = "i32" if abs(arg) <= INT32 else "i64"
             if arg % 16 == 0:
                 facts[(i,)] = [["tt.divisibility", 16]]
-    signature |= {name: "constexpr" for name in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
     return ASTSource(kernel, signature, constexprs=constants, attrs=facts)
 
 

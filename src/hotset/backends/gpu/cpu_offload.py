@@ -686,7 +686,9 @@ except HotsetError as error:
 def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
     """The number that a process prints. Raises DeviceError with the last line that it said, if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         raise DeviceError(f"nothing after {timeout:.0f} s") from None
     if done.returncode == 0:

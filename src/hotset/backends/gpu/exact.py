@@ -119,10 +119,11 @@ def quantize(x: Tensor) -> Quantized:
 def linear(x: Tensor, m: DeviceMatrix, first: int, n_rows: int) -> Tensor:
     """x [n, n_cols] times the rows [first, first + n_rows) of m: [n, n_rows]."""
     given = None if m.is_float else quantize(x)
-    parts = []
-    for rows in _slices(first, n_rows, max(SLICE_VALUES // (m.n_cols * max(len(x), 1)), 1)):
-        parts.append(_float_rows(x, m.values(rows)) if given is None else _block_rows(given, m, rows))
-    return torch.cat(parts, dim=1)
+    slices = _slices(first, n_rows, max(SLICE_VALUES // (m.n_cols * max(len(x), 1)), 1))
+    return torch.cat(
+        [_float_rows(x, m.values(rows)) if given is None else _block_rows(given, m, rows) for rows in slices],
+        dim=1,
+    )
 
 
 def _block_rows(x: Quantized, m: DeviceMatrix, rows: slice) -> Tensor:

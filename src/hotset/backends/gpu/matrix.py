@@ -235,13 +235,14 @@ class DeviceMatrix:
         for i, n in enumerate(n_out):
             m = load(i)
             if made is None:
-                made = m._empty_by_channel(n_in, sum(n_out), arena)
-            m._transpose_into(made, first)
+                made = m.empty_by_channel(n_in, sum(n_out), arena)
+            m.transpose_into(made, first)
             first += n
         assert made is not None
         return made
 
-    def _empty_by_channel(self, n_in: int, n_out: int, arena: Arena | None) -> DeviceMatrix:
+    def empty_by_channel(self, n_in: int, n_out: int, arena: Arena | None) -> DeviceMatrix:
+        """Room for matrices of this one's type by channel: [n_in, n_out], nothing written yet."""
         type, groups, wide = self.type, n_in // PLANE_GROUP, self.scales
 
         def new(n_rows: int, n_cols: int, dtype: torch.dtype) -> Tensor:
@@ -262,7 +263,7 @@ class DeviceMatrix:
             group_of=_new((n_in,), torch.int32, self.device, arena).copy_(group_of),
         )  # fmt: skip
 
-    def _transpose_into(self, to: DeviceMatrix, first: int) -> None:
+    def transpose_into(self, to: DeviceMatrix, first: int) -> None:
         """Writes the transpose as columns from `first` on."""
         n_in, n_out = to.n_rows, self.n_rows
         width = self.codes.shape[1]  # of n_in columns, two of which share a byte, or none

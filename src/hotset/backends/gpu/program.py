@@ -578,7 +578,7 @@ class Program:
 
     def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
         if mask is None:
-            return lambda f: None
+            return lambda _: None
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
         if scores in self._bits_of:
             return lambda f: f.values[scores]
@@ -646,13 +646,13 @@ class Program:
         products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
         if (top_k := ffn.top_k) is not None:
 
-            def above(f: Frame, h: Tensor, bits: Tensor | None) -> Tensor:
+            def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:
                 gate, up = products(h, None)
                 gate = k.gaussian_top_k(gate, top_k.multiplier)
                 return k.fired(gate, up, counts=counts, **options, **cuts(f))
 
             return above
-        return lambda f, h, bits: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
+        return lambda f, h, _: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
 
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
@@ -788,7 +788,7 @@ def _read_by_channel(graph: Graph, hot: Collection[int], wanted: Collection[str]
 def _cutting(op: Cutoff | None) -> Callable[[Frame], Cut | None]:
     """What a cutoff leaves out of a step's tokens."""
     if op is None:
-        return lambda f: None
+        return lambda _: None
     threshold = float(np.float32(op.threshold))
     return lambda f: Cut(f.inputs.cut[: f.n], threshold)
 
@@ -797,7 +797,7 @@ def _cuts_of_neurons(ffn: Ffn) -> Callable[[Frame], dict[str, Cut | None]]:
     """The cutoffs of gates and of neurons, as the kernels' arguments are named."""
     of_gate, of_value = _cutting(ffn.gate_cut), _cutting(ffn.down_cut)
     if ffn.gate_cut is None and ffn.down_cut is None:
-        return lambda f: {}
+        return lambda _: {}
     return lambda f: {"gate_cut": of_gate(f), "value_cut": of_value(f)}
 
 

@@ -191,7 +191,7 @@ class TorchGraph:
                 break
         return step
 
-    def compute(self, op: Primitive, step: Step) -> Tensor:
+    def compute(self, op: Primitive, step: Step) -> Tensor:  # noqa: C901 - a case for each operation
         """The result of an operation, of values that are there."""
         match op:
             case Embed():

@@ -24,7 +24,7 @@ class Json:
     def opening(self) -> str:
         return "{"
 
-    def read(self, parser: ToolCallParser, name: str, ends: tuple[str, ...]) -> Steps[bool]:
+    def read(self, parser: ToolCallParser, _: str, ends: tuple[str, ...]) -> Steps[bool]:
         yield from parser.space()
         if (yield from parser.peek("{", "[")):
             return (yield from parser.value(parser.arguments, ends)) == ""
@@ -112,7 +112,7 @@ class Pairs:
     quotes: tuple[str, ...]
     opening: str = "{"
 
-    def read(self, parser: ToolCallParser, name: str, ends: tuple[str, ...]) -> Steps[bool]:
+    def read(self, parser: ToolCallParser, _: str, ends: tuple[str, ...]) -> Steps[bool]:
         opening = "{"
         while True:
             parser.hold()

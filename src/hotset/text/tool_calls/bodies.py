@@ -49,7 +49,7 @@ class Objects:
         texts = (json.dumps(one, ensure_ascii=False) for one in objects)
         return "\n".join(f"{self.opening[0]}\n{text}\n{self.end}" for text in texts)
 
-    def read(self, parser: ToolCallParser, opened: str) -> Steps[bool]:
+    def read(self, parser: ToolCallParser, _: str) -> Steps[bool]:
         n = 0
         while True:
             if n:
@@ -118,7 +118,7 @@ class _Call:
             self._key = "arguments"
             return self._value.append
         self._key = "name" if key in _NAME_KEYS and self._name is None else ""
-        return self._value.append if self._key else lambda text: None
+        return self._value.append if self._key else lambda _: None
 
     def end_value(self) -> None:
         text = "".join(self._value).rstrip(SPACE)
