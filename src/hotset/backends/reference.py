@@ -365,7 +365,8 @@ def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarr
 
 def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
     """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (operations.Route)."""
-    p = {"softmax": softmax, "sigmoid": ACTIVATIONS["sigmoid"]}.get(op.scoring, lambda x, _: x)(x, F32(0))
+    scoring = {"softmax": softmax, "sigmoid": ACTIVATIONS["sigmoid"]}.get(op.scoring)
+    p = x if scoring is None else scoring(x, F32(0))
     wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
     if op.n_groups > 1:
         grouped = wanted.reshape(len(x), op.n_groups, -1)

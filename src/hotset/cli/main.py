@@ -292,7 +292,7 @@ def _streams() -> None:
 def main() -> None:
     """Entry point of the `hotset` script."""
     _streams()
-    warnings.showwarning = _warn  # type: ignore[assignment]
+    warnings.showwarning = _warn
     app(prog_name="hotset")
 
 

@@ -66,7 +66,8 @@ class TrainOptions:
 
     def settings(self) -> PredictorSettings:
         """What the training takes for them."""
-        from hotset.training.predictor import PredictorSettings, Schedule
+        from hotset.training.predictor import PredictorSettings
+        from hotset.training.predictor_layer import Schedule
 
         return PredictorSettings(
             recall=self.recall,

@@ -100,9 +100,9 @@ class Origin:
         found = self.values[:, rows].T if self.transposed else self.values[rows]
         if self.columns is not None:
             found = found[:, self.columns]
-        values = to_floats(np.ascontiguousarray(found))
+        values: np.ndarray = to_floats(np.ascontiguousarray(found))
         if self.decays:
-            return -np.exp(values)
+            values = -np.exp(values)
         return values + np.float32(self.plus) if self.plus else values
 
     def pieces(self) -> Iterator[np.ndarray]:

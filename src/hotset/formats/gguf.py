@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -146,10 +146,10 @@ class _Cursor:
         return start
 
     def u32(self, what: str) -> int:
-        return _U32.unpack_from(self.buffer, self.take(4, what))[0]
+        return int(_U32.unpack_from(self.buffer, self.take(4, what))[0])
 
     def u64(self, what: str) -> int:
-        return _U64.unpack_from(self.buffer, self.take(8, what))[0]
+        return int(_U64.unpack_from(self.buffer, self.take(8, what))[0])
 
     def count(self, what: str, min_bytes: int) -> int:
         """A count of things of at least min_bytes each: one that cannot fit in the file is refused now."""
@@ -802,7 +802,7 @@ def _type_of(dtype: np.dtype) -> ValueType:
     raise TypeError(f"numbers of dtype {dtype} are not part of the format")
 
 
-def _encode_array(values: list | tuple | np.ndarray, type: ValueType | None) -> bytes:
+def _encode_array(values: list[Any] | tuple[Any, ...] | np.ndarray, type: ValueType | None) -> bytes:
     if not isinstance(values, np.ndarray) and len(values) and isinstance(values[0], str):
         if not all(isinstance(value, str) for value in values):
             raise TypeError("the elements of a list must be of one type")

@@ -108,7 +108,7 @@ class Uploads:
         numbers, own = np.unique(rows, return_inverse=True)
         found = self._stored.copy(name, numbers, self._runtime)
         if not found:
-            return self._stored.data(name).reshape(self.tensors[name].shape[-1], -1)[rows]
+            return _rows(self._stored.data(name), self.tensors[name].shape[-1], rows)
         return found[name][own.reshape(-1)]
 
 
@@ -116,7 +116,12 @@ def rows_at(source: WeightSource, name: str, rows: np.ndarray) -> np.ndarray:
     """Rows of an embedding, uint8 [n, bytes of a row], wherever it is."""
     if isinstance(source, Uploads):
         return source.looked_up(name, rows)
-    return np.asarray(source.data(name)).reshape(source.tensors[name].shape[-1], -1)[rows]
+    return _rows(source.data(name), source.tensors[name].shape[-1], rows)
+
+
+def _rows(matrix: object, n_rows: int, rows: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.asarray(matrix).reshape(n_rows, -1)[rows]
+    return found
 
 
 def matrix_rows(source: WeightSource, parts: Sequence[tuple[str, int, int]], row_bytes: int) -> Lines:

@@ -412,7 +412,7 @@ class _DeviceLoop(_Loop):
         from hotset.backends.gpu.matrix import DeviceMatrix
 
         self._kernels, self._device = Kernels(device), device
-        self._synchronize = lambda: synchronize(device)
+        self._synchronize: Callable[[], None] = lambda: synchronize(device)
         n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
         n_bytes = n_rows * row_bytes(_TYPE, _WIDTH)
         n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
@@ -496,7 +496,7 @@ class _Link(_Loop):
         self._kernels, self._device = Kernels(device), device
         if registrar is None and (device.type != "cuda" or not self._kernels.triton):
             raise DeviceError(f"{device} does not read the host's memory by itself")
-        self._synchronize = lambda: synchronize(device)
+        self._synchronize: Callable[[], None] = lambda: synchronize(device)
         n, row = self._N_EXPERTS, row_bytes(_TYPE, _WIDTH)
         self._memory = torch.zeros(n * self._N_ROWS * row, dtype=torch.uint8).numpy()
         self._registrar = registrar or CudaDriver(device)

@@ -359,7 +359,7 @@ def _opened(path: Path) -> BinaryIO:
     """The answers, open for reading and for writing behind their end. There is no buffer: what was written is
     in the file, or the caller knows that it is not."""
     try:
-        return path.open("a+b", buffering=0)  # type: ignore[return-value]
+        return path.open("a+b", buffering=0)
     except OSError as error:
         raise HotsetError(f"{path} cannot be written ({error.strerror}); choose another folder.") from None
 

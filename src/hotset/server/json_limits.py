@@ -76,10 +76,11 @@ class _Scan:
         inside = self._inside(part)
 
         def outside(*signs: str) -> np.ndarray:
-            found = part == ord(signs[0])
+            found: np.ndarray = part == ord(signs[0])
             for sign in signs[1:]:
                 found |= part == ord(sign)
-            return found & ~inside
+            found &= ~inside
+            return found
 
         opens, closes = outside("[", "{"), outside("]", "}")
         depths = self._depth + np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)

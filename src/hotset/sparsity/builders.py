@@ -117,8 +117,8 @@ def _svd(
     b = dequantize(stored_b, b_type, (rank, matrix.n))
 
     def score(inputs: np.ndarray) -> np.ndarray:
-        scores = inputs @ a.T @ b.T
-        return scores if bias is None else scores + bias
+        scores: np.ndarray = inputs @ a.T @ b.T
+        return scores if bias is None else np.add(scores, bias)
 
     return _Layer(tensors, score)
 

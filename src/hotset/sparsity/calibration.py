@@ -127,8 +127,10 @@ def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
 
     def product(op: Linear) -> np.ndarray:
         rows = slice(op.first_row, op.first_row + op.out.width)
-        values = inputs @ values_of(weights, op.weight)[rows].T
-        return values if op.bias is None else values + values_of(weights, op.bias)[rows]
+        values: np.ndarray = inputs @ values_of(weights, op.weight)[rows].T
+        if op.bias is not None:
+            values = values + values_of(weights, op.bias)[rows]
+        return values
 
     def activated(op: Activate, values: np.ndarray) -> np.ndarray:
         return ACTIVATIONS[op.kind](values, np.float32(op.threshold))

@@ -29,7 +29,7 @@ from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
 from hotset.sparsity.thresholds import BaseMode, Thresholds
 
 if TYPE_CHECKING:
-    from hotset.formats.gguf import GGUFFile, TensorInfo
+    from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
     from hotset.reporter import Reporter
@@ -259,7 +259,7 @@ def _open_down(
     if not possible:
         return []
 
-    def fill(writer: sidecar.GGUFWriter) -> None:
+    def fill(writer: GGUFWriter) -> None:
         for info in possible:
             planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
@@ -296,7 +296,7 @@ def open_channels(
     if not possible:
         return []
 
-    def fill(writer: sidecar.GGUFWriter) -> None:
+    def fill(writer: GGUFWriter) -> None:
         for name in possible:
             channels.add_channels(writer, gguf, name)
 

@@ -190,7 +190,8 @@ def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
     values = file.metadata.get(builders.THRESHOLDS_KEY)
     if not isinstance(values, np.ndarray) or values.dtype != np.float32 or len(values) != config.n_layer:
         raise FormatError(f"{file.path} lacks its thresholds; delete it, and it is built again.")
-    return values.tolist()
+    thresholds: list[float] = values.tolist()
+    return thresholds
 
 
 class MemoryTensors:

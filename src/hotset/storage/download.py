@@ -125,7 +125,7 @@ class _Metered(io.RawIOBase):
 class _Response(HTTPResponse):
     def __init__(self, allowance: _Allowance, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fp = io.BufferedReader(_Metered(self.fp.detach(), allowance))  # type: ignore[attr-defined]
+        self.fp = io.BufferedReader(_Metered(self.fp.detach(), allowance))
 
 
 class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
@@ -141,7 +141,7 @@ class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         return connection
 
     def http_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(partial(self._connect, HTTPConnection), req)  # type: ignore[arg-type]
+        return self.do_open(partial(self._connect, HTTPConnection), req)
 
     def https_open(self, req: urllib.request.Request) -> HTTPResponse:
         context = ssl.create_default_context()
@@ -149,7 +149,7 @@ class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
             import certifi  # python.org's builds for macOS come without certificates
 
             context.load_verify_locations(certifi.where())
-        return self.do_open(partial(self._connect, HTTPSConnection), req, context=context)  # type: ignore[arg-type]
+        return self.do_open(partial(self._connect, HTTPSConnection), req, context=context)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -69,7 +69,8 @@ def _size(files: Iterable[HubFile]) -> int:
 def repository_files(repo: str) -> tuple[str, list[HubFile]]:
     """The revision (commit) of a hub repository and its files. Raises DownloadError with a message."""
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)

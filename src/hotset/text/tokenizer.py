@@ -164,7 +164,8 @@ class Tokenizer:
         token count as more than one.
         """
         data = _without_surrogates(text).encode()
-        return math.ceil(np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares - 1e-6)
+        n_tokens = np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ self._byte_shares
+        return math.ceil(float(n_tokens) - 1e-6)
 
     @cached_property
     def _byte_shares(self) -> np.ndarray:

@@ -316,7 +316,8 @@ class _Fit:
             cross = cross - self.gram[: self.n_ff, self.n_ff :] @ linear.T
         if kept is not None:
             gram, cross = gram[kept][:, kept], cross[kept]
-        return torch.linalg.solve(gram, cross).T
+        solved: Tensor = torch.linalg.solve(gram, cross)
+        return solved.T
 
     def limited(self, down: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """a [rank, n_ff], b [n_out, rank]: the best of that rank for a map from the neurons."""

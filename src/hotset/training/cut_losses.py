@@ -107,7 +107,8 @@ class LayerLosses:
             return np.arange(len(self.thresholds[name]))
         values = self.cut["neurons"][0] if name == "down_in" else self.cut[name]
         wanted = share * self.n_tokens * self.widths[name]
-        return np.argmin(np.abs(values - wanted), keepdims=True)
+        nearest: np.ndarray = np.argmin(np.abs(values - wanted), keepdims=True)
+        return nearest
 
     def add_input(self, name: str, x: Tensor, gradient: Tensor) -> None:
         """Counts the values x [n_tokens, width] of an input with their gradient."""

@@ -183,7 +183,7 @@ class _Divergence(torch.autograd.Function):
         return total / n
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * scale, None, None, None, None
 
@@ -375,7 +375,7 @@ class Training:
         hidden = self._hidden(tokens, stream[-1], self.student.compute())
         aim = self._hidden(tokens, wanted[-1])
         scored = self._scored(tokens[:, :-1].numel())
-        loss: Tensor = _Divergence.apply(
+        loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
             hidden[:, :-1].flatten(0, 1)[scored],
             aim[:, :-1].flatten(0, 1)[scored],
             self.base.weight(self._output.weight),

@@ -80,7 +80,7 @@ class SparseGLU(torch.autograd.Function):
         return gate.relu().mul_(up.relu() if both else up).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, scale = ctx.saved_tensors
         fired, lifted = gate.relu(), up.relu() if ctx.both else up
         grad_up = grad * fired
@@ -118,7 +118,7 @@ class LowRankLinear(torch.autograd.Function):
         return out.addmm_(low, b.T).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         grad = grad.flatten(0, -2)
         grad_low = grad @ b
@@ -205,7 +205,7 @@ class Student(nn.Module):
         a, b = self.get(f"{name}.a"), self.get(f"{name}.b")
         if a is None or b is None:
             return F.linear(x, weight, bias)
-        out: Tensor = LowRankLinear.apply(x, weight, bias, a, b)
+        out: Tensor = LowRankLinear.apply(x, weight, bias, a, b)  # type: ignore[no-untyped-call]
         return out
 
     def ffn_out(self, ffn: Ffn, neurons: Tensor, x: Tensor) -> Tensor:
@@ -220,7 +220,8 @@ class Student(nn.Module):
         price = activity.price if activity else 0.0
         width = activity.width[layer] if activity and activity.width else 1.0
         scale = self.get(f"blk.{layer}.ffn_scale")
-        neurons: Tensor = SparseGLU.apply(gate, up, scale, self.activation == "drelu", price, width)
+        both = self.activation == "drelu"
+        neurons: Tensor = SparseGLU.apply(gate, up, scale, both, price, width)  # type: ignore[no-untyped-call]
         if activity is not None:
             with torch.no_grad():
                 if not activity.width:  # it is from the deviations that the widths are made

@@ -109,7 +109,7 @@ class CpuBackend:
     @property
     def isa(self) -> str:
         """The instruction set whose kernels run: avx512, avx2, neon or scalar."""
-        return self._plan_for(frozenset()).plan.isa
+        return str(self._plan_for(frozenset()).plan.isa)
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step; the logits are a view that the next step overwrites."""
@@ -139,7 +139,8 @@ class CpuBackend:
         self.weights.check()
         self._latest = lowered, len(batch.tokens)
         self.tapped = {name: plan.rows(lowered.buffers[name]).copy() for name in batch.taps}
-        return plan.rows(lowered.result)
+        rows: np.ndarray = plan.rows(lowered.result)
+        return rows
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None where FFNs have no zeros and nothing is cut.
@@ -160,12 +161,12 @@ class CpuBackend:
     @property
     def workspace_bytes(self) -> int:
         """Of memory for intermediates and scratch, without weights and cache; of the plain plan."""
-        return self._plan_for(frozenset()).plan.nbytes
+        return int(self._plan_for(frozenset()).plan.nbytes)
 
     @property
     def buffer_bytes(self) -> int:
         """Of these bytes those that are not the runtime's, which stages share."""
-        return self._plan_for(frozenset()).plan.own_nbytes
+        return int(self._plan_for(frozenset()).plan.own_nbytes)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -181,7 +182,8 @@ class CpuBackend:
         if self._latest is None:
             return np.zeros((self.n_layer, len(COUNTS)), np.int64)
         lowered, n = self._latest[0], self.n_layer * len(COUNTS)
-        return lowered.plan.op_counts(lowered.counted, n + 1)[1:].reshape(self.n_layer, len(COUNTS))
+        counts: np.ndarray = lowered.plan.op_counts(lowered.counted, n + 1)
+        return counts[1:].reshape(self.n_layer, len(COUNTS))
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: every active neuron of these layers."""
@@ -193,7 +195,8 @@ class CpuBackend:
         if self._latest is None:
             return np.zeros(shape)
         lowered = self._latest[0]
-        return lowered.plan.op_seconds(lowered.cell, self.n_layer * len(PARTS)).reshape(shape)
+        seconds: np.ndarray = lowered.plan.op_seconds(lowered.cell, self.n_layer * len(PARTS))
+        return seconds.reshape(shape)
 
     def cpu_worker_seconds(self) -> np.ndarray:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""

@@ -156,7 +156,8 @@ class ExpertCache:
     def on_host(self, layer: int) -> np.ndarray:
         """The same table as the step in flight has it, int32 [n_expert]; as it changes."""
         group = self._of_layer[layer]
-        return group.on_host[group.layers.index(layer)]
+        table: np.ndarray = group.on_host[group.layers.index(layer)]
+        return table
 
     def slots(self, layer: int) -> Slots:
         """Those that a layer uses, spare ones among them; it shares them."""
@@ -265,7 +266,8 @@ def _shares(groups: Any, n_slots: int) -> list[int]:
     """Slots of each group of layers, in proportion to their experts, and no more than those."""
     sizes = [sum(ffn.up.n_expert for ffn in group if isinstance(ffn.up, ExpertLinear)) for group in groups]
     ends = np.floor(np.cumsum(sizes) * (n_slots / sum(sizes)) + 1e-9).astype(int)
-    return np.minimum(np.diff(ends, prepend=0), sizes).tolist()
+    slots: list[int] = np.minimum(np.diff(ends, prepend=0), sizes).tolist()
+    return slots
 
 
 def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:

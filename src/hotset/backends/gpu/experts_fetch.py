@@ -67,7 +67,8 @@ class SideStream:
             return None
         with torch.cuda.stream(self._stream):
             work()
-            return self._stream.record_event()
+            done: torch.cuda.Event = self._stream.record_event()
+        return done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         if done is not None:

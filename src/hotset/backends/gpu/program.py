@@ -685,10 +685,11 @@ class Program:
 
         def hot_half(f: Frame, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
-                return k.sparse_ffn(
+                y: Tensor = k.sparse_ffn(
                     h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
                     counts=counts, **given, **cuts(f),
                 )  # fmt: skip
+                return y
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
             return y if bias is None else y + bias
 
@@ -744,7 +745,7 @@ class Program:
     ) -> Tensor:
         """`neurons` by whole products: nothing is left out, the dense mode."""
         k = self._kernels
-        value = k.linear(h, up, up_bias)
+        value: Tensor = k.linear(h, up, up_bias)
         if gate is None:
             value = k.cut(k.activate(value, activation, threshold), gate_cut)
         else:

@@ -47,10 +47,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        out: Tensor = (x * inverse).mul_(weight)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         unit = x * inverse
         along = grad * unit
@@ -63,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
     parts = x if n_head == 1 else x.unflatten(-1, (n_head, -1))
-    out: Tensor = _RMSNorm.apply(parts, weight, eps)
+    out: Tensor = _RMSNorm.apply(parts, weight, eps)  # type: ignore[no-untyped-call]
     return out.reshape(x.shape)
 
 

@@ -86,7 +86,8 @@ class Step:
 
     def by_text(self, value: Value) -> Tensor:
         """[n_texts, n_tokens, width]."""
-        return self[value].unflatten(0, self.tokens.shape)
+        rows: Tensor = self[value].unflatten(0, self.tokens.shape)
+        return rows
 
 
 Compute = Callable[[Primitive, Step], Tensor]

@@ -41,7 +41,7 @@ class CompletionBody(SamplingFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
     def request(self) -> AnswerRequest:
