@@ -614,7 +614,7 @@ def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("can_hold_one_more", [True, False])
 def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can_hold_one_more: bool) -> None:
     """A step of n tokens takes 10 + n seconds here: what is reported follows from that alone."""
-    from hotset.cli.bench import Test, measure
+    from hotset.cli.bench import Conditions, Test, measure
 
     now = [0.0]
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
@@ -627,7 +627,7 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
     def seconds(p: int, n: int, d: int) -> list[float]:
         n_pages = -(-(p + n + d + 2 * can_hold_one_more) // 64)
         backend = Clocked(n_pages=n_pages, max_batch=50)
-        return measure(backend, Test(p, n, d), 2, 2048, lambda: 1e9).seconds
+        return measure(backend, Test(p, n, d), Conditions(2, 2048), lambda: 1e9).seconds
 
     assert seconds(0, 64, 0) == [64 * 11.0] * 2
     assert seconds(0, 10, 128) == [10 * 11.0] * 2
@@ -638,15 +638,15 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
 
 
 def test_bench_goes_through_the_engine_and_reuses_the_depth() -> None:
-    from hotset.cli.bench import Test, _entry, measure
+    from hotset.cli.bench import Conditions, Test, _entry, measure
 
     backend = FakeBackend(n_pages=8, max_batch=50)
     rates = iter([1e9, 3e9, 2e9])
-    result = measure(backend, Test(120, 3, 70), 3, 2048, lambda: next(rates))
+    result = measure(backend, Test(120, 3, 70), Conditions(3, 2048), lambda: next(rates))
     warm_up, repetition = [50, 50, 50, 40, 1, 1], [50, 50, 26, 1, 1, 1]
     assert backend.batches == warm_up + repetition * 3
     small = FakeBackend(n_pages=8, max_batch=50)
-    measure(small, Test(60, 0, 0), 1, 32, lambda: 1e9)
+    measure(small, Test(60, 0, 0), Conditions(1, 32), lambda: 1e9)
     assert small.batches == [32, 28] * 2
     entry = _entry({}, Test(0, 100, 0), result, 1000)
     assert entry["read_bandwidth"] == 2e9

@@ -194,11 +194,11 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_bench_counts_beside_what_it_times() -> None:
-    from hotset.cli.bench import Test, measure
+    from hotset.cli.bench import Conditions, Test, measure
 
     def counted(test: Test, **options: Any) -> tuple[list[tuple[int, list[int]]], FakeBackend]:
         backend = FakeBackend(n_pages=8, max_batch=50)
-        stats = measure(backend, test, 2, 2048, lambda: 1e9, **options).stats
+        stats = measure(backend, test, Conditions(2, 2048, **options), lambda: 1e9).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
     # The warm-up computes depth and prompt in steps 1 to 3, then a step for each token. From then on the

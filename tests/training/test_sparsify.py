@@ -34,7 +34,13 @@ from hotset.training import generate as writing  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import LayerTarget, _cheapest, calibrate, choose_targets, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
-from hotset.training.sparsify import SparsifySettings, TorchTeacher, Training, read_curve  # noqa: E402
+from hotset.training.sparsify import (  # noqa: E402
+    SparsifySettings,
+    TorchTeacher,
+    Training,
+    TrainingTexts,
+    read_curve,
+)
 from hotset.training.student import (  # noqa: E402
     Activity,
     LowRankLinear,
@@ -74,8 +80,10 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
     return Training(
         base,
         TorchTeacher(base),
-        Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
-        torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
+        TrainingTexts(
+            Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
+            torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
+        ),
         folder,
         SparsifySettings(**{**defaults, **settings}),
         model=digest(gguf),
@@ -412,7 +420,7 @@ class TestTraining:
     def test_neurons_become_idle(self, silu: Path, tmp_path: Path) -> None:
         """From the swap alone half of the neurons fire; the price drives them to what was asked."""
         run = training(silu, tmp_path / "run", vector_lr=1e-2, price=2.0, n_tokens=60 * 2 * N_CTX)
-        run.widths = kernel_widths(run.base, run.student, run.held_out)
+        run.widths = kernel_widths(run.base, run.student, run.texts.held_out)
         assert run.evaluate().idle == pytest.approx(0.5, abs=0.05)
         run.run(eval_every=100, save_every=100)
         assert run.evaluate().idle == pytest.approx(0.72, abs=0.06)

@@ -90,7 +90,7 @@ class Measurement:
     disk: list[CacheStats] = field(default_factory=list)
 
 
-def bench(
+def bench(  # noqa: PLR0913 - options of a subcommand
     model: options.OptionalModel = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
     prompt: Annotated[
@@ -138,6 +138,8 @@ def bench(
         for kv_type in _kv_types(cache_type):
             with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
                 facts = _facts(loaded, path, batch)
+                engine = loaded.engine
+                conditions = Conditions(repetitions, batch, engine.collect_stats, engine.cut)
                 read = _bandwidth_reader(loaded, path, facts["n_threads"])
                 if first:
                     print_choice(loaded)
@@ -147,8 +149,7 @@ def bench(
                     first = False
                 for test in tests:
                     result = measure(
-                        loaded.backend, test, repetitions, batch, read,
-                        collect_stats=loaded.engine.collect_stats, cut=loaded.engine.cut,
+                        loaded.backend, test, conditions, read,
                         stored=loaded.stored, on_run=progress.counting(test.name, "runs"),
                     )  # fmt: skip
                     progress.clear()
@@ -193,25 +194,33 @@ def _mean_depth(test: Test) -> float:
 # -- measuring -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How a test is measured. batch: tokens of a step at most. collect_stats: the warm-up generates some more
+    tokens, and counts which neurons fire."""
+
+    repetitions: int
+    batch: int
+    collect_stats: bool = False
+    cut: CutTokens = "none"
+
+
 def measure(
     backend: Backend,
     test: Test,
-    repetitions: int,
-    batch: int,
+    conditions: Conditions,
     read_bandwidth: Callable[[], float],
     *,
-    collect_stats: bool = False,
-    cut: CutTokens = "none",
     stored: StoredWeights | None = None,
     on_run: Callable[[int, int], None] = lambda *_: None,
 ) -> Measurement:
     """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
-    collect_stats: the warm-up generates some more tokens, and counts which neurons fire. stored: of a model
-    under a budget of memory. on_run: receives how many runs are done, and of how many.
+    stored: of a model under a budget of memory. on_run: receives how many runs are done, and of how many.
     """
+    repetitions, collect_stats = conditions.repetitions, conditions.collect_stats
     on_run(0, repetitions + 1)
-    with closing(_RandomRequests(backend, test, batch, cut)) as run:
+    with closing(_RandomRequests(backend, test, conditions.batch, conditions.cut)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)

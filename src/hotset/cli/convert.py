@@ -15,7 +15,7 @@ from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
 
-def convert(
+def convert(  # noqa: PLR0913 - options of a subcommand
     source: Annotated[Path, typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BATCH = 512  # tokens of a step, as `hotset run` has it
 
 
-def plan(
+def plan(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     ctx_size: options.ContextSize = None,
     parallel: Annotated[

@@ -41,7 +41,7 @@ _COLLECTED = 100_000
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor
 
 
-def run(
+def run(  # noqa: PLR0913 - options of a subcommand
     model: options.OptionalModel = None,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one a terminal opens a chat.")

@@ -156,7 +156,7 @@ class TextOptions:
     ] = None
 
 
-def sparsify(
+def sparsify(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
     adapters: Annotated[
@@ -247,7 +247,7 @@ def _open(
     torch = _torch()
 
     from hotset.training.processes import torchrun_processes
-    from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training
+    from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training, TrainingTexts
     from hotset.training.student import load_base
 
     training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
@@ -279,14 +279,12 @@ def _open(
     run = Training(
         base,
         TorchTeacher(base) if on_gpu else EngineTeacher(engine),
-        Mixture(sources, training.n_ctx, training.seed),
-        torch.tensor(held).long(),
+        TrainingTexts(Mixture(sources, training.n_ctx, training.seed), torch.tensor(held).long()),
         folder,
         training.settings(min(engine.config.n_ff)),
         model=digest(gguf),
         start=values,
-        process=process,
-        n_processes=n_processes,
+        processes=(process, n_processes),
     )
     return run, process == 0
 

@@ -84,7 +84,7 @@ class TrainOptions:
         )
 
 
-def train_predictor(
+def train_predictor(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     file: Annotated[
         list[Path],

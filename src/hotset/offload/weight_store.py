@@ -252,7 +252,7 @@ class StoredWeights:
     Raises OutOfMemoryError where n_bytes is too little, ReadError.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: Overlay,
         graph: Graph,

@@ -111,7 +111,7 @@ def open_placed(
         raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
 
 
-def open_chain(
+def open_chain(  # noqa: PLR0913
     placement: Placement,
     weights: WeightSource,
     graph: Graph,

@@ -232,14 +232,14 @@ def _prepare_neurons(
     from hotset.sparsity.predictors import open_predictor
 
     try:
-        predictor, more = open_predictor(
+        predictor, more, said = open_predictor(
             gguf, config, choice.spec, Overlay(gguf, *sidecars), model,
-            calibration=calibration or Calibration(), profile=profile, notes=notes, progress=progress,
+            calibration=calibration or Calibration(), profile=profile, progress=progress,
         )  # fmt: skip
     except BaseException:
         Overlay(gguf, *sidecars).close()
         raise
-    return Prepared(Overlay(gguf, *sidecars, *more), predictor, notes)
+    return Prepared(Overlay(gguf, *sidecars, *more), predictor, [*notes, *said])
 
 
 def _open_down(
@@ -264,9 +264,8 @@ def _open_down(
             planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
     n_bytes = sum(info.nbytes for info in possible)
-    built = sidecar.open_or_build(
-        gguf, "down", {}, fill, sidecar.same_tensors(fill), n_bytes=n_bytes, model=model, progress=progress
-    )
+    contents = sidecar.Contents(fill, n_bytes)
+    built = sidecar.open_or_build(gguf, "down", {}, contents, model=model, progress=progress)
     notes.append(built.note("down matrices by neuron"))
     return [built.file]
 
@@ -302,10 +301,9 @@ def open_channels(
 
     n_bytes = sum(sum(channels.copy_bytes(gguf.tensors[name])) for name in possible)
     of = hashlib.sha256(" ".join(possible).encode()).hexdigest()[:16]
-    built = sidecar.open_or_build(
-        gguf, "channels", {"tensors": of, "layout": channels.LAYOUT}, fill, sidecar.same_tensors(fill),
-        n_bytes=n_bytes, alignment=channels.ALIGNMENT, progress=progress,
-    )  # fmt: skip
+    contents = sidecar.Contents(fill, n_bytes, alignment=channels.ALIGNMENT)
+    settings = {"tensors": of, "layout": channels.LAYOUT}
+    built = sidecar.open_or_build(gguf, "channels", settings, contents, progress=progress)
     notes.append(built.note("matrices by channel"))
     return [built.file]
 

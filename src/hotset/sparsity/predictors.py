@@ -52,10 +52,9 @@ def open_predictor(
     *,
     calibration: Calibration,
     profile: Profile | None,
-    notes: list[str],
     progress: Reporter | None,
-) -> tuple[Predictor, list[GGUFFile]]:
-    """The predictor of a model and the files to lay over it; says in `notes` what was built or opened.
+) -> tuple[Predictor, list[GGUFFile], list[str]]:
+    """The predictor of a model, the files that override it, and notes of what was built or opened.
 
     weights: the model with its down matrices, which calibration runs. model: its fingerprint.
     """
@@ -68,7 +67,7 @@ def open_predictor(
     else:
         built = _built(gguf, config, spec, weights, first, model, calibration, progress)
         thresholds = _thresholds(built.file, config)
-    files = []
+    files, notes = [], []
     if built is not None:
         notes.append(built.note(f"predictor {spec}"))
         files.append(built.file)
@@ -99,7 +98,7 @@ def open_predictor(
         )
     if extra.tensors:
         files.append(cast(Any, extra))
-    return Predictor(spec.kind, tuple(thresholds), first if any(first) else ()), files
+    return Predictor(spec.kind, tuple(thresholds), first if any(first) else ()), files, notes
 
 
 def n_always(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
@@ -151,7 +150,7 @@ def _requantised(
     n_bytes = sum(info.n_elements for info in infos) * TYPES[type].block_bytes // TYPES[type].block_size
     what = f"mlp-{type.name.lower()}"
     return sidecar.open_or_build(
-        gguf, what, {}, fill, sidecar.same_tensors(fill), n_bytes=n_bytes, model=model, progress=progress
+        gguf, what, {}, sidecar.Contents(fill, n_bytes), model=model, progress=progress
     )
 
 
@@ -181,9 +180,8 @@ def _built(
     n_values = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff)
     n_bytes = int(n_values * TYPES[spec.type].bits_per_value / 8)
     what = str(spec).replace(":", "-")
-    return sidecar.open_or_build(
-        gguf, what, settings, fill, check, n_bytes=n_bytes, model=model, progress=progress
-    )
+    contents = sidecar.Contents(fill, n_bytes, check)
+    return sidecar.open_or_build(gguf, what, settings, contents, model=model, progress=progress)
 
 
 def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:

@@ -143,36 +143,43 @@ def same_tensors(fill: Fill) -> Check:
     return check
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a sidecar holds. fill: adds its keys and tensors. n_bytes: about how large it will be.
+
+    check: of one that is there already: what does not pass is built again; None: `same_tensors`. alignment:
+    of the tensors in the file.
+    """
+
+    fill: Fill
+    n_bytes: int
+    check: Check | None = None
+    alignment: int = DEFAULT_ALIGNMENT
+
+
 def open_or_build(
     gguf: GGUFFile,
     what: str,
     settings: Mapping[str, object],
-    fill: Fill,
-    check: Check,
+    contents: Contents,
     *,
-    n_bytes: int,
     model: str | None = None,
-    alignment: int = DEFAULT_ALIGNMENT,
     progress: Reporter | None = None,
 ) -> Sidecar:
-    """The sidecar `what` of a model, built by `fill` (which adds keys and tensors) where there is none.
-
-    check: of what is there already (see same_tensors): what does not pass is built again. n_bytes: about how
-    large it will be. alignment: of its tensors in the file. Raises HotsetError where no place takes it.
-    """
+    """The sidecar `what` of a model, built where there is none; HotsetError where no place takes it."""
     model = model or fingerprint(gguf)
-    found = find(gguf, what, settings, model, check)
+    found = find(gguf, what, settings, model, contents.check or same_tensors(contents.fill))
     if found is not None:
         return Sidecar(found, None)
     started = time.perf_counter()
-    path = _writable(places(gguf, what, model), n_bytes)
+    path = _writable(places(gguf, what, model), contents.n_bytes)
     if progress is not None:
-        progress.say(f"Building {path} ({human_size(n_bytes)}), once.")
-    writer = GGUFWriter(path, "hotset", alignment=alignment)
+        progress.say(f"Building {path} ({human_size(contents.n_bytes)}), once.")
+    writer = GGUFWriter(path, "hotset", alignment=contents.alignment)
     writer.add(VERSION_KEY, VERSION)
     writer.add(MODEL_KEY, model)
     writer.add(SETTINGS_KEY, _text(settings))
-    fill(writer)
+    contents.fill(writer)
     writer.write(progress)
     return Sidecar(open_gguf(path), time.perf_counter() - started)
 

@@ -165,7 +165,7 @@ class Trained:
         return value
 
 
-def train_predictors(
+def train_predictors(  # noqa: PLR0913
     model: str | os.PathLike[str],
     texts: Sequence[str],
     folder: str | os.PathLike[str],

@@ -197,30 +197,36 @@ def _stray(stream: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).mean()
 
 
+@dataclass(frozen=True)
+class TrainingTexts:
+    """What a run reads. mixture: to train on. held_out: windows for evaluation, int64 [n, n_ctx]."""
+
+    mixture: Mixture
+    held_out: Tensor
+
+
 class Training:
     """One run: `run` trains to the end, or from where its folder says on.
 
-    held_out: windows for evaluation, int64 [n, n_ctx]. model: digest of the file (adapters.digest). start:
-    values of earlier adapters. process, n_processes: this process, and how many share the work
-    (processes.torchrun_processes); only process 0 writes.
+    model: digest of the file (adapters.digest). start: values of earlier adapters. processes: number of this
+    process, and how many share the work (processes.torchrun_processes); only process 0 writes.
     """
 
     def __init__(
         self,
         base: TorchGraph,
         teacher: EngineTeacher | TorchTeacher,
-        mixture: Mixture,
-        held_out: Tensor,
+        texts: TrainingTexts,
         folder: Path,
         settings: SparsifySettings,
         *,
         model: str = "",
         start: dict[str, Tensor] | None = None,
-        process: int = 0,
-        n_processes: int = 1,
+        processes: tuple[int, int] = (0, 1),
     ) -> None:
-        self.base, self.teacher, self.mixture, self.held_out = base, teacher, mixture, held_out
-        self.folder, self.settings, self.process, self.n_processes = folder, settings, process, n_processes
+        self.base, self.teacher, self.texts = base, teacher, texts
+        self.folder, self.settings = folder, settings
+        self.process, self.n_processes = processes
         self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
         output = base.graph.ops[-1]
         assert isinstance(output, Linear)  # load_base refuses others
@@ -257,7 +263,7 @@ class Training:
             return
         if self._start is not None:
             self.student.load(self._start)
-            tokens = torch.from_numpy(self.mixture.window(0)[None]).long()
+            tokens = torch.from_numpy(self.texts.mixture.window(0)[None]).long()
             self.widths = kernel_widths(self.base, self.student, tokens)
             return
         if self.process == 0:
@@ -268,7 +274,7 @@ class Training:
     def _calibrate(self, progress: Reporter) -> None:
         settings, n_layer = self.settings, self.base.graph.n_layer
         n = max(1, _CALIBRATION // settings.n_ctx)
-        tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
+        tokens = torch.from_numpy(np.stack([self.texts.mixture.window(i) for i in range(n)])).long()
 
         def told(label: str) -> Callable[[int], None]:
             progress.advance(label, 0, n_layer, "layers")
@@ -413,7 +419,7 @@ class Training:
 
     def _windows(self) -> Tensor:
         first = (self.step * self.n_processes + self.process) * self.settings.batch
-        windows = [self.mixture.window(first + i) for i in range(self.settings.batch)]
+        windows = [self.texts.mixture.window(first + i) for i in range(self.settings.batch)]
         return torch.from_numpy(np.stack(windows)).long()
 
     def _lr_factor(self) -> float:
@@ -458,12 +464,12 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The student against the teacher on the held-out windows."""
-        n_ctx = self.held_out.shape[1]
+        n_ctx = self.texts.held_out.shape[1]
         first = n_ctx // 2 - 1  # the logits of this position are the first that are scored
         nll = teacher_nll = kl = top1 = 0.0
         n = 0
         shares = []
-        for window in self.held_out:
+        for window in self.texts.held_out:
             tokens, output, activity = window[None], self.base.weight(self._output.weight), Activity()
             aim = self._hidden(tokens, self.teacher.stream(tokens)[-1].to(self.base.device))
             wanted = F.log_softmax(F.linear(aim[0, first:-1], output), -1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE, Batch, StepResult, StepStats
-from hotset.backends.cpu.lowering import Lowered, lower
+from hotset.backends.cpu.lowering import Lowered, LoweringOptions, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
@@ -60,7 +60,7 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: WeightSource,
         graph: Graph,
@@ -237,12 +237,11 @@ class CpuBackend:
             plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self._runtime, self._isa)
         except ValueError as error:  # HOTSET_ISA, or a processor without the instructions that are needed
             raise InvalidRequestError(str(error)) from None
-        return lower(
-            self.graph, taps, self.weights, plan,
-            entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
-            channel_rates=self._channel_rates, whole=self._whole,
-            streamed=self.weights.streamed if isinstance(self.weights, StoredWeights) else None,
-        )  # fmt: skip
+        streamed = self.weights.streamed if isinstance(self.weights, StoredWeights) else None
+        options = LoweringOptions(
+            self.sparse, self._channel_rates, self._whole, streamed, self._cache_of, self._states_of
+        )
+        return lower(self.graph, taps, self.weights, plan, self.entering, options)
 
     def _states_of(self, op: Recurrent) -> np.ndarray:
         """The slots of an operation, float32 [n_states, size]."""

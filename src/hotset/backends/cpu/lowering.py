@@ -133,25 +133,37 @@ class Lowered:
         return None if self.largest < 0 else self.plan.rows(self.largest)
 
 
+def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
+    raise AssertionError(f"{op.out.name} is in no FFN")
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """What operations are lowered with. sparse: leaves out what an FFN with zeros does not need.
+
+    channel_rates, whole: see CpuBackend. streamed: weights that each step waits for. cache: the facts of an
+    operation's keys and values. states: of an operation, float32 [n_states, size].
+    """
+
+    sparse: bool
+    channel_rates: Mapping[GGMLType, float]
+    whole: Collection[str]
+    streamed: Streamed | None = None
+    cache: Callable[[Attention], Facts] = _in_no_ffn
+    states: Callable[[Recurrent], np.ndarray] = _in_no_ffn
+
+
 def lower(
     graph: Graph,
     taps: frozenset[str],
     weights: WeightSource,
     plan: Any,
-    *,
     entering: Value | None,
-    cache: Callable[[Attention], dict[str, Any]],
-    states: Callable[[Recurrent], np.ndarray],
-    sparse: bool,
-    channel_rates: Mapping[GGMLType, float],
-    streamed: Streamed | None = None,
-    whole: Collection[str] = (),
+    options: LoweringOptions,
 ) -> Lowered:
-    """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: the facts of
-    an operation's keys and values. states: of an operation, float32 [n_states, size].
+    """Fills an empty native plan. entering: the rows that a part of a graph begins with.
 
-    sparse: leaves out what an FFN with zeros does not need. channel_rates, whole: see CpuBackend. streamed:
-    weights that each step waits for. Raises InvalidRequestError for an unknown tap.
+    Raises InvalidRequestError for an unknown tap.
     """
     unknown = taps - {op.out.name for op in graph.primitives}
     if unknown:
@@ -161,7 +173,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rates, streamed, whole)
+    emit = _Emission(plan, buffers, weights, options)
     if isinstance(graph.ops[-1], Linear):
         emit.logits = graph.result
     for i, group in enumerate(fused):
@@ -225,7 +237,7 @@ def lower_ffns(
     buffers = Buffers(plan.buffer, graph, fused, frozenset())
     for value in (h, *given.values()):
         buffers.begin(value)
-    emit = _Emission(plan, buffers, weights, _in_no_ffn, _in_no_ffn, sparse, {}, None, whole)
+    emit = _Emission(plan, buffers, weights, LoweringOptions(sparse, {}, whole))
     found = []
     for ffn, width, group in zip(ffns, widths, fused, strict=True):
         first, n_gates, n_ups = len(emit.at), len(emit.gates), len(emit.ups)
@@ -235,10 +247,6 @@ def lower_ffns(
         buffers.leave(group)
         found.append(LoweredFfn(ffn, first, len(emit.at), *at, emit.gates[n_gates:], emit.ups[n_ups:]))
     return found
-
-
-def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
-    raise AssertionError(f"{op.out.name} is in no FFN")
 
 
 def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
@@ -290,25 +298,14 @@ class _Emission:
     """Writes native operations. at: layer and part of each so far. gates, ups, largest: as Lowered. logits:
     the last value, of which the largest are found where its groups are whole."""
 
-    def __init__(
-        self,
-        plan: Any,
-        buffers: Buffers,
-        weights: WeightSource,
-        cache: Callable[[Attention], Facts],
-        states: Callable[[Recurrent], np.ndarray],
-        sparse: bool,
-        channel_rates: Mapping[GGMLType, float],
-        streamed: Streamed | None,
-        whole: Collection[str],
-    ) -> None:
-        self._channel_rates, self._whole = channel_rates, whole
+    def __init__(self, plan: Any, buffers: Buffers, weights: WeightSource, options: LoweringOptions) -> None:
+        self._channel_rates, self._whole = options.channel_rates, options.whole
         self._rows_per_token = 1
-        self._streamed, self._piece = streamed, -1  # which was waited for last
+        self._streamed, self._piece = options.streamed, -1  # which was waited for last
         self._behind: Sequence[Fused] = ()  # groups
         self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
         self._plan, self._buffers, self._weights = plan, buffers, weights
-        self._cache, self._states, self._sparse = cache, states, sparse
+        self._cache, self._states, self._sparse = options.cache, options.states, options.sparse
         self.at: list[tuple[int, Part]] = []
         self.gates: list[int] = []
         self.ups: list[int] = []

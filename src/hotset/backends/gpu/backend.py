@@ -24,7 +24,7 @@ class GpuBackend(ChainBackend):
     kernels: None chooses Triton or plain torch (kernels.Kernels). sparse: False computes every neuron.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: WeightSource,
         graph: Graph,

@@ -95,7 +95,7 @@ class CpuOffload:
     neuron, DeviceError for a kind that the device does not offer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: WeightSource,
         graph: Graph,

@@ -126,7 +126,7 @@ def linear_t(
     return _finish(y, bias, residual, out)
 
 
-def neurons(
+def neurons(  # noqa: PLR0913
     h: Tensor,
     gate: DeviceMatrix | None,
     up: DeviceMatrix,
@@ -192,7 +192,7 @@ def fired(
     return value
 
 
-def sparse_ffn(
+def sparse_ffn(  # noqa: PLR0913
     h: Tensor,
     gate: DeviceMatrix | None,
     up: DeviceMatrix,
@@ -239,7 +239,7 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
     return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
 
 
-def experts(
+def experts(  # noqa: PLR0913
     h: Tensor,
     slots: Tensor,
     gate: DeviceMatrix | None,
@@ -441,7 +441,7 @@ def store_kv(
         pages[page[kept], :, slot[kept]] = heads[kept]
 
 
-def rotate_store(
+def rotate_store(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -468,7 +468,7 @@ def rotate_store(
     return q
 
 
-def attention(
+def attention(  # noqa: PLR0913
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,

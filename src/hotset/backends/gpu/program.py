@@ -177,40 +177,42 @@ class Call:
     drops: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class StageParts:
+    """What the programs of a stage compute with. hot, by_channel: see GpuStage.
+
+    counts: int64 [n_layer, N_COUNTS], is added to. sparse: False computes every neuron of an FFN.
+    """
+
+    weights: DeviceWeights
+    cache: PagedCache
+    kernels: Kernels
+    hot: dict[int, np.ndarray]
+    cold: CpuWorkerProtocol | None
+    counts: Tensor
+    copies: CopyStream
+    experts: ExpertCache | None
+    fetcher: Fetcher | None
+    n_ctx: int
+    sparse: bool
+    stream_bytes: int
+    by_channel: Collection[str]
+
+
 class Program:
     """The calls of a stage for one set of taps. body: for every token; tail: for rows with logits alone.
 
-    hot: layer → bool [n_ff], by_channel: names of matrices, see GpuStage. sparse: False computes every neuron
-    of an FFN.
     Raises UnsupportedModelError for a split layer that has no neurons of its own, InvalidRequestError for a
     tap inside a split layer.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        taps: frozenset[str],
-        weights: DeviceWeights,
-        cache: PagedCache,
-        kernels: Kernels,
-        hot: dict[int, np.ndarray],
-        cold: CpuWorkerProtocol | None,
-        counts: Tensor,
-        copies: CopyStream,
-        experts: ExpertCache | None = None,
-        fetcher: Fetcher | None = None,
-        *,
-        n_ctx: int,
-        sparse: bool,
-        stream_bytes: int,
-        by_channel: Collection[str] = (),
-    ) -> None:
-        self._weights, self._cache, self._kernels = weights, cache, kernels
-        self._hot, self._cold, self._counts, self._cache_of_experts = hot, cold, counts, experts
-        self._fetcher = fetcher
-        self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
-        self._copies = copies
-        self._by_channel = _read_by_channel(graph, hot, by_channel) if sparse else frozenset()
+    def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
+        self._weights, self._cache, self._kernels = parts.weights, parts.cache, parts.kernels
+        self._hot, self._cold, self._counts = parts.hot, parts.cold, parts.counts
+        self._cache_of_experts, self._fetcher = parts.experts, parts.fetcher
+        self._n_ctx, self._sparse, self._stream_bytes = parts.n_ctx, parts.sparse, parts.stream_bytes
+        self._copies = parts.copies
+        self._by_channel = _read_by_channel(graph, parts.hot, parts.by_channel if parts.sparse else ())
         groups = fuse(graph, taps)
         self._check_split(groups, taps)
         self._kept_names = taps
@@ -727,7 +729,7 @@ class Program:
                 given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
         return given
 
-    def _every_neuron(
+    def _every_neuron(  # noqa: PLR0913
         self,
         h: Tensor,
         gate: Any,

@@ -29,7 +29,7 @@ from hotset.backends.gpu.experts_fetch import Fetcher
 from hotset.backends.gpu.fallback import N_COUNTS
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
-from hotset.backends.gpu.program import Call, CpuWorkerProtocol, Frame, Program
+from hotset.backends.gpu.program import Call, CpuWorkerProtocol, Frame, Program, StageParts
 from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
@@ -63,7 +63,7 @@ class GpuStage:
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: WeightSource,
         graph: Graph,
@@ -407,11 +407,12 @@ class GpuStage:
                 raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
             while len(self._programs) > 2:  # the plain program and the latest two with taps stay
                 self._programs.pop(next(key for key in self._programs if key))
-            self._programs[taps] = Program(
-                self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
-                self._counts, self._copies, self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE,
-                sparse=self.sparse, stream_bytes=self._stream_bytes, by_channel=self._by_channel,
+            parts = StageParts(
+                self._weights, self._cache, self.kernels, self._hot, self._cold, self._counts, self._copies,
+                self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                stream_bytes=self._stream_bytes, by_channel=self._by_channel,
             )  # fmt: skip
+            self._programs[taps] = Program(self.graph, taps, parts)
         return self._programs[taps]
 
     def warm_up(self) -> None:
