@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -104,6 +104,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(MAKE) lint-page
+
+# The JavaScript of the server's page, by Biome of npm (biome.json); skipped where it cannot be fetched.
+BIOME := @biomejs/biome@2.6.8
+lint-page:
+	@cd build/$(BIOME) 2>/dev/null || { mkdir -p build/$(BIOME) && npm install --silent --no-audit --no-fund \
+	  --prefix build/$(BIOME) $(BIOME) || rm -rf build/$(BIOME); }
+	@if [ -d build/$(BIOME) ]; then build/$(BIOME)/node_modules/.bin/biome lint --error-on-warnings; \
+	else echo "the page's JavaScript is not checked: npm could not fetch $(BIOME)"; fi
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -27,7 +27,7 @@ def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
 def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
     ready, graph = prepared(gguf, mode)
     hot = options.pop("hot", None)
-    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else {i: hot for i in LAYERS}
+    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else dict.fromkeys(LAYERS, hot)
     given = {"max_batch": 16, "n_threads": 2, **options}
     return CpuOffload(ready.weights, graph, layers, "cpu", **given)
 

@@ -651,7 +651,8 @@ class Program:
             def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:
                 gate, up = products(h, None)
                 gate = k.gaussian_top_k(gate, top_k.multiplier)
-                return k.fired(gate, up, counts=counts, **options, **cuts(f))
+                values: Tensor = k.fired(gate, up, counts=counts, **options, **cuts(f))
+                return values
 
             return above
         return lambda f, h, _: k.fired(*products(h, None), counts=counts, **options, **cuts(f))

@@ -22,7 +22,7 @@ const transcript = new Transcript({ edit, again, picture: showPictureOf, busy: (
 
 let conversation = store.fresh();
 let running = null; // {controller, index}
-let model = { id: null, name: "", facts: null, defaults: {} };
+const model = { id: null, name: "", facts: null, defaults: {} };
 const removed = new Set(); // ids of conversations that are not to be kept, though an answer of theirs still ends
 const activities = new WeakMap(); // message → Activity, of this visit: pictures are not kept
 let back = null; // the timer that looks whether the server is back

@@ -114,7 +114,7 @@ function codeBlock(text, language) {
 
 function inline(tokens, depth) {
   if (depth > MAX_DEPTH) return (tokens ?? []).map((token) => token.raw);
-  return (tokens ?? []).map((token) => {
+  return (tokens ?? []).flatMap((token) => {
     const inner = () => inline(token.tokens, depth + 1);
     switch (token.type) {
       case "strong":
@@ -138,7 +138,7 @@ function inline(tokens, depth) {
       default:
         return token.raw ?? "";
     }
-  }).flat();
+  });
 }
 
 function link(href, children) {

@@ -94,6 +94,8 @@ export async function health() {
   }
 }
 
+const BROKE = "The connection broke in the middle of the answer.";
+
 /** The chunks of an answer, as the server sends them. Throws ServerError, and AbortError where `signal` says so. */
 export async function* chat(body, signal) {
   const response = await ask("v1/chat/completions", {
@@ -107,13 +109,7 @@ export async function* chat(body, signal) {
   let complete = false;
   try {
     while (true) {
-      let part;
-      try {
-        part = await reader.read();
-      } catch (error) {
-        if (error.name === "AbortError") throw error;
-        throw new ServerError("network", "The connection broke in the middle of the answer.");
-      }
+      const part = await next(reader);
       if (part.done) break;
       const lines = (rest + part.value).split(/\r\n|\n|\r/);
       rest = lines.pop();
@@ -132,7 +128,16 @@ export async function* chat(body, signal) {
   } finally {
     reader.cancel().catch(() => {}); // left early: the server hears of it
   }
-  if (!complete) throw new ServerError("network", "The connection broke in the middle of the answer.");
+  if (!complete) throw new ServerError("network", BROKE);
+}
+
+async function next(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("network", BROKE);
+  }
 }
 
 function parsed(data) {

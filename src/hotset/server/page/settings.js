@@ -90,7 +90,9 @@ export class Settings {
     const slider = field.max === undefined ? null : h("input", {
       type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${label}, slider`,
     });
-    const place = () => slider && (slider.value = input.value === "" ? (fallback ?? field.min) : input.value);
+    const place = () => {
+      if (slider) slider.value = input.value === "" ? (fallback ?? field.min) : input.value;
+    };
     const take = () => {
       const value = input.value === "" ? null : Number(input.value);
       const fault = input.validity.badInput ? "not a number" : value === null ? "" : wrong(field, value);

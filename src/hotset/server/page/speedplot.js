@@ -104,7 +104,7 @@ export class SpeedPlot {
     }
     if (speeds.length > 1) {
       pen.beginPath();
-      speeds.forEach((speed, i) => pen.lineTo(x(i), y(speed)));
+      for (const [i, speed] of speeds.entries()) pen.lineTo(x(i), y(speed));
       pen.strokeStyle = ink.ember;
       pen.lineWidth = 2;
       pen.lineJoin = "round";
