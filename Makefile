@@ -31,16 +31,17 @@ $(VENV)/.tools: | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(SOURCES) $(VENV)/.tools
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	$(BIN)/python -m pip install -q --no-build-isolation $(STRICT) -e .
 	touch $@
 
 # torch is pinned to a build without CUDA; the tests use it and transformers as an oracle, hotset itself does not.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install -q --no-build-isolation $(STRICT) -e ".[dev]"
 	touch $@
 
 # What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
+test: STRICT := -C cmake.define.HOTSET_WERROR=ON
 test: build $(VENV)/.dev lint kernel-test
 	$(BIN)/python tests/support/prepare.py
 	$(BIN)/python -m pytest -n $(JOBS) $(MARKED)
@@ -126,7 +127,7 @@ reference: $(VENV)/.dev
 # Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
 # the thread pool.
 kernel-test: $(VENV)/.tools
-	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DHOTSET_WERROR=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
 	$(BIN)/cmake --build build/kernels --target kernel_test plan_test thread_pool_test
 	build/kernels/kernel_test
 	build/kernels/plan_test
