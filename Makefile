@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -48,7 +48,7 @@ test: build $(VENV)/.dev lint kernel-test
 
 # The tests marked `slow` too.
 test-all: MARKED := -m ''
-test-all: test
+test-all: tidy test
 
 # System packages that some tests need, on Debian and its relatives; without them those tests are skipped.
 TEST_PACKAGES := qemu-user
@@ -114,6 +114,13 @@ lint-page:
 	  --prefix build/$(BIOME) $(BIOME) || rm -rf build/$(BIOME); }
 	@if [ -d build/$(BIOME) ]; then build/$(BIOME)/node_modules/.bin/biome lint --error-on-warnings; \
 	else echo "the page's JavaScript is not checked: npm could not fetch $(BIOME)"; fi
+
+# clang-tidy over csrc/, but for the kernels: a minute or two (.clang-tidy).
+tidy: $(VENV)/.dev
+	$(BIN)/cmake -S . -B build/tidy -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DCMAKE_PREFIX_PATH=$$($(BIN)/python -m nanobind --cmake_dir) >/dev/null
+	$(BIN)/python $(BIN)/run-clang-tidy.py -p build/tidy -quiet -j $(JOBS) -clang-tidy-binary $(BIN)/clang-tidy \
+	  '/csrc/(?!kernels/isa_)'
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -185,7 +185,7 @@ std::string CpuWorkerPlan::end() {
 
 void CpuWorkerPlan::poison(const std::string& reason) {
     Service& s = service();
-    std::lock_guard lock(s.mutex);
+    std::scoped_lock lock(s.mutex);
     poison_locked(s, reason);
 }
 
@@ -198,7 +198,7 @@ void CpuWorkerPlan::poison_locked(Service& service, const std::string& reason) {
 
 std::string CpuWorkerPlan::poisoned() const {
     Service& s = service();
-    std::lock_guard lock(s.mutex);
+    std::scoped_lock lock(s.mutex);
     return s.reason;
 }
 
@@ -208,7 +208,7 @@ void CpuWorkerPlan::close() {
 
 void CpuWorkerPlan::close(Service& s) {
     {
-        std::lock_guard lock(s.mutex);
+        std::scoped_lock lock(s.mutex);
         s.closed = true;
         if (started_) poison_locked(s, "the CPU's half was closed");
         in_step_.store(false);
@@ -256,7 +256,7 @@ void CpuWorkerPlan::serve(Service& s) {
             if (s.closed) return;
         }
         serve_step();
-        std::lock_guard lock(s.mutex);
+        std::scoped_lock lock(s.mutex);
         s.serving = false;
         s.changed.notify_all();
     }

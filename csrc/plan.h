@@ -236,7 +236,7 @@ class Plan {
     bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut = nullptr);
     // Ends the step in flight, out of a phase that one thread computes alone: `run` throws this.
     void fail(std::exception_ptr failure) const {
-        failure_ = failure;
+        failure_ = std::move(failure);
         cancel_.store(true);
     }
     // Cancels the step in flight, from any thread or a signal handler; without one nothing happens.

@@ -73,7 +73,7 @@ void Runtime::close() {
     closed_.store(true);
     State* state = state_.load();
     if (state->born != n_forks() || state->holder.load() == std::this_thread::get_id()) return;
-    const std::lock_guard lock(state->mutex);
+    const std::scoped_lock lock(state->mutex);
     state->pool.stop();
 }
 

@@ -75,6 +75,7 @@ std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& st
     std::atomic<bool> never{false};
     std::vector<uint8_t*> to(size_t(store.n_parts(group)));
     std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copies;
+    copies.reserve(to.size());
     for (size_t p = 0; p < to.size(); p++)
         copies.push_back(new_array<uint8_t>(to[p], rows.size() * store.row_bytes(group, int(p))));
     run_with_signals([&](const auto& cancelled) {
@@ -86,9 +87,8 @@ std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& st
 }
 
 // Bytes of a row's part, or nothing where it is not there. runtime: as above.
-std::optional<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> peek_row(const RowStore& store, int group,
-                                                                     int32_t row, int part,
-                                                                     std::shared_ptr<Runtime> runtime) {
+std::optional<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> peek_row(
+    const RowStore& store, int group, int32_t row, int part, const std::shared_ptr<Runtime>& runtime) {
     require(group >= 0 && group < store.n_groups() && store.end() && part >= 0 &&
                 part < store.n_parts(group) && row >= 0 && row < store.n_rows(group),
             "there is no such row");

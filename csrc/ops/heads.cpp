@@ -83,6 +83,7 @@ static const Registered kTransposedHeads("transposed_heads", [](Facts& facts) ->
     require(facts.width(out) % n_head == 0, "heads fill the width");
     const Matrix all = facts.matrix("weight", width * n_head, facts.width(out) / n_head);
     std::vector<Matrix> weights;
+    weights.reserve(size_t(n_head));
     for (int h = 0; h < n_head; h++)
         weights.push_back({all.type, all.row(h * width), width, all.cols, all.row_bytes, nullptr});
     return std::make_unique<TransposedHeads>(facts.plan(), x, std::move(weights), out);

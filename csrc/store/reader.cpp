@@ -198,7 +198,7 @@ Reader::~Reader() {
     State* state = state_.load();
     if (!state || state->born != n_forks()) return;  // a parent's threads are not here to be joined
     {
-        const std::lock_guard lock(state->mutex);
+        const std::scoped_lock lock(state->mutex);
         state->stop = true;
     }
     state->more.notify_all();
@@ -213,7 +213,7 @@ bool Reader::ring_allowed() {
 Reader::State& Reader::state() {
     State* state = state_.load(std::memory_order_acquire);
     if (state && state->born == n_forks()) return *state;
-    const std::lock_guard lock(starting_);
+    const std::scoped_lock lock(starting_);
     state = state_.load();
     if (state && state->born == n_forks()) return *state;
     auto made = std::make_unique<State>();
@@ -226,7 +226,7 @@ Reader::State& Reader::state() {
                 [this, s = made.get()] { s->ring ? serve_with_ring(*s, *s->ring) : serve_with_pread(*s); }));
     } catch (...) {
         {
-            const std::lock_guard stopping(made->mutex);
+            const std::scoped_lock stopping(made->mutex);
             made->stop = true;
         }
         made->more.notify_all();
@@ -243,7 +243,7 @@ void Reader::begin(Batch& batch) {
     batch.left.store(batch.reads.size());
     if (batch.reads.empty()) return;
     {
-        const std::lock_guard lock(state.mutex);
+        const std::scoped_lock lock(state.mutex);
         std::deque<Job>& queue = batch.ahead ? state.ahead : state.queue;
         for (Read& read : batch.reads) queue.push_back({&read, &batch});
     }
@@ -264,7 +264,7 @@ bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
         size_t n = 0;
         {
             State& state = this->state();
-            const std::lock_guard taking(state.mutex);
+            const std::scoped_lock taking(state.mutex);
             const auto own = [&](const Job& job) { return job.batch == &batch; };
             n = std::erase_if(batch.ahead ? state.ahead : state.queue, own);
         }
@@ -283,7 +283,7 @@ void Reader::finish(const Job& job, const uint8_t* buffer, const std::string& er
         }
     Batch& batch = *job.batch;
     // Under the lock to the end: the batch may be gone as soon as none is left.
-    const std::lock_guard lock(batch.mutex);
+    const std::scoped_lock lock(batch.mutex);
     if (!error.empty() && batch.error.empty()) batch.error = error;
     if (batch.left.fetch_sub(1) == 1) batch.done.notify_all();
 }

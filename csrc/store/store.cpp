@@ -106,6 +106,7 @@ size_t RowStore::slot_bytes_of(const std::vector<size_t>& row_bytes) {
 
 std::vector<RowStore::Size> RowStore::sizes() const {
     std::vector<Size> sizes;
+    sizes.reserve(groups_.size());
     for (const Group& group : groups_)
         sizes.push_back({group.n_asked, group.slot_bytes, group.usual, group.at_once});
     return sizes;

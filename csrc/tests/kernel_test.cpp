@@ -321,6 +321,7 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
         std::vector<int32_t> wanted;
         for (int64_t r = step - 1; r < rows; r += step) wanted.push_back(int32_t(r));
         std::vector<const uint8_t*> at;
+        at.reserve(wanted.size());
         for (int32_t r : wanted) at.push_back(w.row(r));
         at.insert(at.end(), kGatherAhead, nullptr);
         std::vector<float> got(wanted.size()), want(wanted.size());
