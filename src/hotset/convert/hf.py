@@ -338,7 +338,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
             part = values if _is_grouped(target, config) else _part(values, i, len(place.targets), config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
-                if len(of_experts[target]) == _n_parts(target, config):
+                if len(of_experts[target]) == _n_parts(config):
                     yield target, _stacked(of_experts.pop(target), target, config)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
@@ -349,7 +349,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 yield _converted_name(target, dialect), _source(part, target, name, config, dialect)
     for target, found_experts in of_experts.items():
         raise FormatError(
-            f"the checkpoint has {target} of {len(found_experts)} experts, not of {_n_parts(target, config)}"
+            f"the checkpoint has {target} of {len(found_experts)} experts, not of {_n_parts(config)}"
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
@@ -372,7 +372,7 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     return [n for n in found if not (tied and n == _OUTPUT)], tied
 
 
-def _n_parts(target: str, config: HFConfig) -> int:
+def _n_parts(config: HFConfig) -> int:
     """Tensors of the checkpoint that become one: an expert each, or a residual stream but the first."""
     return config.n_expert if config.altup is None else config.altup.n_streams - 1
 
@@ -393,14 +393,14 @@ def _stacked(
     """The matrices of all experts: expert → (name in the checkpoint, values)."""
     expected = _shape(target, config)
     parts = []
-    for expert in range(_n_parts(target, config)):
+    for expert in range(_n_parts(config)):
         name, values = found.get(expert, ("", np.empty(0, np.float32)))
         origin = Origin(values, transposed=transposed and values.ndim == 2)
         if expected is None or not _fits((len(found), *origin.shape), expected):
             raise FormatError(
                 f"the tensor {name or target} of the checkpoint is {list(values.shape)}, and its config.json "
                 f"says {'that there is none' if expected is None else list(expected[1:])} for an expert, "
-                f"of which it has {_n_parts(target, config)}"
+                f"of which it has {_n_parts(config)}"
             )
         parts.append(origin)
         if origin.shape != parts[0].shape:

@@ -139,7 +139,7 @@ class _Description:
     def __init__(self, config: ModelConfig, weights: _Weights, cutoffs: Sequence[LayerCutoffs]) -> None:
         self.config, self.weights, self.cutoffs = config, weights, cutoffs
         self.graph = Graph()
-        self._where: dict[str, Any] = {}  # layer and part of what is added next
+        self.where: dict[str, Any] = {}  # layer and part of what is added next
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
 
     # ---- the parts of a model
@@ -147,42 +147,42 @@ class _Description:
     def embedding(self) -> Value:
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix("token_embd", d, config.n_vocab)
-        x = self._scaled(
-            self._add(Embed(self._value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
+        x = self.scaled(
+            self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
         )
         if (first := config.first_position) is not None:
             weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
-            positions = self._add(Embed(self._value("position_embd", d), weight, "position", first))
-            x = self._add(Add(self._value("inp", d), x, positions))
+            positions = self.add(Embed(self.value("position_embd", d), weight, "position", first))
+            x = self.add(Add(self.value("inp", d), x, positions))
         return x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
         """Attention of layer i, or what stands in its place, and the sum with what entered it."""
         config, blk = self.config, f"blk.{i}"
-        self._enter(i, "attention")
+        self.enter(i, "attention")
         # A parallel FFN has no norm of its own: what it reads is called attn_norm, and attention reads
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
-        h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
+        h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._cut(h, i, "attn_in")
         out = self._mixed(i, layer, h)
         if layer.post_norm:
-            out = self._norm(out, f"{blk}.post_attention_norm")
-        out = self._scaled(out, config.residual_scale, f"{blk}.attn_scaled")
+            out = self.norm(out, f"{blk}.post_attention_norm")
+        out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
         if config.altup is None:
-            return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
-        x = self._add(Add(self._value(f"{blk}.attn_sum", config.n_embd), x, out, **self._where))
-        x = self._add(
-            Add(self._value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self._where)
+            return self.add(Add(self.value(f"{blk}.ffn_inp", config.n_embd), x, out, **self.where))
+        x = self.add(Add(self.value(f"{blk}.attn_sum", config.n_embd), x, out, **self.where))
+        x = self.add(
+            Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
         )
-        return self._scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
+        return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
 
     def _laurel(self, blk: str, h: Value) -> Value:
         """The branch beside attention: h and a product of low rank (arXiv 2411.07501)."""
         d = self.config.n_embd
-        low = self._linear(h, f"{blk}.laurel_l", self.weights.n_rows(f"{blk}.laurel_l"))
-        normed = self._norm(self._linear(low, f"{blk}.laurel_r", d), f"{blk}.laurel_post_norm")
-        return self._add(Add(self._value(f"{blk}.laurel", d), h, normed, **self._where))
+        low = self.linear(h, f"{blk}.laurel_l", self.weights.n_rows(f"{blk}.laurel_l"))
+        normed = self.norm(self.linear(low, f"{blk}.laurel_r", d), f"{blk}.laurel_post_norm")
+        return self.add(Add(self.value(f"{blk}.laurel", d), h, normed, **self.where))
 
     def _mixed(self, i: int, layer: LayerConfig, h: Value) -> Value:
         """What attention, or whatever stands in its place, makes of the tokens so far."""
@@ -204,69 +204,65 @@ class _Description:
             if layer.source is None:
                 k = self._rotated(k, config.n_head_kv, layer)
                 self._stored[i] = k, v = k, self._normed_values(v) if layer.value_norm else v
-        attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
-        self._add(
+        attn = self.value(f"{blk}.attn", config.n_head * config.head_dim_v)
+        self.add(
             Attention(
                 attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, **self._where,
+                layer.source, **self.where,
             )
         )  # fmt: skip
         if gate is not None:
-            gated = self._value(f"{blk}.attn_gated", attn.width)
-            attn = self._add(Multiply(gated, attn, gate, **self._where))
+            gated = self.value(f"{blk}.attn_gated", attn.width)
+            attn = self.add(Multiply(gated, attn, gate, **self.where))
         attn = self._cut(attn, i, "attn_out")
-        return self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
+        return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
     def _convolved(self, blk: str, mixer: ConvMixer, h: Value) -> Value:
         """A short convolution of the product of two projections, times a third."""
         d = self.config.n_embd
         names = f"{blk}.conv_b", f"{blk}.conv_c", f"{blk}.conv_x"
         parts = self._rows_of(f"{blk}.shortconv.in_proj", h, dict.fromkeys(names, d))
-        b, c, x = (self._add(op) for op in parts)
-        x = self._add(Multiply(self._value(f"{blk}.conv_in", d), b, x, **self._where))
+        b, c, x = (self.add(op) for op in parts)
+        x = self.add(Multiply(self.value(f"{blk}.conv_in", d), b, x, **self.where))
         weight = self.weights.matrix(f"{blk}.shortconv.conv", mixer.kernel, d)
-        conv = self._add(ShortConv(self._value(f"{blk}.conv", d), x, weight, mixer.kernel, **self._where))
-        gated = self._add(Multiply(self._value(f"{blk}.conv_gated", d), c, conv, **self._where))
-        return self._linear(gated, f"{blk}.shortconv.out_proj", d, f"{blk}.conv_out")
+        conv = self.add(ShortConv(self.value(f"{blk}.conv", d), x, weight, mixer.kernel, **self.where))
+        gated = self.add(Multiply(self.value(f"{blk}.conv_gated", d), c, conv, **self.where))
+        return self.linear(gated, f"{blk}.shortconv.out_proj", d, f"{blk}.conv_out")
 
     def _delta_net(self, blk: str, mixer: DeltaMixer, h: Value) -> Value:
         """The gated delta rule on convolved queries, keys and values, normed head by head and gated."""
         n, of_values, width = mixer.n_head, mixer.of_values, 2 * mixer.of_keys + mixer.of_values
-        qkv = self._linear(h, f"{blk}.attn_qkv", width, f"{blk}.delta_qkv")
-        gate = self._linear(h, f"{blk}.attn_gate", of_values, f"{blk}.delta_gate")
+        qkv = self.linear(h, f"{blk}.attn_qkv", width, f"{blk}.delta_qkv")
+        gate = self.linear(h, f"{blk}.attn_gate", of_values, f"{blk}.delta_gate")
         if f"{blk}.ssm_ba.weight" in self.weights.tensors:  # of each key's heads beta, and then alpha
-            both = self._linear(h, f"{blk}.ssm_ba", 2 * n, f"{blk}.delta_ba")
+            both = self.linear(h, f"{blk}.ssm_ba", 2 * n, f"{blk}.delta_ba")
             beta, alpha = (
-                self._add(Heads(self._value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **self._where))
+                self.add(Heads(self.value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **self.where))
                 for name, first in (("delta_beta", 0), ("delta_alpha", n // mixer.n_head_k))
             )
         else:
-            beta = self._linear(h, f"{blk}.ssm_beta", n, f"{blk}.delta_beta")
-            alpha = self._linear(h, f"{blk}.ssm_alpha", n, f"{blk}.delta_alpha")
+            beta = self.linear(h, f"{blk}.ssm_beta", n, f"{blk}.delta_beta")
+            alpha = self.linear(h, f"{blk}.ssm_alpha", n, f"{blk}.delta_alpha")
         weight = self.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
-        conv = self._add(
-            ShortConv(self._value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **self._where)
-        )
-        act = self._add(Activate(self._value(f"{blk}.conv_act", width), conv, "silu", **self._where))
+        conv = self.add(ShortConv(self.value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **self.where))
+        act = self.add(Activate(self.value(f"{blk}.conv_act", width), conv, "silu", **self.where))
         step = self.weights.bias(f"{blk}.ssm_dt", n, required=True)
         assert step is not None
         rate = self.weights.bare(f"{blk}.ssm_a", n)
-        delta = self._add(
+        delta = self.add(
             DeltaNet(
-                self._value(f"{blk}.delta", of_values), act, alpha, beta, rate, step, n, mixer.n_head_k,
-                mixer.dim_k, mixer.dim_v, mixer.tiled, **self._where,
+                self.value(f"{blk}.delta", of_values), act, alpha, beta, rate, step, n, mixer.n_head_k,
+                mixer.dim_k, mixer.dim_v, mixer.tiled, **self.where,
             )
         )  # fmt: skip
         norm = self.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
-        out, eps = self._value(f"{blk}.delta_norm", of_values), self.config.norm_eps
-        normed = self._add(RMSNorm(out, delta, norm, eps, n, **self._where))
-        gate = self._add(
-            Activate(self._value(f"{blk}.delta_gate_act", of_values), gate, "silu", **self._where)
-        )
-        gated = self._add(Multiply(self._value(f"{blk}.delta_gated", of_values), normed, gate, **self._where))
-        return self._linear(gated, f"{blk}.ssm_out", self.config.n_embd, f"{blk}.delta_out")
+        out, eps = self.value(f"{blk}.delta_norm", of_values), self.config.norm_eps
+        normed = self.add(RMSNorm(out, delta, norm, eps, n, **self.where))
+        gate = self.add(Activate(self.value(f"{blk}.delta_gate_act", of_values), gate, "silu", **self.where))
+        gated = self.add(Multiply(self.value(f"{blk}.delta_gated", of_values), normed, gate, **self.where))
+        return self.linear(gated, f"{blk}.ssm_out", self.config.n_embd, f"{blk}.delta_out")
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
@@ -285,63 +281,63 @@ class _Description:
         n_scores = layer.n_ff - n_always
         scores: Value | None = None
         if kind == "mlp":
-            self._enter(i, "predictor")
+            self.enter(i, "predictor")
             p = given if config.predictor_input == "layer_input" else x
             scores = self._low_rank_scores(blk, p, "fc1", "fc2", "relu", n_scores)
 
-        self._enter(i, "ffn")
+        self.enter(i, "ffn")
         entering = given if layer.parallel else x
         tensor = f"{blk}.attn_norm" if layer.parallel else f"{blk}.{layer.ffn_norm}"
         before = self._norm_op(entering, tensor, f"{blk}.ffn_norm")
         norm: RMSNorm | LayerNorm | None = before
         h = before.out
         if kind == "svd":  # it reads what the FFN reads: the norm stands apart
-            entering, norm = self._add(before), None
-            self._enter(i, "predictor")
+            entering, norm = self.add(before), None
+            self.enter(i, "predictor")
             scores = self._low_rank_scores(blk, h, "svd_a", "svd_b", None, n_scores)
-            self._enter(i, "ffn")
+            self.enter(i, "ffn")
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
-        out = self._add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
+        out = self.add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
         return self._after_ffn(blk, layer, x, out)
 
     def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
         """The stream x and what the FFN yields, as it is added."""
         config = self.config
         if layer.post_norm:
-            out = self._norm(out, f"{blk}.post_ffw_norm")
-        out = self._scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
-        return self._add(Add(self._value(f"{blk}.out", config.n_embd), x, out, **self._where))
+            out = self.norm(out, f"{blk}.post_ffw_norm")
+        out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
+        return self.add(Add(self.value(f"{blk}.out", config.n_embd), x, out, **self.where))
 
     def output(self, x: Value, streams: _Streams | None) -> None:
         """The rows whose logits are wanted, the last norm, and the logits."""
         config = self.config
-        self._where = {}
+        self.where = {}
         x = x if streams is None else streams.joined()
-        x = self._add(SelectOutputs(self._value("output_inp", config.n_embd), x))
-        x = self._norm(x, config.output_norm, "output_norm")
+        x = self.add(SelectOutputs(self.value("output_inp", config.n_embd), x))
+        x = self.norm(x, config.output_norm, "output_norm")
         # Tied: the embedding serves twice.
         matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
-        x = self._linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
+        x = self.linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
         if config.logit_softcap:
-            x = self._scaled(x, config.logit_scale, "logits_scaled")
-            self._add(SoftCap(self._value("logits", config.n_vocab), x, config.logit_softcap))
+            x = self.scaled(x, config.logit_scale, "logits_scaled")
+            self.add(SoftCap(self.value("logits", config.n_vocab), x, config.logit_softcap))
         else:
-            self._scaled(x, config.logit_scale, "logits")
+            self.scaled(x, config.logit_scale, "logits")
 
     # ---- pieces of attention
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
         """The queries, and what their heads' results are multiplied by."""
         n, dim, dim_v = self.config.n_head, self.config.head_dim, self.config.head_dim_v
-        q = self._add(Heads(self._value(f"{blk}.attn_q", n * dim), both, n, **self._where))
-        gate = self._add(Heads(self._value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self._where))
-        out = self._value(f"{blk}.attn_gate_act", gate.width)
-        return q, self._add(Activate(out, gate, "sigmoid", **self._where))
+        q = self.add(Heads(self.value(f"{blk}.attn_q", n * dim), both, n, **self.where))
+        gate = self.add(Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
+        out = self.value(f"{blk}.attn_gate_act", gate.width)
+        return q, self.add(Activate(out, gate, "sigmoid", **self.where))
 
     def _normed_values(self, v: Value) -> Value:
-        config, out = self.config, self._value(f"{v.name}_norm", v.width)
-        return self._add(UnitNorm(out, v, config.norm_eps, config.n_head_kv, **self._where))
+        config, out = self.config, self.value(f"{v.name}_norm", v.width)
+        return self.add(UnitNorm(out, v, config.norm_eps, config.n_head_kv, **self.where))
 
     def _heads(self, x: Value, blk: str, layer: LayerConfig) -> tuple[Value, Value, Value]:
         """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v, or k and v
@@ -350,22 +346,22 @@ class _Description:
         config = self.config
         if layer.source is not None:
             self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # files have them
-            q = self._linear(x, f"{blk}.attn_q", config.n_head * config.head_dim)
+            q = self.linear(x, f"{blk}.attn_q", config.n_head * config.head_dim)
             return q, *self._stored[layer.source]
         if layer.attention_gate:
             width = config.n_head * (config.head_dim + config.head_dim_v)
-            q = self._linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
-            k = self._linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
-            return q, k, self._linear(x, f"{blk}.attn_v", config.n_head_kv * config.head_dim_v)
+            q = self.linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
+            k = self.linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
+            return q, k, self.linear(x, f"{blk}.attn_v", config.n_head_kv * config.head_dim_v)
         widths = {
             f"{blk}.attn_q": config.n_head * config.head_dim,
             f"{blk}.attn_k": config.n_head_kv * config.head_dim,
             f"{blk}.attn_v": config.n_head_kv * config.head_dim_v,
         }
         if f"{blk}.attn_qkv.weight" not in self.weights.tensors:
-            q, k, v = (self._linear(x, name, width) for name, width in widths.items())
+            q, k, v = (self.linear(x, name, width) for name, width in widths.items())
             return q, k, v
-        q, k, v = (self._add(op) for op in self._rows_of(f"{blk}.attn_qkv", x, widths))
+        q, k, v = (self.add(op) for op in self._rows_of(f"{blk}.attn_qkv", x, widths))
         return q, k, v
 
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
@@ -374,12 +370,12 @@ class _Description:
         if layer.qk_norm:
             parts = n_head if layer.qk_norm == "head" else 1
             weight = self.weights.vector(f"{name}_norm", x.width // parts)
-            out = self._value(f"{name}_norm", x.width)
-            x = self._add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self._where))
+            out = self.value(f"{name}_norm", x.width)
+            x = self.add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
         if rope is None:
             return x
-        out = self._value(f"{name}_rope", x.width)
-        return self._add(Rotate(out, x, n_head, head_dim, rope, **self._where))
+        out = self.value(f"{name}_rope", x.width)
+        return self.add(Rotate(out, x, n_head, head_dim, rope, **self.where))
 
     def _latent_heads(
         self, x: Value, blk: str, layer: LayerConfig, latent: Latent
@@ -392,31 +388,31 @@ class _Description:
             latent.norm_eps,
         )  # channels of a head that are not rotated
         width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
-        given = self._linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
+        given = self.linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
         parts = {f"{blk}.attn_kv_a": latent.rank, f"{blk}.attn_k_shared": latent.n_rot}
-        vector, shared = (self._add(op) for op in self._rows_of(f"{blk}.attn_kv_a_mqa", x, parts))
+        vector, shared = (self.add(op) for op in self._rows_of(f"{blk}.attn_kv_a_mqa", x, parts))
         if latent.rank_q:
-            given = self._norm(given, f"{blk}.attn_q_a_norm", eps=eps)
-        q = self._linear(
+            given = self.norm(given, f"{blk}.attn_q_a_norm", eps=eps)
+        q = self.linear(
             given, f"{blk}.attn_q_b" if latent.rank_q else f"{blk}.attn_q", width, f"{blk}.attn_q"
         )
-        out = self._value(f"{blk}.attn_q_rope", width)
-        q = self._add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self._where))
-        out = self._value(f"{blk}.attn_k_shared_rope", latent.n_rot)
-        shared = self._add(Rotate(out, shared, 1, latent.n_rot, rope, **self._where))
-        vector = self._norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
+        out = self.value(f"{blk}.attn_q_rope", width)
+        q = self.add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))
+        out = self.value(f"{blk}.attn_k_shared_rope", latent.n_rot)
+        shared = self.add(Rotate(out, shared, 1, latent.n_rot, rope, **self.where))
+        vector = self.norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
 
-        out_k, out_v = self._value(f"{blk}.attn_k", width), self._value(f"{blk}.attn_v", width_v)
+        out_k, out_v = self.value(f"{blk}.attn_k", width), self.value(f"{blk}.attn_v", width_v)
         if f"{blk}.attn_kv_b.weight" in self.weights.tensors:  # of each head its key, then its value
-            both = self._linear(vector, f"{blk}.attn_kv_b", n_head * (n_own + config.head_dim_v))
-            v = self._add(Heads(out_v, both, n_head, n_own, **self._where))
+            both = self.linear(vector, f"{blk}.attn_kv_b", n_head * (n_own + config.head_dim_v))
+            v = self.add(Heads(out_v, both, n_head, n_own, **self.where))
         else:
             weight = self.weights.heads(f"{blk}.attn_k_b", n_own, latent.rank, n_head)
-            both = self._value(f"{blk}.attn_k_own", n_head * n_own)
-            self._add(TransposedHeads(both, vector, weight, n_head, **self._where))
+            both = self.value(f"{blk}.attn_k_own", n_head * n_own)
+            self.add(TransposedHeads(both, vector, weight, n_head, **self.where))
             weight = self.weights.heads(f"{blk}.attn_v_b", latent.rank, config.head_dim_v, n_head)
-            v = self._add(Linear(out_v, vector, weight, **self._where))
-        return q, self._add(Heads(out_k, both, n_head, 0, shared, **self._where)), v
+            v = self.add(Linear(out_v, vector, weight, **self.where))
+        return q, self.add(Heads(out_k, both, n_head, 0, shared, **self.where)), v
 
     # ---- experts
 
@@ -426,23 +422,21 @@ class _Description:
         """An FFN of experts, what all tokens share beside them, and the sum with the stream x; `given` is
         what entered the layer. mask: predictors of the experts, whose mask is part of the model."""
         blk, d = f"blk.{i}", self.config.n_embd
-        self._enter(i, "ffn")
-        h = self._norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm")
+        self.enter(i, "ffn")
+        h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm")
         routed = given if experts.early else h
-        scores = self._linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
+        scores = self.linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         threshold = None if mask is None else mask.thresholds[i]
-        out = self._add(self._expert_ffn(i, layer, experts, h, scores, threshold))
+        out = self.add(self._expert_ffn(i, layer, experts, h, scores, threshold))
         if experts.n_ff_shared:
-            shared = self._add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
+            shared = self.add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
             if experts.gated_share:
                 weight = self.weights.row(f"{blk}.ffn_gate_inp_shexp", d)
-                share = self._add(Linear(self._value(f"{blk}.ffn_share", 1), h, weight, **self._where))
-                act = Activate(self._value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self._where)
-                factor = self._add(act)
-                shared = self._add(
-                    Multiply(self._value(f"{blk}.ffn_shared", d), shared, factor, **self._where)
-                )
-            out = self._add(Add(self._value(f"{blk}.ffn_sum", d), out, shared, **self._where))
+                share = self.add(Linear(self.value(f"{blk}.ffn_share", 1), h, weight, **self.where))
+                act = Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
+                factor = self.add(act)
+                shared = self.add(Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where))
+            out = self.add(Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
         return self._after_ffn(blk, layer, x, out)
 
     def _expert_ffn(
@@ -458,17 +452,17 @@ class _Description:
         blk = f"blk.{i}"
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
         route = Route(
-            self._value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
+            self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
-            experts.group_best, **self._where,
+            experts.group_best, **self.where,
         )  # fmt: skip
         n, d, width = layer.n_ff, self.config.n_embd, experts.n_used * layer.n_ff
         wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
 
         def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ExpertLinear:
             weights, bias = self.weights.experts(f"{blk}.{tensor}", d, n_rows, experts.n)
-            out = self._value(f"{blk}.{name}", width)
-            return ExpertLinear(out, h, route.out, weights, experts.n, bias, first_row, **self._where)
+            out = self.value(f"{blk}.{name}", width)
+            return ExpertLinear(out, h, route.out, weights, experts.n, bias, first_row, **self.where)
 
         gate: ExpertLinear | None = None
         if not layer.gated:
@@ -482,33 +476,33 @@ class _Description:
         gate_cut, multiply, neurons = self._cut_gate(blk, self.cutoffs[i], gate_act, multiply)
         select: Select = route
         if wanted is not None and threshold is not None:
-            masked = self._value(f"{blk}.ffn_masked", width)
-            select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self._where))
+            masked = self.value(f"{blk}.ffn_masked", width)
+            select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self.where))
             neurons = masked
         by_neuron = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
         rows = (d, n) if by_neuron else (n, d)
         weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
-        out = self._value(f"{blk}.ffn_down", d)
-        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self._where)
+        out = self.value(f"{blk}.ffn_down", d)
+        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self.where)
         return Ffn(
-            out, h, None, gate, up, gate_act, up_act, multiply, select, down, gate_cut=gate_cut, **self._where
+            out, h, None, gate, up, gate_act, up_act, multiply, select, down, gate_cut=gate_cut, **self.where
         )
 
     def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
         """The scores of the chosen experts' predictors, side by side; n: neurons of an expert."""
         blk, d = f"blk.{i}", self.config.n_embd
-        self._enter(i, "predictor")
-        self._add(route)
+        self.enter(i, "predictor")
+        self.add(route)
         rank = self.weights.n_rows(f"{blk}.fc1_exps", -2)
         weights, _ = self.weights.experts(f"{blk}.fc1", d, rank, experts.n)
-        hidden = self._value(f"{blk}.ffn_pred_h", experts.n_used * rank)
-        self._add(ExpertLinear(hidden, h, route.out, weights, experts.n, **self._where))
-        fired = self._value(f"{blk}.ffn_pred_h_act", hidden.width)
-        self._add(Activate(fired, hidden, "relu", **self._where))
+        hidden = self.value(f"{blk}.ffn_pred_h", experts.n_used * rank)
+        self.add(ExpertLinear(hidden, h, route.out, weights, experts.n, **self.where))
+        fired = self.value(f"{blk}.ffn_pred_h_act", hidden.width)
+        self.add(Activate(fired, hidden, "relu", **self.where))
         weights, _ = self.weights.experts(f"{blk}.fc2", rank, n, experts.n)
-        out = self._value(f"{blk}.ffn_pred", experts.n_used * n)
-        self._add(ExpertLinear(out, fired, route.out, weights, experts.n, of_parts=True, **self._where))
-        self._enter(i, "ffn")
+        out = self.value(f"{blk}.ffn_pred", experts.n_used * n)
+        self.add(ExpertLinear(out, fired, route.out, weights, experts.n, of_parts=True, **self.where))
+        self.enter(i, "ffn")
         return out
 
     def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
@@ -518,7 +512,7 @@ class _Description:
         neurons = gate_act.out if product is None else product.out
         down = self._linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
         return Ffn(
-            down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self._where
+            down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
         )  # fmt: skip
 
     # ---- pieces of the FFN
@@ -542,20 +536,20 @@ class _Description:
             if gate is None or scores is not None:
                 raise UnsupportedModelError("a Gaussian top-k is of the gates of all neurons")
             top_k = GaussianTopK(
-                self._value(f"{blk}.ffn_gate_top_k", n), gate.out, layer.activation.top_k, **self._where
+                self.value(f"{blk}.ffn_gate_top_k", n), gate.out, layer.activation.top_k, **self.where
             )
             gate_act = replace(gate_act, x=top_k.out)
         gate_cut, product, neurons = self._cut_gate(blk, cutoffs, gate_act, product)
         select: Select = All()
         if scores is not None:
-            masked = self._value(f"{blk}.ffn_masked", n)
-            select = Mask(masked, neurons, scores, threshold, n_always, **self._where)
+            masked = self.value(f"{blk}.ffn_masked", n)
+            select = Mask(masked, neurons, scores, threshold, n_always, **self.where)
             neurons = masked
         down_cut = self._cut_op(neurons, cutoffs, "down_in", f"{blk}.ffn_cut")
         down = self._down(blk, neurons if down_cut is None else down_cut.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
-            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, top_k=top_k, **self._where,
+            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, top_k=top_k, **self.where,
         )  # fmt: skip
 
     def _activated(
@@ -572,11 +566,11 @@ class _Description:
             return self._activate(up.out, layer, name), None, None
         gate_act, up_act, factor = self._activate(gate.out, layer), None, up.out
         if layer.activation.up is not None:
-            out = self._value(f"{blk}.ffn_up{suffix}_act", up.out.width)
+            out = self.value(f"{blk}.ffn_up{suffix}_act", up.out.width)
             up_act = self._activation(out, up.out, layer.activation.up, layer)
             factor = up_act.out
-        out = self._value(name, up.out.width)
-        return gate_act, up_act, Multiply(out, gate_act.out, factor, **self._where)
+        out = self.value(name, up.out.width)
+        return gate_act, up_act, Multiply(out, gate_act.out, factor, **self.where)
 
     def _cut_gate(
         self, blk: str, cutoffs: LayerCutoffs, gate_act: Activate, product: Multiply | None
@@ -602,68 +596,68 @@ class _Description:
     def _down(self, blk: str, neurons: Value) -> Linear | TransposedLinear:
         """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
         d, weights = self.config.n_embd, self.weights
-        out, transposed = self._value(f"{blk}.ffn_down", d), f"{blk}.ffn_down_t"
+        out, transposed = self.value(f"{blk}.ffn_down", d), f"{blk}.ffn_down_t"
         has_own_bias = f"{transposed}.bias" in weights.tensors
         bias = weights.bias(transposed if has_own_bias else f"{blk}.ffn_down", d)
         if f"{transposed}.weight" in weights.tensors:
             matrix = weights.matrix(transposed, d, neurons.width)
-            return TransposedLinear(out, neurons, matrix, bias, **self._where)
+            return TransposedLinear(out, neurons, matrix, bias, **self.where)
         if f"{transposed}.codes" in weights.tensors:
             codes, scales = weights.planes(transposed, d, neurons.width)
-            return TransposedLinear(out, neurons, codes, bias, scales, **self._where)
+            return TransposedLinear(out, neurons, codes, bias, scales, **self.where)
         matrix = weights.matrix(f"{blk}.ffn_down", neurons.width, d)
         by_channel = weights.by_channel(f"{blk}.ffn_down", neurons.width)
-        return Linear(out, neurons, matrix, bias, by_channel=by_channel, **self._where)
+        return Linear(out, neurons, matrix, bias, by_channel=by_channel, **self.where)
 
     def _low_rank_scores(
         self, blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
     ) -> Value:
         rank = self.weights.n_rows(f"{blk}.{first}")
-        hidden = self._linear(x, f"{blk}.{first}", rank, f"{blk}.ffn_pred_h")
+        hidden = self.linear(x, f"{blk}.{first}", rank, f"{blk}.ffn_pred_h")
         if kind is not None:
-            out = self._value(f"{blk}.ffn_pred_h_act", rank)
-            hidden = self._add(Activate(out, hidden, kind, **self._where))
-        out, bias = self._value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
+            out = self.value(f"{blk}.ffn_pred_h_act", rank)
+            hidden = self.add(Activate(out, hidden, kind, **self.where))
+        out, bias = self.value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
         matrix = self.weights.matrix(f"{blk}.{second}", rank, n)
-        return self._add(Linear(out, hidden, matrix, bias, **self._where))
+        return self.add(Linear(out, hidden, matrix, bias, **self.where))
 
     def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
         """What decides which neurons fire, and how much."""
-        out = self._value(name or f"{x.name}_act", x.width)
+        out = self.value(name or f"{x.name}_act", x.width)
         return self._activation(out, x, layer.activation.gate, layer)
 
     def _activation(self, out: Value, x: Value, kind: ActivationKind, layer: LayerConfig) -> Activate:
         has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one")
         threshold = layer.activation.threshold if has_threshold else 0.0
-        return Activate(out, x, kind, threshold, **self._where)
+        return Activate(out, x, kind, threshold, **self.where)
 
     # ---- small things
 
     def _cut_op(self, x: Value, cutoffs: LayerCutoffs, of: CutoffName, name: str) -> Cutoff | None:
         """None where nothing is cut."""
         threshold = getattr(cutoffs, of)
-        return Cutoff(self._value(name, x.width), x, threshold, of, **self._where) if threshold else None
+        return Cutoff(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
 
     def _cut(self, x: Value, layer: int, of: CutoffName) -> Value:
         op = self._cut_op(x, self.cutoffs[layer], of, f"{x.name}_cut")
-        return x if op is None else self._add(op)
+        return x if op is None else self.add(op)
 
-    def _enter(self, layer: int, part: Part) -> None:
-        self._where = {"layer": layer, "part": part}
+    def enter(self, layer: int, part: Part) -> None:
+        self.where = {"layer": layer, "part": part}
 
-    def _value(self, name: str, width: int) -> Value:
+    def value(self, name: str, width: int) -> Value:
         return self.graph.value(name, width)
 
-    def _add(self, op: Any) -> Value:
+    def add(self, op: Any) -> Value:
         return self.graph.add(op)
 
     def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
         weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
-        by_channel, out = self.weights.by_channel(tensor, x.width), self._value(name or tensor, width)
-        return Linear(out, x, weight, bias, by_channel=by_channel, **self._where)
+        by_channel, out = self.weights.by_channel(tensor, x.width), self.value(name or tensor, width)
+        return Linear(out, x, weight, bias, by_channel=by_channel, **self.where)
 
-    def _linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
-        return self._add(self._linear_op(x, tensor, width, name))
+    def linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
+        return self.add(self._linear_op(x, tensor, width, name))
 
     def _rows_of(self, tensor: str, x: Value, widths: Mapping[str, int]) -> list[Linear]:
         """Products that share one matrix, each with its rows, one after the other; by name of their value."""
@@ -671,27 +665,27 @@ class _Description:
         weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
         by_channel = self.weights.by_channel(tensor, x.width)
         for name, width in widths.items():
-            parts.append(Linear(self._value(name, width), x, weight, bias, first, by_channel, **self._where))
+            parts.append(Linear(self.value(name, width), x, weight, bias, first, by_channel, **self.where))
             first += width
         return parts
 
     def _norm_op(
         self, x: Value, tensor: str, name: str | None = None, eps: float | None = None
     ) -> RMSNorm | LayerNorm:
-        out, weight = self._value(name or tensor, x.width), self.weights.vector(tensor, x.width)
+        out, weight = self.value(name or tensor, x.width), self.weights.vector(tensor, x.width)
         eps = self.config.norm_eps if eps is None else eps
         if self.config.norm == "layer":
             bias = self.weights.bias(tensor, x.width, required=True)
-            return LayerNorm(out, x, weight, bias, eps, **self._where)
-        return RMSNorm(out, x, weight, eps, **self._where)
+            return LayerNorm(out, x, weight, bias, eps, **self.where)
+        return RMSNorm(out, x, weight, eps, **self.where)
 
-    def _norm(self, x: Value, tensor: str, name: str | None = None, eps: float | None = None) -> Value:
-        return self._add(self._norm_op(x, tensor, name, eps))
+    def norm(self, x: Value, tensor: str, name: str | None = None, eps: float | None = None) -> Value:
+        return self.add(self._norm_op(x, tensor, name, eps))
 
-    def _scaled(self, x: Value, factor: float, name: str) -> Value:
+    def scaled(self, x: Value, factor: float, name: str) -> Value:
         if factor == 1.0:
             return x
-        return self._add(Scale(self._value(name, x.width), x, factor, **self._where))
+        return self.add(Scale(self.value(name, x.width), x, factor, **self.where))
 
 
 class _Streams:
@@ -707,101 +701,97 @@ class _Streams:
         self._model, self._n, self._width = model, facts.n_streams, facts.n_embd_layer
         d, n_others = x.width, facts.n_streams - 1
         self._embedded = self._embed(x)
-        others = model._value("altup_others", n_others * d)
-        model._add(Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
-        sized = model._value("altup_sized", n_others * d)
-        model._add(MatchMagnitude(sized, others, x, self.LEAST))
-        self.x = model._add(Heads(model._value("streams", self._n * d), x, 1, 0, sized))
+        others = model.value("altup_others", n_others * d)
+        model.add(Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
+        sized = model.value("altup_sized", n_others * d)
+        model.add(MatchMagnitude(sized, others, x, self.LEAST))
+        self.x = model.add(Heads(model.value("streams", self._n * d), x, 1, 0, sized))
         self._predictions = self.x
 
     def _embed(self, x: Value) -> Value:
         """The embeddings of all layers side by side: of the token's own, and of the embedding x."""
         model, width = self._model, self._width * self._model.config.n_layer
         rows = model.weights.matrix("per_layer_token_embd", width, model.config.n_vocab)
-        own = model._add(Embed(model._value("per_layer_token_embd", width), rows))
-        own = model._scaled(own, math.sqrt(self._width), "per_layer_token_embd_scaled")
-        made = model._scaled(
-            model._linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled"
-        )
+        own = model.add(Embed(model.value("per_layer_token_embd", width), rows))
+        own = model.scaled(own, math.sqrt(self._width), "per_layer_token_embd_scaled")
+        made = model.scaled(model.linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled")
         norm, out = (
             model.weights.vector("per_layer_proj_norm", self._width),
-            model._value("per_layer_norm", width),
+            model.value("per_layer_norm", width),
         )
         eps = model.config.norm_eps
-        made = model._add(RMSNorm(out, made, norm, eps, model.config.n_layer))
-        both = model._add(Add(model._value("per_layer_sum", width), made, own))
-        return model._scaled(both, math.sqrt(0.5), "per_layer_inp")
+        made = model.add(RMSNorm(out, made, norm, eps, model.config.n_layer))
+        both = model.add(Add(model.value("per_layer_sum", width), made, own))
+        return model.scaled(both, math.sqrt(0.5), "per_layer_inp")
 
     def predicted(self, i: int) -> Value:
         """The first stream, as layer i predicts it."""
         model, blk = self._model, f"blk.{i}"
-        model._enter(i, "other")
+        model.enter(i, "other")
         first = self._stream(self.x, 0, f"{blk}.altup_inp")
-        weights = model._linear(
+        weights = model.linear(
             self._routed(first, blk, "altup_predict"), f"{blk}.altup_predict_coef", self._n**2
         )
-        out = model._value(f"{blk}.altup_predicted", self.x.width)
-        added = AddStreams(out, self.x, self.x, weights, self._n, **model._where)
-        self._predictions = model._add(added)
+        out = model.value(f"{blk}.altup_predicted", self.x.width)
+        added = AddStreams(out, self.x, self.x, weights, self._n, **model.where)
+        self._predictions = model.add(added)
         return self._stream(self._predictions, 0, f"{blk}.inp")
 
     def correct(self, i: int, y: Value) -> None:
         """Corrects the streams by what layer i made of the first one, y."""
         model, blk, d = self._model, f"blk.{i}", y.width
-        model._enter(i, "other")
-        weights = model._linear(self._routed(y, blk, "altup_correct"), f"{blk}.altup_correct_coef", self._n)
-        taken = model._scaled(
+        model.enter(i, "other")
+        weights = model.linear(self._routed(y, blk, "altup_correct"), f"{blk}.altup_correct_coef", self._n)
+        taken = model.scaled(
             self._stream(self._predictions, 0, f"{blk}.altup_guess"), -1.0, f"{blk}.altup_taken"
         )
-        off = model._add(Add(model._value(f"{blk}.altup_off", d), y, taken, **model._where))
-        out = model._value(f"{blk}.altup_corrected", self.x.width)
-        corrected = model._add(AddStreams(out, self._predictions, off, weights, self._n, 1.0, **model._where))
+        off = model.add(Add(model.value(f"{blk}.altup_off", d), y, taken, **model.where))
+        out = model.value(f"{blk}.altup_corrected", self.x.width)
+        corrected = model.add(AddStreams(out, self._predictions, off, weights, self._n, 1.0, **model.where))
 
         first = self._stream(corrected, 0, f"{blk}.altup_first")
         scale = model.weights.vector(f"{blk}.altup_correct_scale", d)
-        first = model._add(Scale(model._value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model._where))
-        gate = model._linear(first, f"{blk}.inp_gate", self._width)
-        act = model._value(f"{blk}.inp_gate_act", self._width)
+        first = model.add(Scale(model.value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model.where))
+        gate = model.linear(first, f"{blk}.inp_gate", self._width)
+        act = model.value(f"{blk}.inp_gate_act", self._width)
         kind = model.config.layers[i].activation.gate
-        gate = model._add(Activate(act, gate, kind, **model._where))
-        out = model._value(f"{blk}.inp_gated", self._width)
-        gated = model._add(
-            Multiply(
-                out, gate, self._part(self._embedded, i * self._width, f"{blk}.inp_embd"), **model._where
-            )
+        gate = model.add(Activate(act, gate, kind, **model.where))
+        out = model.value(f"{blk}.inp_gated", self._width)
+        gated = model.add(
+            Multiply(out, gate, self._part(self._embedded, i * self._width, f"{blk}.inp_embd"), **model.where)
         )
-        more = model._norm(model._linear(gated, f"{blk}.proj", d), f"{blk}.post_norm")
-        out = model._value(f"{blk}.streams", self.x.width)
-        self.x = model._add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model._where))
+        more = model.norm(model.linear(gated, f"{blk}.proj", d), f"{blk}.post_norm")
+        out = model.value(f"{blk}.streams", self.x.width)
+        self.x = model.add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model.where))
 
     def joined(self) -> Value:
         """The mean of the streams, each after the first projected and made as large as that."""
         model, x, d = self._model, self.x, self._model.config.n_embd
-        model._where = {}
+        model.where = {}
         matrices = model.weights.heads("altup_unembd_proj", d, d, self._n - 1)
         total = first = self._stream(x, 0, "output_stream_0")
         for j in range(1, self._n):
-            stream, out = self._stream(x, j, f"output_stream_{j}"), model._value(f"output_unembd_{j}", d)
-            stream = model._add(Linear(out, stream, matrices, first_row=(j - 1) * d))
-            out = model._value(f"output_sized_{j}", d)
-            stream = model._add(MatchMagnitude(out, stream, first, self.LEAST))
-            total = model._add(Add(model._value(f"output_sum_{j}", d), total, stream))
-        return model._scaled(total, 1 / self._n, "output_mean")
+            stream, out = self._stream(x, j, f"output_stream_{j}"), model.value(f"output_unembd_{j}", d)
+            stream = model.add(Linear(out, stream, matrices, first_row=(j - 1) * d))
+            out = model.value(f"output_sized_{j}", d)
+            stream = model.add(MatchMagnitude(out, stream, first, self.LEAST))
+            total = model.add(Add(model.value(f"output_sum_{j}", d), total, stream))
+        return model.scaled(total, 1 / self._n, "output_mean")
 
     def _routed(self, x: Value, blk: str, name: str) -> Value:
         """A few numbers, of which the weights of streams are made."""
         model, out = self._model, f"{blk}.{name}_router"
-        h = model._norm(x, f"{blk}.altup_router_norm", f"{out}_norm")
-        h = model._scaled(h, 1 / x.width, f"{out}_scaled")
-        h = model._linear(h, f"{blk}.altup_router", self._n, out)
-        return model._add(SoftCap(model._value(f"{out}_tanh", self._n), h, 1.0, **model._where))
+        h = model.norm(x, f"{blk}.altup_router_norm", f"{out}_norm")
+        h = model.scaled(h, 1 / x.width, f"{out}_scaled")
+        h = model.linear(h, f"{blk}.altup_router", self._n, out)
+        return model.add(SoftCap(model.value(f"{out}_tanh", self._n), h, 1.0, **model.where))
 
     def _stream(self, x: Value, j: int, name: str) -> Value:
         return self._part(x, j * self._model.config.n_embd, name, self._model.config.n_embd)
 
     def _part(self, x: Value, first: int, name: str, width: int | None = None) -> Value:
-        out = self._model._value(name, width or self._width)
-        return self._model._add(Heads(out, x, 1, first, **self._model._where))
+        out = self._model.value(name, width or self._width)
+        return self._model.add(Heads(out, x, 1, first, **self._model.where))
 
 
 class _Weights:

@@ -63,7 +63,7 @@ _N_TOKENS = 512  # of the built-in text, at most
 _STEP = 128
 
 
-def planned(
+def planned(  # noqa: PLR0913
     gguf: GGUFFile,
     config: ModelConfig,
     weights: Overlay,

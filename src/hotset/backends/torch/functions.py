@@ -88,7 +88,8 @@ def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
     """Parts of x [n, parts * width] with the root mean square of like [n, width]."""
     parts = x.unflatten(1, (-1, like.shape[1]))
     found = parts.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
-    return (parts * (like.square().mean(-1).sqrt()[:, None, None] / found)).flatten(1)
+    matched: Tensor = parts * (like.square().mean(-1).sqrt()[:, None, None] / found)
+    return matched.flatten(1)
 
 
 def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
