@@ -1016,10 +1016,7 @@ class HFConfig:
         if types is None:
             interval = integer(self.raw, "full_attention_interval", 4)
             types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n)]
-        if not isinstance(types, list) or len(types) != n or any(t not in _DELTA_TYPES for t in types):
-            raise UnsupportedModelError(
-                "layer_types in config.json holds a kind of layer that is not supported"
-            )
+        types = _checked_types(types, n, _DELTA_TYPES)
         recurrent = [kind == "linear_attention" for kind in types]
         keys: dict[str, Any] = {
             "attention.recurrent_layers": recurrent,
@@ -1045,10 +1042,7 @@ class HFConfig:
             if not isinstance(attends, list):
                 raise FormatError("full_attn_idxs in config.json must be a list of layers")
             types = ["full_attention" if i in attends else "conv" for i in range(n)]
-        if not isinstance(types, list) or len(types) != n or any(t not in _CONV_TYPES for t in types):
-            raise UnsupportedModelError(
-                "layer_types in config.json holds a kind of layer that is not supported"
-            )
+        types = _checked_types(types, n, _CONV_TYPES)
         heads = [0 if kind == "conv" else self.n_head_kv for kind in types]
         return {"attention.head_count_kv": heads, "shortconv.l_cache": self.conv_kernel}
 
@@ -1231,10 +1225,7 @@ class HFConfig:
         types = config.get("layer_types")
         if types is not None:
             known = ("full_attention", "sliding_attention")
-            if not isinstance(types, list) or len(types) != n or any(t not in known for t in types):
-                raise UnsupportedModelError(
-                    "layer_types in config.json holds a kind of layer that is not supported"
-                )
+            types = _checked_types(types, n, known)
             windowed = [kind == "sliding_attention" for kind in types]
         elif period or config.get("sliding_window_pattern") is not None:
             pattern = integer(config, "sliding_window_pattern", period)
@@ -1421,3 +1412,10 @@ class HFConfig:
         turns = integer(rope, "original_max_position_embeddings") * freq / (2 * math.pi)
         smooth = np.clip((turns - low) / (high - low), 0, 1)
         return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _checked_types(types: Any, n: int, known: tuple[str, ...]) -> list[str]:
+    """layer_types of n layers. Raises UnsupportedModelError for anything else than known kinds."""
+    if not isinstance(types, list) or len(types) != n or any(kind not in known for kind in types):
+        raise UnsupportedModelError("layer_types in config.json holds a kind of layer that is not supported")
+    return types
