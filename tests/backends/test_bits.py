@@ -240,14 +240,6 @@ WAYS = [Way(*way) for way in itertools.product((64, 5, 1), (3, 1), (False, True)
 FEW_WAYS = [Way(64, 3, False), Way(5, 1, True), Way(1, 3, True)]
 
 
-def first_of_each_architecture() -> list[str]:
-    kinds = {
-        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
-        for name, recipe in reversed((tiny_models.RECIPES | tiny_models.EXPERTS).items())
-    }
-    return list(kinds.values())
-
-
 def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
     settings = {
         "n_ctx": N_CTX, "backend": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
@@ -336,7 +328,7 @@ def bits_of_recipe(
     return found
 
 
-@pytest.mark.parametrize("name", first_of_each_architecture())
+@pytest.mark.parametrize("name", tiny_models.first_of_each_architecture())
 def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
     """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
     found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)
@@ -354,7 +346,10 @@ def test_modes_and_caches_of_every_recipe(name: str, tmp_path: Path, run_folder:
 
 
 def test_every_architecture_has_a_recipe_with_a_q8_0_cache() -> None:
-    kinds = {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in first_of_each_architecture()}
+    kinds = {
+        (tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind
+        for name in tiny_models.first_of_each_architecture()
+    }
     table = json.loads(TABLE.read_text())["bits"]
     having = {name.split("/")[1] for name in table if name.endswith("/q8_0")}
     assert kinds == {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in having}

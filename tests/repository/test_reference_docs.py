@@ -10,7 +10,7 @@ from cli_runs import command_of
 from paths import DOCS
 
 FOLDER = DOCS / "reference"
-NAMES = ("cli.md", "python.md")
+NAMES = ("cli.md", "python.md", "../MODELS.md")
 
 
 @pytest.fixture(scope="module")

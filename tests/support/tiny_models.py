@@ -46,7 +46,7 @@ class TinyModel:
     """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading.
 
     written_as: replaces entries of the saved config.json. config: of the configuration's class, where it is
-    not called as the model is.
+    not called as the model is. settings of a model that sees are those of its text model.
     """
 
     kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM; or of `OWN`
@@ -54,6 +54,7 @@ class TinyModel:
     patch: Callable[[torch.nn.Module], None] | None = None
     written_as: dict[str, Any] = field(default_factory=dict)
     config: str | None = None
+    vision: dict[str, Any] | None = None  # of a model that sees: settings of that part
 
 
 class DReLU(torch.nn.Module):
@@ -142,6 +143,37 @@ def two_ropes(linear: float | None = None) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
+def mrope(*section: int) -> dict[str, Any]:
+    """Pairs of channels for time, height and width: of a text all have the same position."""
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+    return {"rope_parameters": parameters}
+
+
+VISION = {
+    "depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 96,
+    "intermediate_size": 32,
+}  # fmt: skip
+MINISTRAL = {
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 200,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 16.0,
+        "beta_slow": 1.0,
+    },
+}  # fmt: skip
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+GPT2 = {
+    "n_embd": 96,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_inner": 160,
+    "n_positions": 256,
+    "layer_norm_epsilon": 1e-2,
+}
+LAYER_NORMS = {"layer_norm_eps": 1e-2, "pad_token_id": 0}
+NEOX = {**LAYER_NORMS, "hidden_act": "gelu"}
+COHERE = {**LAYER_NORMS, "logit_scale": 0.3}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 50.0, "factor": 1.0}}
 LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 WIDE_HEADS = {"head_dim": 32}  # 6 heads of 32 in a width of 96
 FALCON = {"ffn_hidden_size": 160, "layer_norm_epsilon": 1e-2, "bias": False, "alibi": False}
@@ -288,6 +320,131 @@ RECIPES: dict[str, TinyModel] = {
         | {"activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2, "hidden_activation": "silu"},
         config="Gemma3nText",
     ),
+    "gemma": TinyModel("Gemma", {"head_dim": 32}),
+    "gemma-narrow": TinyModel("Gemma", {"head_dim": 16, "tie_word_embeddings": False, **ONE_KV_HEAD}),
+    "gemma-biases": TinyModel("Gemma", {"head_dim": 24, "attention_bias": True, **rope("linear")}),
+    "gpt2": TinyModel("GPT2", GPT2),
+    "gpt2-wide": TinyModel("GPT2", {**GPT2, "n_inner": 224, "n_head": 3}),
+    "gpt2-untied": TinyModel(
+        "GPT2", {**GPT2, "n_inner": None, "activation_function": "relu", "tie_word_embeddings": False}
+    ),
+    "gptneox": TinyModel("GPTNeoX", NEOX),
+    "gptneox-serial": TinyModel("GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0}),
+    "gptneox-wide": TinyModel(
+        "GPTNeoX", {**NEOX, "num_attention_heads": 3, "attention_bias": False, "rotary_emb_base": 500}
+    ),
+    "phi2": TinyModel("Phi", LAYER_NORMS),
+    "phi2-groups": TinyModel("Phi", {**LAYER_NORMS, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "phi2-rotated": TinyModel(
+        "Phi", {**LAYER_NORMS, **rope("linear", partial_rotary_factor=1.0), "num_key_value_heads": 6}
+    ),
+    "starcoder2": TinyModel("Starcoder2", {"norm_epsilon": 1e-2}),
+    "starcoder2-window": TinyModel(
+        "Starcoder2", {"norm_epsilon": 1e-2, "sliding_window": 24, "num_attention_heads": 3, **ONE_KV_HEAD}
+    ),
+    "starcoder2-unbiased": TinyModel(
+        "Starcoder2", {"norm_epsilon": 1e-2, "use_bias": False, "tie_word_embeddings": False}
+    ),
+    "stablelm": TinyModel("StableLm", LAYER_NORMS),
+    "stablelm-parallel": TinyModel(
+        "StableLm", {**LAYER_NORMS, "use_parallel_residual": True, "use_qkv_bias": True}
+    ),
+    "stablelm-rotated": TinyModel(
+        "StableLm",
+        {**LAYER_NORMS, **rope("linear", partial_rotary_factor=1.0), "tie_word_embeddings": True}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
+    "command-r": TinyModel("Cohere", COHERE),
+    "command-r-biases": TinyModel("Cohere", {**COHERE, "attention_bias": True, "num_key_value_heads": 6}),
+    "command-r-heads": TinyModel("Cohere", {**COHERE, "num_attention_heads": 3, **ONE_KV_HEAD}),
+    "cohere2": TinyModel("Cohere2", {**COHERE, "num_hidden_layers": 5, "sliding_window": 24}),
+    "cohere2-full": TinyModel("Cohere2", {**COHERE, "layer_types": ["full_attention"] * 3}),
+    "cohere2-pattern": TinyModel(
+        "Cohere2",
+        {**COHERE, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"sliding_window": 24, "num_attention_heads": 3, **ONE_KV_HEAD},
+    ),
+    "jais2": TinyModel("Jais2", LAYER_NORMS),
+    "jais2-unbiased": TinyModel(
+        "Jais2", {**LAYER_NORMS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}
+    ),
+    "jais2-heads": TinyModel("Jais2", {**LAYER_NORMS, "num_attention_heads": 3, **ONE_KV_HEAD, **LLAMA3}),
+    "seed_oss": TinyModel("SeedOss", WIDE_HEADS),
+    "seed_oss-unbiased": TinyModel(
+        "SeedOss", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}
+    ),
+    "seed_oss-biases": TinyModel(
+        "SeedOss",
+        {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True, "num_key_value_heads": 1}
+        | rope("yarn"),
+    ),
+    "ernie4_5": TinyModel("Ernie4_5", WIDE_HEADS),
+    "ernie4_5-biases": TinyModel("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4_5-untied": TinyModel(
+        "Ernie4_5", {"head_dim": 24, "tie_word_embeddings": False, "num_key_value_heads": 1}
+    ),
+    "chatglm": TinyModel("Glm", {"head_dim": 32, "pad_token_id": 0, "attention_bias": True}),
+    "chatglm-unbiased": TinyModel(
+        "Glm", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
+    ),
+    "chatglm-rotated": TinyModel(
+        "Glm",
+        {"head_dim": 32, "pad_token_id": 0, "num_key_value_heads": 3}
+        | rope("linear", partial_rotary_factor=1.0),
+    ),
+    "olmo2": TinyModel("Olmo2"),
+    "olmo2-heads": TinyModel("Olmo2", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
+    "olmo2-tied": TinyModel("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 6, **LLAMA3}),
+    "olmo3": TinyModel("Olmo3", {"num_hidden_layers": 5, "sliding_window": 24}),
+    "olmo3-yarn": TinyModel(
+        "Olmo3",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": rope("yarn")["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            }
+        },
+    ),
+    "exaone4": TinyModel("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24}),
+    "exaone4-full": TinyModel(
+        "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3}
+    ),
+    "exaone4-pattern": TinyModel(
+        "Exaone4",
+        {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+    ),
+    "hunyuan-dense": TinyModel("HunYuanDenseV1", WIDE_HEADS),
+    "hunyuan-dense-alpha": TinyModel("HunYuanDenseV1", {"head_dim": 16, **DYNAMIC}),
+    "hunyuan-dense-tied": TinyModel(
+        "HunYuanDenseV1",
+        {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
+    ),
+    "mistral3": TinyModel("Ministral3", MINISTRAL),
+    "mistral3-plain": TinyModel(
+        "Ministral3",
+        {"head_dim": 16, **ONE_KV_HEAD, "sliding_window": 24}
+        | rope("linear", llama_4_scaling_beta=0.0, original_max_position_embeddings=64),
+    ),
+    "mistral3-sees": TinyModel(
+        "Mistral3",
+        {**MINISTRAL, "model_type": "ministral3", "tie_word_embeddings": True, "head_dim": 24},
+        vision={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "model_type": "pixtral"},
+    ),
+    "qwen2vl": TinyModel("Qwen2VL", mrope(3, 3, 2), vision=VISION),
+    "qwen2vl-tied": TinyModel(
+        "Qwen2VL",
+        {**mrope(8, 4, 4), "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        vision=VISION,
+    ),
+    "qwen25vl": TinyModel("Qwen2_5_VL", {**mrope(2, 3, 3), "num_key_value_heads": 6}, vision=VISION),
+    "qwen3vl": TinyModel("Qwen3VL", {**WIDE_HEADS, **mrope(6, 5, 5)}, vision=VISION),
+    "qwen3vl-tied": TinyModel(
+        "Qwen3VL",
+        {"head_dim": 16, **mrope(4, 2, 2), "tie_word_embeddings": True, "attention_bias": True},
+        vision=VISION,
+    ),
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
@@ -321,6 +478,14 @@ DEEPSEEK = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 6, "kv_lora_rank": 40,
     "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
+MISTRAL4 = {
+    **DEEPSEEK, "first_k_dense_replace": 0, "q_lora_rank": 28,
+    "rope_parameters": MINISTRAL["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+DSA = {
+    **DEEPSEEK, "q_lora_rank": 28, "n_routed_experts": 12, "n_group": 3, "topk_group": 2,
+    "index_n_heads": 4, "index_head_dim": 16, "index_topk": 192,
+}  # fmt: skip
 DEEPSEEK_GROUPS = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "q_lora_rank": 28}
 LFM2_EXPERTS = {
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "norm_eps": 1e-2,
@@ -336,6 +501,25 @@ DELTA = {
 DELTA_EXPERTS = {
     **DELTA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+ERNIE = {
+    "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}  # fmt: skip
+EXAONE_EXPERTS = {
+    "num_hidden_layers": 5, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "sliding_window": 24,
+}  # fmt: skip
+MINIMAX = {**WIDE_HEADS, "num_local_experts": 6, "num_experts_per_tok": 3}
+DOTS1 = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+    "num_key_value_heads": 6,
+}  # fmt: skip
+AFMOE = {
+    "num_hidden_layers": 5, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "mup_enabled": True,
+    "moe_intermediate_size": 48, "num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 1.7,
+    "sliding_window": 24,
 }  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
@@ -392,6 +576,85 @@ EXPERTS: dict[str, TinyModel] = {
         {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}
         | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
+    "ernie4_5-moe": TinyModel("Ernie4_5_Moe", ERNIE),
+    "ernie4_5-moe-alone": TinyModel(
+        "Ernie4_5_Moe",
+        {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": True, "moe_k": 1}
+        | {"tie_word_embeddings": False},
+    ),
+    "ernie4_5-moe-heads": TinyModel(
+        "Ernie4_5_Moe", {**ERNIE, "num_attention_heads": 3, **ONE_KV_HEAD, "moe_layer_start_index": 2}
+    ),
+    "exaone-moe": TinyModel("ExaoneMoe", EXAONE_EXPERTS),
+    "exaone-moe-groups": TinyModel(
+        "ExaoneMoe", {**EXAONE_EXPERTS, "num_experts": 12, "n_group": 3, "topk_group": 2}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "exaone-moe-pattern": TinyModel(
+        "ExaoneMoe",
+        {**EXAONE_EXPERTS, "num_hidden_layers": 3, "num_experts_per_tok": 1, "num_shared_experts": 2}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"num_attention_heads": 3, **ONE_KV_HEAD, "tie_word_embeddings": True},
+    ),
+    "hunyuan-moe": TinyModel("HunYuanMoEV1", {**WIDE_HEADS, "num_experts": 6, "moe_topk": 3}),
+    "hunyuan-moe-alpha": TinyModel(
+        "HunYuanMoEV1", {"head_dim": 16, "num_experts": 5, "moe_topk": 1, **DYNAMIC}
+    ),
+    "hunyuan-moe-tied": TinyModel(
+        "HunYuanMoEV1",
+        {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "tie_word_embeddings": True, **ONE_KV_HEAD}
+        | {"attention_bias": True},
+    ),
+    "minimax-m2": TinyModel("MiniMaxM2", MINIMAX),
+    "minimax-m2-partial": TinyModel("MiniMaxM2", {**MINIMAX, "rotary_dim": 16, "num_experts_per_tok": 1}),
+    "minimax-m2-tied": TinyModel(
+        "MiniMaxM2", {**MINIMAX, "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}
+    ),
+    "dots1": TinyModel("Dots1", DOTS1),
+    "dots1-groups": TinyModel(
+        "Dots1",
+        {**DOTS1, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
+        | {"norm_topk_prob": False, "attention_bias": True},
+    ),
+    "dots1-window": TinyModel(
+        "Dots1",
+        {**DOTS1, "sliding_window": 24, "max_window_layers": 1, "num_experts_per_tok": 1}
+        | {"num_attention_heads": 3, **ONE_KV_HEAD},
+    ),
+    "afmoe": TinyModel("Afmoe", AFMOE),
+    "afmoe-pattern": TinyModel(
+        "Afmoe",
+        {**AFMOE, "num_hidden_layers": 3, "num_dense_layers": 0, "num_experts_per_tok": 1}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "afmoe-heads": TinyModel(
+        "Afmoe", {**AFMOE, "head_dim": 32, **ONE_KV_HEAD, "num_shared_experts": 2, "attention_bias": True}
+    ),
+    "qwen3vlmoe": TinyModel(
+        "Qwen3VLMoe", {**WIDE_HEADS, **QWEN_EXPERTS, **mrope(6, 5, 5)}, vision=VISION
+    ),
+    "qwen3vlmoe-tied": TinyModel(
+        "Qwen3VLMoe",
+        {**QWEN_EXPERTS, **mrope(4, 2, 2), "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}
+        | {"num_experts_per_tok": 1, "attention_bias": True},
+        vision=VISION,
+    ),
+    "mistral4": TinyModel("Mistral4", MISTRAL4),
+    "mistral4-dense": TinyModel(
+        "Mistral4",
+        {**MISTRAL4, "first_k_dense_replace": 2, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"num_experts_per_tok": 1, "v_head_dim": 24},
+    ),
+    "deepseek32": TinyModel("DeepseekV32", DSA),
+    "deepseek32-tied": TinyModel(
+        "DeepseekV32",
+        {**DSA, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True, "norm_topk_prob": False}
+        | {"num_experts_per_tok": 1, "v_head_dim": 24, "first_k_dense_replace": 2},
+    ),
+    "glm-dsa": TinyModel("GlmMoeDsa", {**DSA, "n_group": 1, "topk_group": 1}),
+    "glm-dsa-groups": TinyModel(
+        "GlmMoeDsa", {**DSA, "qk_nope_head_dim": 32, "kv_lora_rank": 48, "num_experts_per_tok": 2}
+    ),
     "deepseek": TinyModel(
         "Llama",
         {"num_key_value_heads": 6},
@@ -422,6 +685,16 @@ EXPERTS: dict[str, TinyModel] = {
 }  # fmt: skip
 """Mixtures of experts."""
 
+
+def first_of_each_architecture() -> list[str]:
+    """One recipe of each architecture; the others are `slow` tests."""
+    kinds = {
+        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
+        for name, recipe in reversed((RECIPES | EXPERTS).items())
+    }
+    return list(kinds.values())
+
+
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 32 channels in a width of 96
 HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("qwen2", "bamboo", "falcon-7b", "opt", "nemotron", "granite-relu"), THREE_HEADS),
@@ -437,9 +710,21 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
 def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
     if recipe.kind in OWN:
         return OWN[recipe.kind](settings)
-    config_class = getattr(transformers, f"{recipe.config or recipe.kind}Config")
-    model_class = getattr(transformers, f"{recipe.kind}ForCausalLM")
-    return model_class(config_class(**settings))
+    return getattr(transformers, class_of(recipe))(config_of(recipe, settings))
+
+
+def config_of(recipe: TinyModel, settings: dict[str, Any]) -> transformers.PretrainedConfig:
+    if recipe.vision is not None:
+        tied = settings.get("tie_word_embeddings", False)
+        settings = {"text_config": settings, "vision_config": recipe.vision, "tie_word_embeddings": tied}
+    return getattr(transformers, f"{recipe.config or recipe.kind}Config")(**settings)
+
+
+def class_of(recipe: TinyModel) -> str:
+    """The name of the transformers class."""
+    if recipe.kind == "GPT2":
+        return "GPT2LMHeadModel"
+    return f"{recipe.kind}For{'CausalLM' if recipe.vision is None else 'ConditionalGeneration'}"
 
 
 def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:

@@ -31,7 +31,10 @@ BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "c
 RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
 
 
-@pytest.fixture(params=RECIPES)
+FIRST = tiny_models.first_of_each_architecture()
+
+
+@pytest.fixture(params=[pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in RECIPES])
 def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
     """(open GGUF file, sequences of token ids, their logits by transformers)."""
     name = request.param

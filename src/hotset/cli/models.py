@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,9 +60,15 @@ def list_command(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Also the models of the catalogue that are not here yet.")
     ] = False,
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="The architectures that hotset runs, instead of models.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the models of the store, ReLU models marked."""
+    """List the models of the store, ReLU models marked, or the supported architectures."""
+    if architectures:
+        _list_architectures(json)
+        return
     memory = store.usable_memory()
     local = store.list_models()
     items: list[dict[str, Any]] = [
@@ -122,6 +129,17 @@ def list_command(
     print_table(columns, rows)
 
 
+def _list_architectures(json: bool) -> None:
+    from hotset.model.supported import supported
+
+    rows = [asdict(row) for row in supported()]
+    if json:
+        print_json(rows)
+    else:
+        columns = ["architecture", "kind", "sparsity", "compared with"]
+        print_table(columns, [list(row.values()) for row in rows])
+
+
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models of the store.")],
     json: options.Json = False,
@@ -176,9 +194,9 @@ def show(
 def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[str, Any]:
     """The facts of a file as plain values. An architecture that cannot run still has most of them."""
     from hotset.errors import HotsetError
-    from hotset.model.config import config_from_gguf
     from hotset.model.cost import Cost
     from hotset.model.decoder import describe as describe_graph
+    from hotset.model.supported import read_config
 
     types: dict[str, dict[str, int]] = {}
     for tensor in gguf.tensors.values():
@@ -206,7 +224,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "chat_template": "tokenizer.chat_template" in meta,
     }
     try:
-        config = config_from_gguf(gguf, activation=activation)
+        config = read_config(gguf, activation=activation)
         cost = Cost(describe_graph(config, gguf.tensors), gguf.tensors)
         sparsity = _sparsity(gguf, config)
     except HotsetError as error:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
+from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
@@ -64,8 +64,13 @@ ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 # The layers of mtp predict more than one token: they are left out.
-_OUTPUT = "lm_head.weight"
-_IGNORED = re.compile(r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_OUTPUTS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
+_IGNORED = re.compile(
+    r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
+)
+# Of models that see: the other parts, and what stands before the names of the text model's tensors.
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+_TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 _BARE = frozenset({"ssm_a"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
@@ -289,6 +294,8 @@ class _Place:
 
 def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
+    if hf.sees:
+        name = _TEXT_MODEL.sub("", name)
     # OPT's .bin files leave out the first part of each name.
     prefix = hf.layers.partition(".")[0] + "."
     full = name if name.startswith((prefix, "lm_head.")) else prefix + name
@@ -356,20 +363,23 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     if tied and dialect == "powerinfer" and config.architecture != "opt":
         # Its engine ties OPT's output only.
         values = checkpoint.tensors[_embedding(places)]
-        yield "output.weight", _source(values, "output.weight", _OUTPUT, config, dialect)
+        yield "output.weight", _source(values, "output.weight", _OUTPUTS[0], config, dialect)
 
 
 def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     """The tensors of the checkpoint that become some of the file, and whether the embedding is the output."""
-    tied = config.tied
-    if config.architecture == "falcon" and _OUTPUT in checkpoint.tensors:
+    tied, hf = config.tied, config.hf_class
+    output = next((name for name in _OUTPUTS if name in checkpoint.tensors), None)
+    if config.architecture == "falcon" and output is not None:
         # Many say nothing and have a matrix of their own.
         tied = config.raw.get("tie_word_embeddings") is True
-    if not tied and _OUTPUT not in checkpoint.tensors:
-        raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUT}, and its config does not tie it")
-    extra = tuple(f"{config.hf_class.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
+    if not tied and output is None:
+        raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
+    extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
     found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
-    return [n for n in found if not (tied and n == _OUTPUT)], tied
+    if hf.sees:
+        found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
+    return [n for n in found if not (tied and n == output)], tied
 
 
 def _n_parts(config: HFConfig) -> int:
@@ -449,12 +459,17 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
     row, hf = ARCHITECTURES[config.architecture], config.hf_class
     expected = _shape(target, config)
-    if not _fits(values.shape, expected):
+    if _stem(target) == "exp_probs_b" and values.ndim == 2 and len(values) == 1:
+        values = values[0]
+    by_input = hf.stores_by_input and values.ndim == 2 and target.startswith("blk.")
+    if not _fits(values.shape[::-1] if by_input else values.shape, expected):
         raise FormatError(
             f"the tensor {name} of the checkpoint is {list(values.shape)}, and its config.json says "
             f"{'that there is none' if expected is None else list(expected)}"
         )
     stem = _stem(target)
+    if by_input:
+        return Origin(values, transposed=True)
     if config.delta is not None and stem in _OF_DELTA:
         return _delta_source(values, stem, config.delta)
     if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
@@ -484,6 +499,8 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:
 def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     """What the tensor must be, outermost first; None: such a model has none of this name. ANY: the rank of a
     predictor, which config.json does not say."""
+    if ".indexer." in target:
+        return _shape_of_indexer(target, config)
     d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
@@ -494,6 +511,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "attn_v": (kv, d),
         "attn_qkv": (heads + 2 * kv, d),
         "attn_output": (d, heads),
+        "attn_gate": (heads, d),
         "ffn_up": (config.n_ff * (2 if config.hf_class.fused_gate else 1), d),
         "ffn_down": (d, config.n_ff),
         "fc1": (ANY, d),
@@ -570,6 +588,21 @@ def _altup_shapes(altup: HFAltUp, config: HFConfig) -> dict[str, tuple[int, ...]
         "inp_gate": (width, d),
         "proj": (d, width),
     }
+
+
+def _shape_of_indexer(target: str, config: HFConfig) -> tuple[int, ...] | None:
+    """As _shape."""
+    latent = config.latent
+    if not config.hf_class.indexed or latent is None:
+        return None
+    n_head, dim = (integer(config.raw, entry, high=1 << 14) for entry in ("index_n_heads", "index_head_dim"))
+    shapes = {
+        "attn_q_b": (n_head * dim, latent.rank_q),
+        "attn_k": (dim, config.n_embd),
+        "k_norm": (dim,),
+        "proj": (n_head, config.n_embd),
+    }
+    return shapes.get(_stem(target))
 
 
 def _stem(target: str) -> str:

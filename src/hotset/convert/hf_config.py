@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -64,13 +64,15 @@ _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm
 
 
 # What some classes call an entry of config.json → what it is called here.
-_SYNONYMS = {
+SYNONYMS = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
     "n_embed": "hidden_size",  # of Falcon's first checkpoints, as the next two
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",  # of GPT-2, as the next
+    "n_positions": "max_position_embeddings",
 }
 
 
@@ -119,13 +121,18 @@ class HFClass:
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
     sections: config.json may have mrope_section.
-    numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
+    sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
+    indexed: see Architecture.
+    own_names: entry → what the class calls it; that of the plain name does not count.
+    numbers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive number
+    (null leaves the key out) or a truth value.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
     and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
+    stores_by_input: matrices of layers are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
@@ -143,8 +150,12 @@ class HFClass:
     defaults: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     sections: bool = False
+    sees: bool = False
+    indexed: bool = False
+    own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
     norms_less_one: bool = False
     rotates: RopeKind = "neox"
@@ -153,6 +164,7 @@ class HFClass:
     fused_gate: bool = False
     latent: bool = False
     activates_up: bool = False
+    stores_by_input: bool = False
     experts: HFExperts | None = None
     layouts: bool = False
     short_conv: bool = False
@@ -402,8 +414,408 @@ _LATENT_NAMES = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_k_b attn_v_b",  # of each head the rows of its key, then of its value
 }
+_POST_NORMS = {
+    **_LLAMA_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GPT2_NAMES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_BIASED_CHOICE = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
+}
+_COHERE: dict[str, Any] = {
+    "epsilon": "layer_norm_eps",
+    "tied": True,
+    "numbers": {"logit_scale": "logit_scale"},
+    "rotates": "norm",
+}
+_COHERE_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+}
+_OLMO_DEFAULTS: dict[str, Any] = _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5}
+_EXAONE_DEFAULTS: dict[str, Any] = _OLMO_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 32}
+_EXAONE_WINDOWS = ("sliding_window", "layer_types", "sliding_window_pattern")
+_HUNYUAN_NAMES = {
+    **_LLAMA_NAMES,
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
+_ERNIE_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+}
+_MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_MINISTRAL = HFClass(
+    "mistral3",
+    defaults=_LLAMA_DEFAULTS
+    | {
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": _MINISTRAL_ROPE,
+    },
+    windows=("sliding_window",),
+)
+_QWEN2VL = HFClass(
+    "qwen2vl",
+    defaults=_QWEN_DEFAULTS
+    | {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+        "rope_theta": 1e6,
+    },
+    windows=("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+    sections=True,
+    sees=True,
+)
+_INDEXED: dict[str, Any] = {
+    "layer_tensors": _LATENT_NAMES
+    | {
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "self_attn.indexer.wq_b": "indexer.attn_q_b",
+        "self_attn.indexer.wk": "indexer.attn_k",
+        "self_attn.indexer.k_norm": "indexer.k_norm",
+        "self_attn.indexer.weights_proj": "indexer.proj",
+    },
+    "numbers": {"expert_weights_scale": "routed_scaling_factor"},
+    "rotates": "norm",
+    "latent": True,
+    "indexed": True,
+    "experts": HFExperts(
+        **_DEEPSEEK_EXPERTS,
+        groups=("n_group", "topk_group"),
+        scoring="sigmoid",
+        methods={"noaux_tc": True},
+    ),
+}
+_INDEXED_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 163840, "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+    "index_topk": 2048, "index_head_dim": 128,
+}  # fmt: skip
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
+    "GPT2LMHeadModel": HFClass(
+        "gpt2",
+        tensors={
+            "transformer.wte": "token_embd",
+            "transformer.wpe": "position_embd",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+        },
+        layers="transformer.h",
+        layer_tensors=_GPT2_NAMES,
+        ff="n_inner",
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        tied=True,
+        defaults={
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 1024,
+        },
+        required={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        stores_by_input=True,
+    ),
+    "GPTNeoXForCausalLM": HFClass(
+        "gptneox",
+        tensors={
+            "gpt_neox.embed_in": "token_embd",
+            "gpt_neox.final_layer_norm": "output_norm",
+            "gpt_neox.embed_out": "output",
+            "lm_head": "output",
+        },
+        layers="gpt_neox.layers",
+        layer_tensors={
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "attention.query_key_value": "attn_qkv",
+            "attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        epsilon="layer_norm_eps",
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        flags={"use_parallel_residual": "use_parallel_residual"},
+        own_names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        partial=True,
+        grouped_qkv=True,
+    ),
+    "PhiForCausalLM": HFClass(
+        "phi2",
+        tensors=_LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
+        layer_tensors=_LLAMA_NAMES
+        | {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
+        epsilon="layer_norm_eps",
+        defaults={
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.5,
+        },
+        required={"qk_layernorm": False},
+        partial=True,
+    ),
+    "Starcoder2ForCausalLM": HFClass(
+        "starcoder2",
+        layer_tensors=_LLAMA_NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+        epsilon="norm_epsilon",
+        tied=True,
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+        },
+        windows=("sliding_window",),
+    ),
+    "StableLmForCausalLM": HFClass(
+        "stablelm",
+        epsilon="layer_norm_eps",
+        defaults={
+            "hidden_act": "silu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": False,
+        },
+        required={"qk_layernorm": False},
+        flags={"use_parallel_residual": "use_parallel_residual"},
+        partial=True,
+    ),
+    "CohereForCausalLM": HFClass(
+        "command-r",
+        **_COHERE,
+        defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5},
+        required={"use_qk_norm": False},
+    ),
+    "Cohere2ForCausalLM": HFClass(
+        "cohere2",
+        **_COHERE,
+        defaults=_COHERE_DEFAULTS | {"sliding_window": 4096},
+        windows=("sliding_window", "layer_types", "sliding_window_pattern"),
+    ),
+    "Jais2ForCausalLM": HFClass(
+        "jais2",
+        epsilon="layer_norm_eps",
+        defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "max_position_embeddings": 8192},
+    ),
+    "GemmaForCausalLM": HFClass(
+        "gemma",
+        tied=True,
+        norms_less_one=True,
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 8192,
+            "head_dim": 256,
+            "num_key_value_heads": 16,
+        },
+        required={"use_bidirectional_attention": False},
+    ),
+    "SeedOssForCausalLM": HFClass(
+        "seed_oss",
+        layer_tensors=_LLAMA_NAMES | {"post_attention_layernorm": "post_attention_norm"},
+        defaults=_LLAMA_DEFAULTS
+        | {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "Ernie4_5ForCausalLM": HFClass(
+        "ernie4_5",
+        tied=True,
+        defaults=_ERNIE_DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128},
+        rotates="norm",
+    ),
+    "Ernie4_5_MoeForCausalLM": HFClass(
+        "ernie4_5-moe",
+        layer_tensors=_LLAMA_NAMES
+        | _EXPERT_NAMES
+        | _SHARED_EXPERTS
+        | {
+            "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+            "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        tied=True,
+        defaults=_ERNIE_DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        required={"moe_layer_interval": 1},
+        rotates="norm",
+        experts=HFExperts(
+            n="moe_num_experts",
+            n_used="moe_k",
+            normalised=None,
+            n_shared="moe_num_shared_experts",
+            n_dense="moe_layer_start_index",
+        ),
+    ),
+    "GlmForCausalLM": HFClass(
+        "chatglm",
+        layer_tensors=_LLAMA_NAMES | {"mlp.gate_up_proj": "ffn_up"},
+        defaults={"hidden_act": "silu", "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}
+        | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
+        rotates="norm",
+        partial=True,
+        fused_gate=True,
+    ),
+    "Olmo2ForCausalLM": HFClass("olmo2", layer_tensors=_POST_NORMS, defaults=_OLMO_DEFAULTS),
+    "Olmo3ForCausalLM": HFClass(
+        "olmo2",
+        layer_tensors=_POST_NORMS,
+        defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5},
+        windows=("sliding_window", "layer_types"),
+    ),
+    "Exaone4ForCausalLM": HFClass(
+        "exaone4", layer_tensors=_POST_NORMS, defaults=_EXAONE_DEFAULTS, windows=_EXAONE_WINDOWS
+    ),
+    "ExaoneMoeForCausalLM": HFClass(
+        "exaone-moe",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _SHARED_EXPERTS | _BIASED_CHOICE,
+        defaults=_EXAONE_DEFAULTS
+        | {
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        windows=_EXAONE_WINDOWS,
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        experts=HFExperts(
+            n_shared="num_shared_experts", n_dense="first_k_dense_replace", groups=("n_group", "topk_group")
+        ),
+    ),
+    "HunYuanDenseV1ForCausalLM": HFClass(
+        "hunyuan-dense", layer_tensors=_HUNYUAN_NAMES, defaults=_OLMO_DEFAULTS
+    ),
+    "HunYuanMoEV1ForCausalLM": HFClass(
+        "hunyuan-moe",
+        layer_tensors=_HUNYUAN_NAMES
+        | _EXPERT_NAMES
+        | {
+            "mlp.gate.wg": "ffn_gate_inp",
+            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+        },
+        defaults=_OLMO_DEFAULTS | {"num_experts": 1, "moe_topk": 1},
+        experts=HFExperts(
+            "intermediate_size", n_used="moe_topk", normalised=None, ff_shared="intermediate_size"
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": HFClass(
+        "minimax-m2",
+        layer_tensors=_MIXTRAL_NAMES
+        | {
+            "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+            "mlp.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 196608,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_theta": 5e6,
+        },
+        required={"scoring_func": "sigmoid", "use_qk_norm": True, "shared_intermediate_size": 0},
+        partial=True,
+        experts=HFExperts("intermediate_size", normalised=None),
+    ),
+    "Dots1ForCausalLM": HFClass(
+        "dots1",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _SHARED_EXPERTS | _BIASED_CHOICE,
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 32,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+        windows=("sliding_window", "layer_types", "max_window_layers"),
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        experts=HFExperts(
+            n_shared="n_shared_experts", n_dense="first_k_dense_replace", groups=("n_group", "topk_group")
+        ),
+    ),
+    "AfmoeForCausalLM": HFClass(
+        "afmoe",
+        layer_tensors=_LLAMA_NAMES
+        | _EXPERT_NAMES
+        | _SHARED_EXPERTS
+        | {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_mlp_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "self_attn.gate_proj": "attn_gate",
+            "mlp.router.gate": "ffn_gate_inp",
+            "mlp.expert_bias": "exp_probs_b.bias",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 16384,
+            "head_dim": 128,
+            "moe_intermediate_size": 1408,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_shared_experts": 2,
+            "route_scale": 1.0,
+            "sliding_window": 1024,
+            "mup_enabled": False,
+        },
+        windows=("sliding_window", "layer_types"),
+        numbers={"expert_weights_scale": "route_scale"},
+        required={"mup_enabled": True, "global_attn_every_n_layers": 4},
+        experts=HFExperts(normalised=None, n_shared="num_shared_experts", n_dense="num_dense_layers"),
+    ),
     "MistralForCausalLM": HFClass(
         "llama",
         defaults=_LLAMA_DEFAULTS
@@ -754,6 +1166,80 @@ CLASSES: dict[str, HFClass] = {
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         experts=HFExperts(n_dense="num_dense_layers"),
     ),
+    "Ministral3ForCausalLM": _MINISTRAL,
+    "Mistral3ForConditionalGeneration": replace(_MINISTRAL, sees=True),
+    "Mistral4ForCausalLM": HFClass(
+        "mistral4",
+        layer_tensors=_LATENT_NAMES,
+        defaults=_LATENT_DEFAULTS
+        | {
+            "max_position_embeddings": 1048576,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": _MINISTRAL_ROPE
+            | {"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
+        },
+        required={"rope_interleave": True},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        rotates="norm",
+        latent=True,
+        experts=HFExperts(**_DEEPSEEK_EXPERTS, groups=("n_group", "topk_group"), scoring="softmax"),
+    ),
+    "DeepseekV32ForCausalLM": HFClass(
+        "deepseek32",
+        **_INDEXED,
+        defaults=_LATENT_DEFAULTS | _INDEXED_DEFAULTS | {"index_n_heads": 64, "n_group": 8, "topk_group": 4},
+    ),
+    "GlmMoeDsaForCausalLM": HFClass(
+        "glm-dsa",
+        **_INDEXED,
+        defaults=_LATENT_DEFAULTS
+        | _INDEXED_DEFAULTS
+        | {
+            "max_position_embeddings": 202752,
+            "q_lora_rank": 2048,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "index_n_heads": 32,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2VL,
+    "Qwen3VLForConditionalGeneration": HFClass(
+        "qwen3vl",
+        defaults=_LLAMA_DEFAULTS
+        | {"max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
+        sections=True,
+        sees=True,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": HFClass(
+        "qwen3vlmoe",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 16,
+            "rope_theta": 5e5,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        required=_ALL_EXPERTS,
+        sections=True,
+        sees=True,
+        experts=HFExperts(normalised=None),
+    ),
     "Qwen3NextForCausalLM": HFClass(
         "qwen3next",
         **_DELTA,
@@ -841,9 +1327,9 @@ class HFLatent:
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json without synonyms; of several names of one entry, the first of `_SYNONYMS` wins."""
-    renamed = {entry: value for entry, value in config.items() if entry not in _SYNONYMS}
-    for other, entry in _SYNONYMS.items():
+    """config.json without synonyms; of several names of one entry, the first of `SYNONYMS` wins."""
+    renamed = {entry: value for entry, value in config.items() if entry not in SYNONYMS}
+    for other, entry in SYNONYMS.items():
         if renamed.get(entry) is None and config.get(other) is not None:
             renamed[entry] = config[other]
     return renamed
@@ -878,6 +1364,27 @@ class HFAltUp:
         }
 
 
+def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
+    """The entries of the model that generates, under one name each, with the class's defaults."""
+    if hf_class.sees and isinstance(text := config.get("text_config"), dict):
+        whole = {k: config[k] for k in ("tie_word_embeddings", "architectures") if k in config}
+        config = config | text | whole  # the output is the whole model's
+    config = _renamed(config)
+    for plain, own in hf_class.own_names.items():
+        config.pop(plain, None)
+        if (value := config.pop(own, None)) is not None:
+            config[plain] = value
+    return hf_class.defaults | config
+
+
+def _check_required(config: dict[str, Any], hf_class: HFClass) -> None:
+    for key, value in hf_class.required.items():
+        found = config.get(key, value)
+        same = type(found) is type(value) and found == value
+        if not same and not (found is None and not value):
+            raise UnsupportedModelError(f"{key} set to {str(found)[:60]!r} in config.json is not supported")
+
+
 class HFConfig:
     """A checked config.json.
 
@@ -905,14 +1412,8 @@ class HFConfig:
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
         self.architecture = self.hf_class.architecture
-        self.raw = config = self.hf_class.defaults | _renamed(config)
-        for key, value in self.hf_class.required.items():
-            found = config.get(key, value)
-            same = type(found) is type(value) and found == value
-            if not same and not (found is None and not value):
-                raise UnsupportedModelError(
-                    f"{key} set to {str(found)[:60]!r} in config.json is not supported"
-                )
+        self.raw = config = _with_defaults(config, self.hf_class)
+        _check_required(config, self.hf_class)
         self.n_layer = integer(config, "num_hidden_layers", high=1 << 12)
         # Behind the model's own some have layers that predict more than one token: they are left out.
         self.n_extra_layers = 0
@@ -932,7 +1433,7 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
-        n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
+        n_ff = 4 * self.n_embd if self.architecture in ("falcon", "gpt2") else None
         widths = config.get(self.hf_class.ff)
         if self.altup is None or not isinstance(widths, list):
             widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
@@ -971,7 +1472,7 @@ class HFConfig:
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
 
     def _n_head_kv(self) -> int:
-        if self.architecture == "opt" or self.hf_class.latent:
+        if self.architecture in ("opt", "gpt2", "gptneox") or self.hf_class.latent:
             return self.n_head
         if self.architecture != "falcon":
             return integer(self.raw, "num_key_value_heads", self.n_head)
@@ -1060,6 +1561,8 @@ class HFConfig:
             threshold = number(self.raw, "hidden_act_param") if name == "fatrelu" else None
             activation = parse_activation(name, threshold)
             # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
+            if self.architecture == "gemma" and name == "gelu":  # its first checkpoints mean the other
+                activation = row.activation
             if activation == FFNActivation(row.activation.gate):
                 activation = row.activation
             if self.hf_class.activates_up:
@@ -1094,12 +1597,16 @@ class HFConfig:
             keys |= self._conv_keys()
         if self.delta is not None:
             keys |= self._delta_keys(self.delta)
+        if self.hf_class.indexed:
+            keys |= self._indexer_keys()
         if row.rope is not None:
             self._check_unrotated(row.unrotated_period)
             windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)
             keys |= windows | self._rope_keys()
             if self.hf_class.sections:
                 keys["rope.dimension_sections"] = self._sections()
+            if row.unscaled_windows and windows:
+                self._check_one_base(keys["rope.freq_base"])
             if row.windowed_rope_base is not None:
                 keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
         if self.hf_class.activation is not None:
@@ -1110,6 +1617,17 @@ class HFConfig:
         if self.activation.up is not None and self.hf_class.activation is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
         return keys
+
+    def _indexer_keys(self) -> dict[str, Any]:
+        """Of what chooses the keys that a token sees (model/config.py, Architecture.indexed)."""
+        types = self.raw.get("indexer_types")
+        if types is not None and types != ["full"] * self.n_layer:
+            raise UnsupportedModelError("layers without an indexer of their own are not supported")
+        return {
+            "attention.indexer.head_count": integer(self.raw, "index_n_heads", high=1 << 14),
+            "attention.indexer.key_length": integer(self.raw, "index_head_dim", high=1 << 14),
+            "attention.indexer.top_k": integer(self.raw, "index_topk"),
+        }
 
     def _expert_keys(self) -> dict[str, Any]:
         experts = self.hf_class.experts
@@ -1129,6 +1647,14 @@ class HFConfig:
                 ("expert_group_count", "expert_group_used_count"), experts.groups, strict=True
             ):
                 keys[key] = integer(self.raw, entry, 1, self.n_expert)
+        n_dense = keys.get("leading_dense_block_count", 0)
+        if (kinds := self.raw.get("mlp_layer_types")) not in (
+            None, ["dense"] * n_dense + ["sparse"] * (self.n_layer - n_dense)
+        ):  # fmt: skip
+            raise UnsupportedModelError(
+                f"mlp_layer_types in config.json must be dense in the first {n_dense} layers and sparse in "
+                f"the others, not {str(kinds)[:60]}"
+            )
         if experts.normalised is not None:
             keys["expert_weights_norm"] = self._flag(experts.normalised)
         scoring = ARCHITECTURES[self.architecture].experts
@@ -1189,7 +1715,10 @@ class HFConfig:
             return value
 
         numbers = self.hf_class.numbers.items()
-        keys = {key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None}
+        keys: dict[str, Any] = {
+            key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None
+        }
+        keys |= {key: self._flag(entry) for key, entry in self.hf_class.flags.items()}
         if self.hf_class.query_scalar is not None:
             scalar = positive(self.hf_class.query_scalar)
             narrow = self.n_layer == ARCHITECTURES[self.architecture].narrow_scale_at
@@ -1261,6 +1790,13 @@ class HFConfig:
         """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
         config, rope = self.raw, self._ropes("full_attention")
         kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "dynamic" and rope.get("alpha") and self.architecture.startswith("hunyuan"):
+            # Scaled for the longest context, whatever the context is.
+            rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+            rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+            kind = "default"
+        if kind == "mrope":  # of a text all dimensions of a position are the same
+            kind = "default"
         if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
             kind = "longrope"
         rope["rope_type"] = kind
@@ -1280,11 +1816,23 @@ class HFConfig:
             )
         return float(number(rope, "rope_theta", number(self.raw, "rope_local_base_freq", default)))
 
+    def _check_one_base(self, base: float) -> None:
+        """Raises UnsupportedModelError where layers with a window have another base than the others."""
+        rope = self._ropes("sliding_attention")
+        default = number(self.hf_class.defaults, "rope_theta")
+        if rope.get("rope_type", "default") != "default" or number(rope, "rope_theta", default) != base:
+            raise UnsupportedModelError(
+                "the rotation of sliding_attention in config.json must have the rope_theta of "
+                "full_attention, and no scaling"
+            )
+
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""
         if self.latent is not None:
             return self.latent.n_rot
         factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
+        if self.hf_class.partial and self.raw.get("rotary_dim") is not None:
+            factor = integer(self.raw, "rotary_dim", high=self.head_dim) / self.head_dim
         if factor != 1.0 and not self.hf_class.partial:
             raise UnsupportedModelError(
                 "a partial_rotary_factor other than 1 in config.json is not supported"
@@ -1317,6 +1865,9 @@ class HFConfig:
             return keys
         keys["rope.scaling.type"] = kind
         keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
+        if (tempered := ARCHITECTURES[self.architecture].tempered) and rope.get("llama_4_scaling_beta"):
+            keys["attention.temperature_scale"] = float(number(rope, "llama_4_scaling_beta"))
+            keys[tempered] = original
         if kind == "yarn":
             rounded = ARCHITECTURES[self.architecture].rounded_yarn
             if (rope.get("truncate", True) is not False) != rounded:

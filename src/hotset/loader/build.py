@@ -42,10 +42,10 @@ from hotset.loader.decide import (
     with_ram,
 )
 from hotset.memory import free_memory, own_memory
-from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum
+from hotset.model.supported import read_config
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, open_channels, prepare
@@ -81,7 +81,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         path = resolve(model)
     gguf = open_gguf(path)
     try:
-        config = config_from_gguf(gguf, activation=settings.activation)
+        config = read_config(gguf, activation=settings.activation)
     except BaseException:
         gguf.close()
         raise

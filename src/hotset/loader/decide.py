@@ -230,14 +230,14 @@ def context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float
     """The context length to use: what was asked, or the default that fits in the free memory."""
     asked, n_ctx_max = settings.n_ctx, config.n_ctx_max
     if asked is None:
-        most = min(config.n_ctx_train, DEFAULT_N_CTX)
+        most = min(config.n_ctx_train, DEFAULT_N_CTX, n_ctx_max or DEFAULT_N_CTX)
         lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)
         fitting = (n for n in lengths if cache_bytes(settings, cost, n) <= free - file_bytes)
         return min(most, max(next(fitting, 0), SMALLEST_DEFAULT_N_CTX))
     if n_ctx_max is not None and asked > n_ctx_max:
         raise ContextLengthError(
-            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
-            f"lower n_ctx to {n_ctx_max}"
+            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that this model can be "
+            f"computed for; lower n_ctx to {n_ctx_max}"
         )
     if (n_bytes := cache_bytes(settings, cost, asked)) > free:
         raise OutOfMemoryError(

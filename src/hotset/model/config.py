@@ -51,6 +51,7 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
+Parallel = Literal["always", "by_key", "without_ffn_norm"]
 HeadNorm = Literal["head", "width"]
 # What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup, kMaxConvKernel
 # and kMaxStateHeads (csrc/plan.h), and an int.
@@ -113,30 +114,39 @@ class Architecture:
 
     rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
-    norm: rms, or layer (with biases). norm_eps: where the file has no key for it; None: it must have one.
+    norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
+    norm_eps: where the file has no key for it; None: it must have one.
     qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
       or all heads as one row; None: they do not. optional_qk_norm: where a layer has the tensors for it.
+      qk_norm_last: the norm follows the rotation.
     gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
-    parallel: the FFN reads what enters the layer, through `attn_norm`, which attention reads too where there
-      is no `attn_norm_2`; elsewhere it reads the sum after attention, through `ffn_norm`.
+    parallel: the FFN reads what enters the layer, through `ffn_norm` or, in layers without one, through
+      `attn_norm`, which attention reads too where there is no `attn_norm_2`; elsewhere it reads the sum after
+      attention, through `ffn_norm`. by_key: where use_parallel_residual says so; without_ffn_norm: in layers
+      that lack the norm.
     biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
-    post_norm: what attention and the FFN yield passes a norm before it is added.
+    pre_norm: attention and the FFN read the stream through a norm. post_norm: what they yield passes a norm
+      before it is added.
     ffn_norm: the tensor of the norm before the FFN.
     sinks: a score for each head takes part in the softmax of attention (`attn_sinks`).
     window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
-      many the last or (window_last) the first; 0: all. rotates_windows: where layers have a window, those
-      without one have no rotation.
+      many the last or (window_last) the first; 0: all. rotates_windows: layers without one have no
+      rotation, always or where others have one.
     unrotated_period: each so-many-th layer has no rotation; 0: all have it. rope_switch: the key
       rope.scaling.finetuned, where it is false, says that no layer has one.
     rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
-      that of the others, with their scaling.
+      that of the others, with their scaling, or without it (unscaled_windows).
     caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
-    scaled_embedding: the embedding is multiplied by the root of the width.
+    scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
+      multiplied by the file's logit_scale; elsewhere they are divided by it.
     narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
       the width of a head.
     latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
       whatever the file says of the others; None: they come from the input.
+    tempered: queries grow with their position (attention.temperature_scale) from the position on that this
+      key has. indexed: an indexer chooses the keys that a token sees, all while there are no more than
+      attention.indexer.top_k. Neither is computed: longer contexts are refused.
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     experts: of files whose FFNs are experts; None: there are none.
@@ -144,8 +154,9 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution in place of attention.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
-    attention_gate: what a head yields is multiplied by the sigmoid of as many numbers, whose rows in attn_q
-      lie behind those of the head's query.
+    compared_with: what the tests take its numbers from, with tiny random models.
+    attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
+      or, in layers without it, rows of attn_q that lie behind those of the head's query.
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
     altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
       token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
@@ -154,27 +165,34 @@ class Architecture:
     rope: RopeKind | None = "norm"
     first_position: int | None = None
     norm: NormKind = "rms"
+    norm_bias: bool = True
     norm_eps: float | None = None
     qk_norm: HeadNorm | None = None
     optional_qk_norm: bool = False
+    qk_norm_last: bool = False
     gated: bool = True
     activation: FFNActivation = SILU
-    parallel: bool = False
+    parallel: Parallel | None = None
     biased: tuple[str, ...] = ()
+    pre_norm: bool = True
     post_norm: bool = False
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
     window_period: int = 0
     window_last: bool = False
-    rotates_windows: bool = False
+    rotates_windows: Literal["always", "if_any"] | None = None
     unrotated_period: int = 0
     rope_switch: bool = False
     rounded_yarn: bool = True
     windowed_rope_base: float | None = None
+    unscaled_windows: bool = False
     caps_scores: bool = True
     scaled_embedding: bool = False
+    multiplies_logits: bool = False
     narrow_scale_at: int | None = None
     latent_eps: float | None = None
+    tempered: str | None = None
+    indexed: bool = False
     predictor_input: PredictorInput = "ffn_inp"
     experts: ExpertDefaults | None = None
     output_norm: str = "output_norm"
@@ -183,6 +201,7 @@ class Architecture:
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
+    compared_with: str = "transformers"
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -196,16 +215,35 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(rope="neox", qk_norm="head"),
     "qwen3moe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
     "olmoe": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(normalised=False)),
-    "bamboo": Architecture(activation=DRELU),
+    "bamboo": Architecture(activation=DRELU, compared_with="transformers' Llama, with dReLU"),
     "falcon": Architecture(
-        rope="neox", norm="layer", gated=False, activation=GELU, parallel=True, predictor_input="layer_input"
+        rope="neox", norm="layer", gated=False, activation=GELU, parallel="always",
+        predictor_input="layer_input",
     ),
     "opt": Architecture(
         rope=None, first_position=2, norm="layer", norm_eps=1e-5, gated=False, activation=RELU,
         biased=(*_QKV, "attn_output", "ffn_up", "ffn_down"),
     ),
     "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
+    "jais2": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
     "arcee": Architecture(gated=False, activation=RELU2),
+    "gpt2": Architecture(
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "gptneox": Architecture(rope="neox", norm="layer", gated=False, activation=GELU, parallel="by_key"),
+    "phi2": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU_TANH, parallel="always",
+        biased=("attn_output", "ffn_up", "ffn_down", "output"),
+    ),
+    "starcoder2": Architecture(rope="neox", norm="layer", gated=False, activation=GELU_TANH),
+    "stablelm": Architecture(rope="neox", norm="layer", parallel="without_ffn_norm"),
+    "command-r": Architecture(norm="layer", norm_bias=False, parallel="always", multiplies_logits=True),
+    "cohere2": Architecture(
+        norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, window_period=4,
+        rotates_windows="always",
+    ),
+    "gemma": Architecture(rope="neox", activation=GELU_TANH, scaled_embedding=True),
     "gemma2": Architecture(
         rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
         narrow_scale_at=46,
@@ -223,9 +261,36 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=5,
         windowed_rope_base=10000.0, scaled_embedding=True, unscaled=True, altup=True,
     ),
+    "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
+    "ernie4_5": Architecture(),
+    "ernie4_5-moe": Architecture(experts=ExpertDefaults()),
+    "chatglm": Architecture(),
+    "olmo2": Architecture(  # and Olmo 3, which has windows
+        rope="neox", qk_norm="width", pre_norm=False, post_norm=True, window_period=4, unscaled_windows=True,
+    ),
+    "exaone4": Architecture(
+        rope="neox", qk_norm="head", pre_norm=False, post_norm=True, window_period=4,
+        rotates_windows="if_any",
+    ),
+    "exaone-moe": Architecture(
+        rope="neox", qk_norm="head", window_period=4, rotates_windows="if_any",
+        experts=ExpertDefaults(scoring="sigmoid"),
+    ),
+    "hunyuan-dense": Architecture(rope="neox", qk_norm="head", qk_norm_last=True),
+    "hunyuan-moe": Architecture(rope="neox", qk_norm="head", qk_norm_last=True, experts=ExpertDefaults()),
+    "mistral3": Architecture(tempered="rope.scaling.original_context_length", experts=ExpertDefaults()),
+    "qwen2vl": Architecture(rope="neox", biased=_QKV),
+    "qwen3vl": Architecture(rope="neox", qk_norm="head"),
+    "qwen3vlmoe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
+    "minimax-m2": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(scoring="sigmoid")),
+    "dots1": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid")),
+    "afmoe": Architecture(
+        rope="neox", qk_norm="head", post_norm=True, scaled_embedding=True, attention_gate=True,
+        window_period=4, rotates_windows="always", experts=ExpertDefaults(scoring="sigmoid"),
+    ),
     "smallthinker": Architecture(
-        rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows=True,
-        experts=ExpertDefaults(scoring="sigmoid", early=True),
+        rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows="if_any",
+        experts=ExpertDefaults(scoring="sigmoid", early=True), compared_with="a copy of the authors' code",
     ),
     "gpt-oss": Architecture(
         rope="neox", activation=CLAMPED, biased=(*_QKV, "attn_output", "ffn_gate_inp"), sinks=True,
@@ -236,8 +301,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
         experts=ExpertDefaults(scoring="sigmoid"),
     ),
-    "deepseek": Architecture(experts=ExpertDefaults(normalised=False)),
+    "deepseek": Architecture(
+        experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
+    ),
     "deepseek2": Architecture(latent_eps=1e-6, experts=ExpertDefaults(normalised=False)),  # V2, V3, Kimi K2
+    "mistral4": Architecture(
+        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults()
+    ),
+    "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "lfm2": Architecture(
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
     ),
@@ -347,8 +419,10 @@ class LayerConfig:
     window: int = 0
     attention_softcap: float = 0.0
     qk_norm: HeadNorm | None = None
+    qk_norm_last: bool = False
     gated: bool = True
     parallel: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
@@ -407,7 +481,8 @@ class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
     head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps
-    belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens.
+    belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens,
+    n_ctx_max the longest that can be computed; None: there is no such limit.
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
     the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
     the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
@@ -425,12 +500,14 @@ class ModelConfig:
     n_ctx_train: int
     norm_eps: float
     norm: NormKind = "rms"
+    norm_bias: bool = True
     biased: tuple[str, ...] = ()
     first_position: int | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    n_ctx_max: int | None = None
     long_rope: LongRope | None = None
     latent: Latent | None = None
     altup: AltUp | None = None
@@ -476,11 +553,6 @@ class ModelConfig:
     def leaves_out(self) -> bool:
         """Whether a token does not need every row: of neurons that are zero, or of experts."""
         return self.has_zeros or self.has_experts
-
-    @property
-    def n_ctx_max(self) -> int | None:
-        """The longest context that can be computed, in tokens; None where rotation sets no limit."""
-        return None if self.first_position is None else self.n_ctx_train
 
     def for_context(self, n_ctx: int) -> ModelConfig:
         """The configuration with the rotation that serves contexts of n_ctx tokens."""
@@ -602,6 +674,10 @@ class _Keys:
         return value
 
 
+class UnknownArchitectureError(UnsupportedModelError):
+    """No row of ARCHITECTURES has this name."""
+
+
 def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
     """Reads and checks the configuration of a model file.
 
@@ -617,8 +693,9 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         raise UnsupportedModelError(f"the architecture {name} is not supported: {REFUSED[name]}")
     if name not in rows:
         dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
-        raise UnsupportedModelError(
-            f"the architecture {shown(name)} is not supported{dialect}; supported are {', '.join(rows)}"
+        raise UnknownArchitectureError(
+            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' names "
+            "those that are"
         )
     architecture = rows[name]
     keys = _Keys(gguf.metadata, name)
@@ -646,15 +723,17 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
+        n_ctx_max=_longest_context(keys, architecture, n_ctx_train),
         norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
         norm=architecture.norm,
+        norm_bias=architecture.norm_bias,
         biased=architecture.biased,
         first_position=architecture.first_position,
         embedding_scale=math.sqrt(n_embd)
         if architecture.scaled_embedding
         else keys.factor("embedding_scale"),
         residual_scale=keys.factor("residual_scale"),
-        logit_scale=1 / keys.factor("logit_scale"),
+        logit_scale=keys.factor("logit_scale") ** (1 if architecture.multiplies_logits else -1),
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
         long_rope=_long_rope(gguf, keys, architecture, head_dim, n_ctx_train),
         latent=_latent(keys, architecture, head_dim),
@@ -704,9 +783,12 @@ def _layers(
         if any(windows) and architecture.windowed_rope_base is not None:
             base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
+        elif any(windows) and architecture.unscaled_windows:
+            base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+            windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
     mixers = _mixers(keys, architecture, n_layer)
     period = architecture.unrotated_period
-    if architecture.rotates_windows and any(windows):
+    if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
     return tuple(
         LayerConfig(
@@ -717,8 +799,10 @@ def _layers(
             window=windows[i],
             attention_softcap=softcap,
             qk_norm=_qk_norm(gguf, architecture, i),
+            qk_norm_last=architecture.qk_norm_last,
             gated=architecture.gated,
-            parallel=architecture.parallel,
+            parallel=_parallel(gguf, keys, architecture, i),
+            pre_norm=architecture.pre_norm,
             post_norm=architecture.post_norm,
             ffn_norm=architecture.ffn_norm,
             sinks=architecture.sinks,
@@ -795,6 +879,8 @@ def _experts(
     if n % n_groups or n // n_groups * n_groups_used < n_used:
         raise keys.error("expert_group_count", f"is {n_groups} for {n} experts of which {n_used} are used")
     n_dense = keys.integer("leading_dense_block_count", 0, n_layer, 0)
+    if keys.integer("interleave_moe_layer_step", 1, n_layer, 1) > 1:
+        raise UnsupportedModelError("layers without experts between layers with experts are not supported")
     # The first files with a gated shared network say the width of all chosen experts.
     widths = tuple(max(n // n_used, 1) for n in n_ff) if defaults.gated_share else n_ff
     if keys.get("expert_feed_forward_length") is not None:
@@ -901,6 +987,15 @@ def _context(gguf: GGUFFile, keys: _Keys, architecture: Architecture) -> int:
     return n_rows - architecture.first_position
 
 
+def _longest_context(keys: _Keys, architecture: Architecture, n_ctx_train: int) -> int | None:
+    """The longest context in which what is computed is what the model means, in tokens."""
+    if architecture.first_position is not None:
+        return n_ctx_train
+    if architecture.tempered is not None and keys.real("attention.temperature_scale", 0.0, 1e3, 0.0):
+        return keys.integer(architecture.tempered, 1, 1 << 31)
+    return keys.integer("attention.indexer.top_k", 1, 1 << 31) if architecture.indexed else None
+
+
 def _number(metadata: Mapping[str, Any], key: str) -> float | None:
     """A number of a key without an architecture in its name, finite; None where it is missing."""
     value = metadata.get(key)
@@ -968,6 +1063,15 @@ def _top_k(keys: _Keys, n_layer: int) -> tuple[float | None, ...]:
 def _qk_norm(gguf: GGUFFile, architecture: Architecture, layer: int) -> HeadNorm | None:
     is_there = f"blk.{layer}.attn_q_norm.weight" in gguf.tensors
     return architecture.qk_norm if is_there or not architecture.optional_qk_norm else None
+
+
+def _parallel(gguf: GGUFFile, keys: _Keys, architecture: Architecture, layer: int) -> bool:
+    match architecture.parallel:
+        case "by_key":
+            return keys.flag("use_parallel_residual", True)
+        case "without_ffn_norm":
+            return f"blk.{layer}.{architecture.ffn_norm}.weight" not in gguf.tensors
+    return architecture.parallel is not None
 
 
 def _windows(keys: _Keys, n_layer: int, architecture: Architecture) -> tuple[int, ...]:

@@ -44,7 +44,16 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_by_channel, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import AltUp, ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
+from hotset.model.config import (
+    AltUp,
+    ConvMixer,
+    DeltaMixer,
+    Experts,
+    HeadNorm,
+    Latent,
+    LayerConfig,
+    ModelConfig,
+)
 from hotset.model.cutoffs import CutoffName, LayerCutoffs
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -88,11 +97,11 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
 # Tensors that a file may have without being read: facts that some converters leave in it as tensors (the
-# configuration has read them from the keys), predictors that are not in use (of the logits too), and, where
-# one form of the down projection is read, the others.
+# configuration has read them from the keys), predictors that are not in use (of the logits too), indexers
+# that choose among more keys than there are, and, where one form of the down projection is read, the others.
 REDUNDANT_TENSORS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
-    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
+    r"rope_freqs\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
 
@@ -116,7 +125,16 @@ def describe(
     """
     if config.masked and predictor is None:
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
-    model = _Description(config, _Weights(config, tensors), cutoffs or [LayerCutoffs()] * config.n_layer)
+    weights = _Weights(config, tensors)
+    graph = _describe(config, weights, predictor, cutoffs or [LayerCutoffs()] * config.n_layer)
+    weights.refuse_unused()
+    return graph
+
+
+def _describe(
+    config: ModelConfig, weights: _Weights, predictor: Predictor | None, cutoffs: Sequence[LayerCutoffs]
+) -> Graph:
+    model = _Description(config, weights, cutoffs)
     x = model.embedding()
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     for i, layer in enumerate(config.layers):
@@ -126,8 +144,16 @@ def describe(
         if streams is not None:
             streams.correct(i, x)
     model.output(x, streams)
-    model.weights.refuse_unused()
     return model.graph
+
+
+def differences(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> tuple[set[str], set[str]]:
+    """Names of tensors that a model of `config` lacks in `tensors`, or has in another shape, and of those
+    that it would not read."""
+    weights = _Weights(config, tensors, missing=set())
+    _describe(config, weights, None, [LayerCutoffs()] * config.n_layer)
+    assert weights.missing is not None
+    return weights.missing, set(weights.unused())
 
 
 class _Description:
@@ -163,7 +189,9 @@ class _Description:
         # A parallel FFN has no norm of its own: what it reads is called attn_norm, and attention reads
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
-        h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
+        h = x
+        if layer.pre_norm:
+            h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._cut(h, i, "attn_in")
         out = self._mixed(i, layer, h)
         if layer.post_norm:
@@ -197,9 +225,15 @@ class _Description:
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
         else:
-            q, k, v = self._heads(h, blk, layer)
+            has_own = f"{blk}.attn_gate.weight" in self.weights.tensors
+            q, k, v = self._heads(h, blk, layer, gated=layer.attention_gate and not has_own)
             if layer.attention_gate:
-                q, gate = self._gated_query(q, blk)
+                if has_own:
+                    gate = self.linear(h, f"{blk}.attn_gate", config.n_head * config.head_dim_v)
+                else:
+                    q, gate = self._gated_query(q, blk)
+                out = self.value(f"{blk}.attn_gate_act", gate.width)
+                gate = self.add(Activate(out, gate, "sigmoid", **self.where))
             q = self._rotated(q, config.n_head, layer)
             if layer.source is None:
                 k = self._rotated(k, config.n_head_kv, layer)
@@ -287,12 +321,13 @@ class _Description:
 
         self.enter(i, "ffn")
         entering = given if layer.parallel else x
-        tensor = f"{blk}.attn_norm" if layer.parallel else f"{blk}.{layer.ffn_norm}"
-        before = self._norm_op(entering, tensor, f"{blk}.ffn_norm")
-        norm: RMSNorm | LayerNorm | None = before
-        h = before.out
+        own = f"{blk}.{layer.ffn_norm}"
+        tensor = f"{blk}.attn_norm" if layer.parallel and f"{own}.weight" not in self.weights.tensors else own
+        norm = self._norm_op(entering, tensor, f"{blk}.ffn_norm") if layer.pre_norm else None
+        h = entering if norm is None else norm.out
         if kind == "svd":  # it reads what the FFN reads: the norm stands apart
-            entering, norm = self.add(before), None
+            if norm is not None:
+                entering, norm = self.add(norm), None
             self.enter(i, "predictor")
             scores = self._low_rank_scores(blk, h, "svd_a", "svd_b", None, n_scores)
             self.enter(i, "ffn")
@@ -328,27 +363,26 @@ class _Description:
     # ---- pieces of attention
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
-        """The queries, and what their heads' results are multiplied by."""
+        """The queries, and the gates before their sigmoid."""
         n, dim, dim_v = self.config.n_head, self.config.head_dim, self.config.head_dim_v
         q = self.add(Heads(self.value(f"{blk}.attn_q", n * dim), both, n, **self.where))
         gate = self.add(Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
-        out = self.value(f"{blk}.attn_gate_act", gate.width)
-        return q, self.add(Activate(out, gate, "sigmoid", **self.where))
+        return q, gate
 
     def _normed_values(self, v: Value) -> Value:
         config, out = self.config, self.value(f"{v.name}_norm", v.width)
         return self.add(UnitNorm(out, v, config.norm_eps, config.n_head_kv, **self.where))
 
-    def _heads(self, x: Value, blk: str, layer: LayerConfig) -> tuple[Value, Value, Value]:
+    def _heads(self, x: Value, blk: str, layer: LayerConfig, *, gated: bool) -> tuple[Value, Value, Value]:
         """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v, or k and v
-        as another layer has stored them. With gates, of each head the rows of q and then those of its gate
-        are in q's."""
+        as another layer has stored them. gated: of each head the rows of q and then those of its gate are in
+        q's."""
         config = self.config
         if layer.source is not None:
             self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # files have them
             q = self.linear(x, f"{blk}.attn_q", config.n_head * config.head_dim)
             return q, *self._stored[layer.source]
-        if layer.attention_gate:
+        if gated:
             width = config.n_head * (config.head_dim + config.head_dim_v)
             q = self.linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
             k = self.linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
@@ -365,17 +399,21 @@ class _Description:
         return q, k, v
 
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
-        """The heads of q or k at their positions, normalised before where the architecture does so."""
+        """The heads of q or k at their positions, normed before or after where the architecture does so."""
         name, head_dim, rope = x.name, self.config.head_dim, layer.rope
-        if layer.qk_norm:
-            parts = n_head if layer.qk_norm == "head" else 1
-            weight = self.weights.vector(f"{name}_norm", x.width // parts)
-            out = self.value(f"{name}_norm", x.width)
-            x = self.add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
-        if rope is None:
-            return x
-        out = self.value(f"{name}_rope", x.width)
-        return self.add(Rotate(out, x, n_head, head_dim, rope, **self.where))
+        if layer.qk_norm and not layer.qk_norm_last:
+            x = self._head_norm(x, name, n_head, layer.qk_norm)
+        if rope is not None:
+            x = self.add(Rotate(self.value(f"{name}_rope", x.width), x, n_head, head_dim, rope, **self.where))
+        if layer.qk_norm and layer.qk_norm_last:
+            x = self._head_norm(x, name, n_head, layer.qk_norm)
+        return x
+
+    def _head_norm(self, x: Value, name: str, n_head: int, kind: HeadNorm) -> Value:
+        parts = n_head if kind == "head" else 1
+        weight = self.weights.vector(f"{name}_norm", x.width // parts)
+        out = self.value(f"{name}_norm", x.width)
+        return self.add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
 
     def _latent_heads(
         self, x: Value, blk: str, layer: LayerConfig, latent: Latent
@@ -675,7 +713,7 @@ class _Description:
         out, weight = self.value(name or tensor, x.width), self.weights.vector(tensor, x.width)
         eps = self.config.norm_eps if eps is None else eps
         if self.config.norm == "layer":
-            bias = self.weights.bias(tensor, x.width, required=True)
+            bias = self.weights.bias(tensor, x.width, required=self.config.norm_bias)
             return LayerNorm(out, x, weight, bias, eps, **self.where)
         return RMSNorm(out, x, weight, eps, **self.where)
 
@@ -795,10 +833,15 @@ class _Streams:
 
 
 class _Weights:
-    """Asks for each tensor with its shape, and remembers what was asked for."""
+    """Asks for each tensor with its shape, and remembers what was asked for.
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> None:
-        self.config, self.tensors = config, tensors
+    missing: takes the names of those that are not there, which are then no error.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, TensorInfo], missing: set[str] | None = None
+    ) -> None:
+        self.config, self.tensors, self.missing = config, tensors, missing
         self.used: set[str] = set()
 
     def matrix(self, name: str, n_in: int, n_out: int, types: Collection[GGMLType] = DECODABLE) -> str:
@@ -869,6 +912,9 @@ class _Weights:
 
     def _ask(self, name: str, shape: tuple[int, ...], types: Collection[GGMLType] = DECODABLE) -> str:
         info = self.tensors.get(name)
+        if self.missing is not None and (info is None or tuple(info.shape) != shape):
+            self.missing.add(name)
+            return name
         if info is None:
             raise UnsupportedModelError(f"the file lacks the tensor {name} {list(shape)}")
         if tuple(info.shape) != shape:
@@ -887,16 +933,18 @@ class _Weights:
         """Tensors that a file may have and nothing reads."""
         self.used.update(f"{name}.weight" for name in names)
 
-    def refuse_unused(self) -> None:
-        """A tensor that nothing reads belongs to a model that is not the one described."""
+    def unused(self) -> list[str]:
         n_layer = self.config.n_layer
         extra = tuple(f"blk.{n_layer + i}." for i in range(self.config.n_extra_layers))
-        unused = [
+        return [
             n
             for n in self.tensors
             if n not in self.used and not REDUNDANT_TENSORS.fullmatch(n) and not n.startswith(extra)
         ]
-        if unused:
+
+    def refuse_unused(self) -> None:
+        """A tensor that nothing reads belongs to a model that is not the one described."""
+        if unused := self.unused():
             raise UnsupportedModelError(
                 f"the file has {len(unused)} tensors that no {self.config.architecture} model uses, "
                 f"such as {unused[0]}"

@@ -1,0 +1,151 @@
+"""The supported architectures as users ask for them, and what is new in a file of one that is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, cast
+
+from hotset.errors import HotsetError, UnsupportedModelError
+from hotset.model.config import (
+    ARCHITECTURES,
+    Architecture,
+    ModelConfig,
+    UnknownArchitectureError,
+    config_from_gguf,
+)
+from hotset.model.decoder import differences
+from hotset.model.operations import has_zeros
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+_NAMED = 6  # tensors and keys in a message
+
+
+@dataclass(frozen=True)
+class SupportedArchitecture:
+    """name: value of general.architecture. kind: dense or MoE, and what is special. sparsity: which
+    neurons of its FFNs need not be computed. compared_with: what the tests take its numbers from."""
+
+    name: str
+    kind: str
+    sparsity: str
+    compared_with: str
+
+
+def supported() -> list[SupportedArchitecture]:
+    """All architectures, by name."""
+    return [
+        SupportedArchitecture(name, _kind(row), _sparsity(row), row.compared_with)
+        for name, row in sorted(ARCHITECTURES.items())
+    ]
+
+
+def _kind(row: Architecture) -> str:
+    attention = {
+        "MLA": row.latent_eps is not None,
+        "MLA within the top-k of its indexer": row.indexed,
+        "gated delta nets": row.delta_net is not None,
+        "short convolutions": row.short_conv,
+        "AltUp": row.altup,
+    }
+    named = [name for name, has in attention.items() if has][-1:]
+    return ", ".join(["dense" if row.experts is None else "MoE", *named])
+
+
+def _sparsity(row: Architecture) -> str:
+    activation = row.activation
+    if row.altup:  # in the layers that the file names
+        return "exact zeros (Gaussian top-k)"
+    if not has_zeros(activation.gate):
+        return "thresholds"
+    return f"exact zeros ({'drelu' if activation.up == 'relu' else activation.gate})"
+
+
+def read_config(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
+    """`config_from_gguf`; for an unknown architecture the message names the nearest ones and what is new."""
+    try:
+        return config_from_gguf(gguf, activation=activation)
+    except UnknownArchitectureError as error:
+        raise UnsupportedModelError(f"{error}. {_what_is_new(gguf)}") from None
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """From the models of one architecture: tensors, without the numbers of layers, and keys."""
+
+    name: str
+    missing: set[str]
+    unused: set[str]
+    unread: set[str]
+
+
+class _Renamed:
+    """A file whose keys are those of another architecture; notes which are read."""
+
+    def __init__(self, gguf: GGUFFile, name: str) -> None:
+        own = f"{gguf.metadata['general.architecture']}."
+        self.tensors, self.data, self.dialect = gguf.tensors, gguf.data, gguf.dialect
+        renamed = {
+            f"{name}.{k.removeprefix(own)}" if k.startswith(own) else k: v for k, v in gguf.metadata.items()
+        }
+        self.metadata = _Noted(renamed | {"general.architecture": name})
+
+
+class _Noted(dict[str, Any]):
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def _what_is_new(gguf: GGUFFile) -> str:
+    name = str(gguf.metadata["general.architecture"])
+    found = [difference for row in ARCHITECTURES if (difference := _difference(gguf, row)) is not None]
+    by_name = sorted(ARCHITECTURES, key=lambda row: -SequenceMatcher(None, row, name).ratio())
+    if not found:
+        return f"The nearest names are {', '.join(by_name[:3])}"
+    found.sort(key=lambda one: (len(one.missing) + len(one.unused), by_name.index(one.name)))
+    nearest = found[0]
+    parts = [f"Its tensors are nearest to those of {', '.join(one.name for one in found[:3])}"]
+    for what, names in (
+        (f"tensors that {nearest.name} has not", nearest.unused),
+        (f"tensors of {nearest.name} that are missing or of another shape", nearest.missing),
+        ("keys that hotset does not know", nearest.unread),
+    ):
+        if names:
+            parts.append(f"{what}: {_some(names)}")
+    return "; ".join(parts)
+
+
+def _difference(gguf: GGUFFile, row: str) -> _Difference | None:
+    """None where the file's keys make no model of that architecture."""
+    file = _Renamed(gguf, row)
+    try:
+        config = config_from_gguf(cast("GGUFFile", file))
+        missing, unused = differences(config, file.tensors)
+    except HotsetError:
+        return None
+    own = f"{row}."
+    unread = {key.removeprefix(own) for key in file.metadata if key.startswith(own)}
+    unread -= {key.removeprefix(own) for key in file.metadata.read} | _NEVER_READ
+    return _Difference(row, _stems(missing), _stems(unused), unread)
+
+
+# Keys of every file that no layer depends on.
+_NEVER_READ = {"vocab_size", "rope.dimension_sections"}
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    return {re.sub(r"^blk\.\d+\.", "blk.N.", name) for name in names}
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(name[:80] for name in sorted(names)[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
