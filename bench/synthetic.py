@@ -3,6 +3,7 @@
 usage: python bench/synthetic.py OUT.gguf --shape 7b --type q4_0 [--vocab FILE.gguf | --n-vocab 32000]
        python bench/synthetic.py OUT.powerinfer.gguf --kind bamboo --shape bamboo7 [--plain OUT.gguf]
        python bench/synthetic.py OUT.gguf --shape smallthinker-4b --idle 0.6
+       python bench/synthetic.py OUT.gguf --shape gemma3n-e2b
 
 With --kind, neurons fire as often as asked for, hot and cold ones by a power law, and the PowerInfer file
 carries predictors that know which (planted.py). The plain file has the same weights to the bit, and keys that
@@ -23,7 +24,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,10 @@ SHAPES = {
     "olmoe": Shape(2048, 1024, 16, 16, 16, experts=64, used=8),
     "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, experts=32, used=4, head=64),
     "smallthinker-4b": Shape(1536, 768, 32, 12, 2, experts=32, used=4),
+    "gemma3n-e2b": Shape(2048, 8192, 30, 8, 2, head=256),
 }
+GEMMA3N = "gemma3n-e2b"
+N_STREAMS, N_EMBD_LAYER, LAUREL_RANK, N_SHARED_KV, N_TOP_K = 4, 256, 64, 10, 10  # of E2B
 
 # What the layers of a sparse model add to each channel of the residual stream, whose variance is 1 at first.
 FFN_VARIANCE, ATTENTION_VARIANCE = 0.4, 0.1
@@ -331,14 +335,79 @@ def write_model(
     norms += [f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_norm", "ffn_norm")]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(shape.d, np.float32), GGMLType.F32)
+    of_routers = lambda name: GGMLType.F32 if name.endswith("ffn_gate_inp") else type  # noqa: E731
+    _add_matrices(writer, dict(shape.matrices(n_vocab)), of_routers, seed)
+
+
+def write_gemma3n(
+    path: Path,
+    shape: Shape,
+    type: GGMLType,
+    n_vocab: int = 32000,
+    vocabulary: Path | None = None,
+    n_ctx: int = 8192,
+    seed: int = 0,
+) -> None:
+    """As write_model, of Gemma 3n's architecture; what quantisers leave as it is (streams,
+    branches of low rank) is F16, and F32 where it makes few numbers. Random gates are normally distributed:
+    5% lie above the threshold, as the architecture means it."""
+    writer = GGUFWriter(path, "gemma3n")
+    n_vocab = _add_keys(writer, "gemma3n", shape, type, n_vocab, vocabulary, n_ctx)
+    for key, value in {
+        "rope.freq_base": 1e6,
+        "attention.key_length": shape.head,
+        "attention.value_length": shape.head,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 512,
+        "attention.shared_kv_layers": N_SHARED_KV,
+        "altup.num_inputs": N_STREAMS,
+        "embedding_length_per_layer_input": N_EMBD_LAYER,
+        "final_logit_softcapping": 30.0,
+        "activation_sparsity_scale": [
+            NormalDist().inv_cdf(0.95) if i < N_TOP_K else -math.inf for i in range(shape.layers)
+        ],
+    }.items():
+        writer.add(f"gemma3n.{key}", value)
+    d, n, width = shape.d, N_STREAMS, N_EMBD_LAYER
+    matrices = {name: of for name, of in shape.matrices(n_vocab) if name != "output"}
+    matrices["per_layer_token_embd"] = width * shape.layers, n_vocab
+    floats = {"altup_proj": (d, d, n - 1), "altup_unembd_proj": (d, d, n - 1)}
+    floats["per_layer_model_proj"] = d, width * shape.layers
+    vectors = {"output_norm": d, "per_layer_proj_norm": width}
+    for blk in (f"blk.{i}." for i in range(shape.layers)):
+        matrices |= {f"{blk}inp_gate": (d, width), f"{blk}proj": (width, d)}
+        floats |= {f"{blk}laurel_l": (d, LAUREL_RANK), f"{blk}laurel_r": (LAUREL_RANK, d)}
+        floats |= {f"{blk}altup_router": (d, n), f"{blk}altup_predict_coef": (n, n * n)}
+        floats[f"{blk}altup_correct_coef"] = n, n
+        vectors |= dict.fromkeys((f"{blk}attn_q_norm", f"{blk}attn_k_norm"), shape.head)
+        of_width = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "laurel_post_norm")
+        of_width += ("post_norm", "altup_router_norm", "altup_correct_scale")
+        vectors |= dict.fromkeys([blk + name for name in of_width], d)
+    for name, size in vectors.items():
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32), GGMLType.F32)
+
+    def type_of(name: str) -> GGMLType:
+        if name not in floats:
+            return type
+        return GGMLType.F32 if min(floats[name][:2]) < LAUREL_RANK else GGMLType.F16
+
+    _add_matrices(writer, matrices | floats, type_of, seed)
+
+
+def _add_matrices(
+    writer: GGUFWriter,
+    matrices: Mapping[str, tuple[int, ...]],
+    type_of: Callable[[str], GGMLType],
+    seed: int,
+) -> None:
+    """Adds random matrices, by name the inputs, outputs and how many, and writes the file."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for i, (name, of) in enumerate(shape.matrices(n_vocab)):
-            own = GGMLType.F32 if name.endswith("ffn_gate_inp") else type
+        for i, (name, of) in enumerate(matrices.items()):
 
-            def fill(own: GGMLType = own, of: tuple[int, ...] = of, seed: int = seed + i) -> np.ndarray:
-                return random_matrix(own, of[0], math.prod(of[1:]), seed, pool)
+            def fill(name: str = name, of: tuple[int, ...] = of, seed: int = seed + i) -> np.ndarray:
+                return random_matrix(type_of(name), of[0], math.prod(of[1:]), seed, pool)
 
-            writer.add_tensor(f"{name}.weight", fill, own, of)
+            writer.add_tensor(f"{name}.weight", fill, type_of(name), of)
         writer.write()
 
 
@@ -615,6 +684,8 @@ def main() -> None:
     paths = [args.out]
     if args.idle is not None:
         write_idle_experts(args.out, shape, type, idle=args.idle, **common)
+    elif args.kind is None and args.shape == GEMMA3N:
+        write_gemma3n(args.out, shape, type, **common)
     elif args.kind is None:
         write_model(args.out, shape, type, **common)
     else:

@@ -185,3 +185,15 @@ def test_shapes_and_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank must be a multiple"):
         make(tmp_path / "a.gguf", rank=20)
     assert not list(tmp_path.iterdir())
+
+
+def test_gates_of_a_gemma3n_lie_above_the_threshold_as_meant(tmp_path: Path) -> None:
+    shape = Shape(d=256, ff=512, layers=16, heads=2, kv_heads=1, head=64)
+    path = tmp_path / "gemma3n.gguf"
+    synthetic.write_gemma3n(path, shape, GGMLType.Q4_0, n_vocab=400, n_ctx=N_TOKENS)
+    names = ["blk.0.ffn_act", "blk.9.ffn_act", "blk.10.ffn_act", "logits"]
+    first, last, dense, logits = taps(path, names).values()
+    for sparse in (first, last):
+        assert (sparse != 0).mean() == pytest.approx(0.05, abs=0.01)
+    assert (dense != 0).mean() > 0.99
+    assert np.isfinite(logits).all()
