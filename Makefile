@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -39,6 +39,13 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q --no-build-isolation $(STRICT) -e ".[dev]"
 	touch $@
+
+# For the inner loop: linters, and the tests of parts that need no server, no training and no whole program. It is meant
+# to take less than 90 seconds on two idle cores: a folder that grows slow leaves the list.
+QUICK := tests/text tests/formats tests/model tests/placement tests/storage \
+  tests/engine/test_engine.py tests/engine/test_kv_cache.py tests/engine/test_sampler.py tests/repository/test_layers.py
+check: build $(VENV)/.dev lint
+	$(BIN)/python -m pytest -n $(JOBS) $(QUICK)
 
 # What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
 test: STRICT := -C cmake.define.HOTSET_WERROR=ON

@@ -1,6 +1,6 @@
 """A pytest plugin: notes which test ran each line, and of each test how long it took and whether it passed.
 
-A context of the coverage file is `tests/test_x.py::Class::test_y`, without parameters, and `tests/test_x.py`
+A context of the coverage file is `tests/.../test_x.py::Class::test_y`, without parameters, and that file
 for what fixtures ran: those of a module run before one test and serve all.
 """
 

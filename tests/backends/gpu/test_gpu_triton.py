@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FILE = Path(__file__).with_name("interpreted_gpu_kernels.py")
 GROUPS = {  # few: a process needs three seconds to start
@@ -22,22 +23,32 @@ GROUPS = {  # few: a process needs three seconds to start
 AS_ON_A_DEVICE = "neighbours or fetched or triton_computes or expert_rows or chosen or fired"
 
 
+def run_kernels(*selection: str, **settings: str) -> None:
+    """The tests of interpreted_gpu_kernels.py: all of them pass, and none is skipped."""
+    ours = ("PYTEST_", "HOTSET_TRITON", "HOTSET_TEST_DEVICE", "TRITON_INTERPRET")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | settings
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(FILE), "-m", "", *selection]
+    done = subprocess.run(command, cwd=FILE.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout)
+    assert "skipped" not in done.stdout
+
+
 @pytest.mark.parametrize(
-    ("selection", "device"),
-    [*((selection, None) for selection in GROUPS.values()), (AS_ON_A_DEVICE, "cpu")],
+    ("selection", "settings"),
+    [
+        *((selection, {}) for selection in GROUPS.values()),
+        (AS_ON_A_DEVICE, {"HOTSET_TEST_DEVICE": "cpu"}),
+    ],
     ids=[*GROUPS, "as on a device"],
 )
-def test_kernels_equal_the_fallback(selection: str, device: str | None) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment["TRITON_INTERPRET"] = "1"
-    environment.pop("HOTSET_TRITON", None)
-    environment.pop("HOTSET_TEST_DEVICE", None)
-    if device is not None:
-        environment["HOTSET_TEST_DEVICE"] = device
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(FILE), "-k", selection]
-    done = subprocess.run(command, cwd=FILE.parent.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout + " 0 passed") or re.search("", "")
-    assert passed
-    assert "skipped" not in done.stdout
+def test_kernels_equal_the_fallback(selection: str, settings: dict[str, str]) -> None:
+    run_kernels("-k", selection, TRITON_INTERPRET="1", **settings)
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_equal_the_fallback() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can use")
+    run_kernels(HOTSET_TEST_DEVICE="cuda:0")
