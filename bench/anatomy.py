@@ -79,7 +79,7 @@ def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
             if op is None:
                 continue
             share = rows[name][ffn.layer]
-            if share < STREAMS_ABOVE and (name != "down" or ffn.by_neuron):
+            if share < STREAMS_ABOVE and (name != "down" or ffn.neuron_major):
                 gathered += tensors[op.weight].nbytes * share
     summary = StepCosts(model.graph, tensors).summary(stats)
     keys_and_values = model.cost.kv_bytes_read(n_warm + n_tokens / 2, model.kv_type)

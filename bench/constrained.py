@@ -3,7 +3,7 @@
     python bench/constrained.py [MODEL] [-n 200] [--seed 0] [--json]
 
 The schemas are those of tests/support/json_schemas.py and some that a program would ask for; half of the
-answers are greedy. An answer that is cut by the limit of tokens is counted apart: it cannot be whole.
+answers are greedy. An answer that is truncated by the limit of tokens is counted apart: it cannot be whole.
 
 The cost is what masks take of the engine's thread (having them found, applying them, taking the token), a
 token, against the quickest tenth of the steps of the same run, on one stream: on a busy machine others' work

@@ -1,16 +1,17 @@
-"""llama.cpp's converter and engine against hotset's, on tiny random mixtures of experts.
+"""llama.cpp's converter and engine against hotset's, on tiny random MoE models.
 
 usage: python bench/converters.py --source llama.cpp --llama BUILD/bin [NAME ...]
 
-Of each recipe of tests/support/tiny_models.py (all mixtures without NAME) a checkpoint is converted to F32 by
-both converters (--source: llama.cpp's repository), and the logits of both files are compared in hotset,
+Of each recipe of tests/support/tiny_models.py (all MoE models without NAME) a checkpoint is converted to F32
+by both converters (--source: llama.cpp's repository), and the logits of both files are compared in hotset,
 weights and cache in F32. Then llama-server (--llama) says on its own file what follows a prompt of token ids,
 and each of the tokens that hotset chooses greedily: its choices, and the logarithms of all tokens'
 probabilities, are compared. Needs torch and transformers, as the tests do.
 
 llama.cpp's converter knows published tokenizers by a hash of what they make of a text, and refuses the tests'
-own: here it is told that they cut text as GPT-2's does. Some models are changed a little, so that llama.cpp
-takes them (ADJUSTED), and what it is known to compute otherwise is said beside the figures (EXPLAINED).
+own: here the file says that they split text as GPT-2's does. Some models are changed a little, so that
+llama.cpp takes them (ADJUSTED), and what it is known to compute otherwise is said beside the figures
+(EXPLAINED).
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def why(log: str) -> str:
 
 def next_token(address: str, ids: list[int], n_vocab: int) -> tuple[int, dict[int, float]]:
     """The greedy token, and the logarithms of the probabilities: none where it is a part of a character, of
-    which the server tells nothing."""
+    which the server does not report."""
     request = {"prompt": ids, "n_predict": 1, "temperature": 0, "n_probs": n_vocab, "return_tokens": True}
     body = json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
@@ -240,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="recipes; all mixtures without one")
+    parser.add_argument("names", nargs="*", help="recipes; all MoE models without one")
     parser.add_argument(
         "--source", type=Path, required=True, help="llama.cpp's repository, with its converter"
     )

@@ -200,7 +200,8 @@ KINDS: dict[str, Callable[[], Iterator[Request]]] = {
 
 
 def hostile(port: int, kind: str, at_once: int, seconds: float, told: Connection) -> None:
-    """Sends requests of a kind for so long, in a process of its own; tells the statuses of the replies."""
+    """Sends requests of a kind for so long, in a process of its own; sends back the statuses of the
+    replies."""
     requests = KINDS[kind]()
     prepared = [next(requests) for _ in range(100)] if kind == "grammars" else list(requests)
     sent, lock, found = iter(range(10**9)), threading.Lock(), Counter[str]()

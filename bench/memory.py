@@ -6,7 +6,7 @@ A memory group (a cgroup, version 1 or 2, that this user may make) holds each ru
 model's size; the file's pages are dropped before. In each group run, one after the other: hotset under a
 budget of the group's limit, with the file as it is and bundled (made in the scratch folder where it is not
 there yet); hotset with the file mapped; with --llama llama-bench, which maps the file, or the DENSE one that
-it can read. --shape: a mixture of experts with random weights besides, written to the scratch folder.
+it can read. --shape: an MoE model with random weights besides, written to the scratch folder.
 
 The roofline is what the disk alone would allow: the bytes of the missing rows over the rate at which this
 disk gives random reads of their mean size, measured at first and after each run, the better of the two. Then,

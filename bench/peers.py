@@ -138,7 +138,7 @@ def _spin(seconds: float) -> float:
 
 
 def wait_until_quiet(force: bool = False, patience: float = 120.0) -> None:
-    """Returns when the machine is ours: nobody computes, and a spinning process per core gets its core.
+    """Returns when the machine is idle: no process computes, and a spinning process per core gets its core.
 
     After `patience` seconds it gives up with a sentence, or with a warning and a return if `force`.
     """

@@ -33,7 +33,7 @@ class Locality:
 
 @dataclass(frozen=True)
 class Router:
-    """A mixture's shape, and how its routes hang together."""
+    """The shape of an MoE model, and how its routes hang together."""
 
     n_layers: int
     n_experts: int

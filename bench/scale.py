@@ -6,8 +6,8 @@
     python bench/scale.py prefixes [MODEL]                             # 8 conversations over 2 replicas
     python bench/scale.py simulate [--hop MS] [--rate GBs] ...         # 70B over 2, 4 and 8 machines
 
-All but the last measure; the last one computes, from numbers that the others give, what nobody here has the
-machines for. Each prints one line of JSON at its end.
+All but the last measure; the last one computes, from their numbers, what would take more machines than are
+here. Each prints one line of JSON at its end.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
         connect(address)
         with hotset.load(args.model, settings) as model:
             n = model.graph.n_layer
-        cuts = [f"a:{n}", f"a:{n // 2},b:{n - n // 2}", f"a:{n // 3},b:{n // 3},c:{n - 2 * (n // 3)}"]
-        for spec in cuts:
+        splits = [f"a:{n}", f"a:{n // 2},b:{n - n // 2}", f"a:{n // 3},b:{n // 3},c:{n - 2 * (n // 3)}"]
+        for spec in splits:
             with load_staged(args.model, settings, spec, address) as model:
                 for _ in range(args.rounds):
                     before = processor_seconds()
@@ -100,7 +100,7 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     for name, found in (("ms", times), ("processor_ms", computed)):
         one, two, three = (min(values) for values in found.values())
         boundaries[name] = [two - one, (three - one) / 2]
-    rows = [[spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"] for spec in cuts]
+    rows = [[spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"] for spec in splits]
     peers.print_table(["stages", "ms a token, the least", "of processors, the least"], rows)
     return {"ms": times, "processor_ms": computed, "boundary": boundaries}
 
@@ -251,7 +251,7 @@ def _at_random(args: argparse.Namespace, address: str, replicas: Any) -> int:
 
 
 def simulate(args: argparse.Namespace) -> dict[str, Any]:
-    """One stream: every byte is read once a token, whoever reads it, and each boundary is a hop. Several:
+    """One stream: every byte is read once a token, on whichever machine, and each boundary is a hop. Several:
     pieces of the step follow one another, so that a step takes the time of n + stages - 1 pieces."""
     n_bytes, width = args.gigabytes * 1e9, 8192
     latency, row = args.hop / 1e3, width * 4 / (args.network * 1e9 / 8)

@@ -1,4 +1,4 @@
-"""Makes a real small mixture of a dense model: its FFNs split into experts by co-activation, with a router.
+"""Makes a real small MoE model of a dense model: its FFNs split into experts by co-activation, with a router.
 
 usage: python bench/split_experts.py MODEL.gguf TEXT OUT.gguf [--experts 64] [--used 8] [--shared 512]
 
@@ -78,7 +78,7 @@ def distilled_router(
 
 
 class Splitter:
-    """Writes the mixture of a dense, gated model of the llama architecture."""
+    """Writes the MoE model of a dense, gated model of the llama architecture."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.n_experts, self.n_used, self.n_shared = arguments.experts, arguments.used, arguments.shared

@@ -6,7 +6,7 @@ usage: python bench/synthetic.py OUT.gguf --shape 7b --type q4_0 [--vocab FILE.g
        python bench/synthetic.py OUT.gguf --shape gemma3n-e2b
 
 With --kind, neurons fire as often as asked for, hot and cold ones by a power law, and the PowerInfer file
-carries predictors that know which (planted.py). The plain file has the same weights to the bit, and keys that
+carries predictors that know which (planted.py). The plain file has bitwise the same weights, and keys that
 say its activation; engines that ignore those keys run it at the same speed. With --idle, a shape with experts
 is a plain file of SmallThinker's architecture, of whose experts' neurons so many do not fire.
 
@@ -314,7 +314,7 @@ def write_model(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """Writes a dense model, or a mixture of experts as Mixtral's. Every matrix has the given type (norms and
+    """Writes a dense model, or an MoE model as Mixtral. Every matrix has the given type (norms and
     routers are F32); memory: one matrix at a time.
 
     vocabulary: a GGUF file whose tokenizer is copied; else one of n_vocab pieces is made up. n_ctx: the
@@ -425,7 +425,7 @@ def write_idle_experts(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """Writes a mixture of experts of SmallThinker's architecture: of the neurons of each expert the share
+    """Writes an MoE model of SmallThinker's architecture: of the neurons of each expert the share
     `idle` does not fire, each as often as the others. Types: planted.TYPES_OF_PLANTED."""
     if type not in planted.TYPES_OF_PLANTED:
         raise ValueError(f"a sparse model cannot be {type.name}")

@@ -4,13 +4,13 @@ usage: python bench/thresholds.py --model MODEL.gguf --calibrate TEXT --judge OT
        [--uniform 0.25:inputs,0.5:down_in]
 
 A target is a rise of perplexity (1%), a share of the bytes of the layers' matrices (0.25), or a file of
-thresholds as it stands. SHARE:NAMES of --uniform (cutoffs joined by +; inputs: all but the gate) are two
-rows: cutoffs of so much of these values in every layer, and what the search finds for the same bytes where
-nothing but these may be cut.
+thresholds as it stands. SHARE:NAMES of --uniform (thresholds joined by +; inputs: all but the gate) are two
+rows: thresholds of so much of these values in every layer, and what the search finds for the same bytes where
+only these may have thresholds.
 
-All are run over the judged text side by side with the model uncut, with all tokens cut, and then write an
-answer each, in turn, --rounds times: answers of text, since random tokens have other activations.
-Calibrations share their losses in --work, where their files stay.
+All are run over the judged text side by side with the model without thresholds, with all tokens thresholded,
+and then write an answer each, in turn, --rounds times: answers of text, since random tokens have other
+activations. Calibrations share their losses in --work, where their files stay.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """saved: share of the bytes of the layers' matrices, as foreseen. speed: tokens per second, median; the
-    ratio to the model uncut is the median of those of the rounds. increase and its error: of the perplexity.
+    """saved: share of the bytes of the layers' matrices, as predicted. speed: tokens per second, median; the
+    ratio to the model without thresholds is the median of those of the rounds. increase and its error: of the
+    perplexity.
     held_out: what the calibration measured."""
 
     target: str
@@ -111,7 +112,7 @@ def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[
 
 
 def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, list[Row]]:
-    """The uncut perplexity, and a row for each target."""
+    """The perplexity without thresholds, and a row for each target."""
     with ExitStack() as opened:
 
         def load(**how: Any) -> hotset.Model:
@@ -168,13 +169,13 @@ def plot(rows: list[Row], path: Path, name: str) -> None:
             )
     axes[0].set_yscale("symlog", linthresh=1)
     axes[1].set_yscale("log")
-    axes[0].set(ylabel="perplexity, % above uncut", title=name)
-    axes[1].set(ylabel="KL, nats a token", title="all tokens cut")
+    axes[0].set(ylabel="perplexity, % above no thresholds", title=name)
+    axes[1].set(ylabel="KL, nats a token", title="all tokens thresholded")
     axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
     if timed:
         axes[2].axhline(1, color="grey", lw=0.7)
-        axes[2].set(ylabel="decoding, ÷ uncut")
+        axes[2].set(ylabel="decoding, ÷ without")
     for panel in axes:
         panel.set(xlabel="bytes of the layers saved, %")
         panel.margins(x=0.15)
@@ -204,8 +205,8 @@ def main() -> None:
     text = args.calibrate.read_text(encoding="utf-8")
     ppl, rows = measure(args, targets_of(args, text))
     timed = args.rounds > 0
-    print(f"{args.model.name}, {args.chunks} chunks of {args.judge.name}, uncut {ppl:.3f}\n")
-    headers = ["target", "saved", "perplexity", "rise", "KL", "same top", *["t/s", "÷ uncut"][: 2 * timed]]
+    print(f"{args.model.name}, {args.chunks} chunks of {args.judge.name}, without thresholds {ppl:.3f}\n")
+    headers = ["target", "saved", "perplexity", "rise", "KL", "same top", *["t/s", "÷ without"][: 2 * timed]]
     cells = [
         [
             row.target, f"{row.saved:.1%}", f"{row.ppl:.3f}",

@@ -12,7 +12,7 @@ namespace hotset {
 namespace {
 
 constexpr size_t kUnit = 256;         // bytes: what Kernels::read takes a multiple of
-constexpr size_t kStretch = 1 << 20;  // read at a time; whoever is done early helps with what is left
+constexpr size_t kStretch = 1 << 20;  // read at a time; a thread that is done early helps with the rest
 constexpr size_t kAtLeast =
     size_t(1) << 30;  // bytes: less is read several times, so that starting threads costs nothing
 

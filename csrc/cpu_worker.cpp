@@ -60,8 +60,8 @@ CpuWorkerPlan::CpuWorkerPlan(Plan& plan, int64_t width, int max_tokens, int64_t 
       timeout_ns_(timeout_ns),
       plan_(plan),
       service_(new Service) {
-    cut_.resize(max_tokens_);
-    row_cut_.resize(max_rows_);
+    thresholded_.resize(max_tokens_);
+    row_thresholded_.resize(max_rows_);
 }
 
 CpuWorkerPlan::~CpuWorkerPlan() {
@@ -133,7 +133,7 @@ void CpuWorkerPlan::start_threads(Service& service) {
 
 // ---- a step, as the device's side sees it
 
-std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* cut) {
+std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* thresholded) {
     Service& s = service();
     if (!s.closed && !s.server.joinable()) {  // in a child of the process that started them
         in_step_.store(false);
@@ -155,10 +155,10 @@ std::string CpuWorkerPlan::begin(int n_tokens, const uint8_t* cut) {
     s.reason.clear();
     poisoned_.store(false);
     n_tokens_.store(n_tokens);
-    if (cut)
-        std::copy_n(cut, n_tokens, cut_.begin());
+    if (thresholded)
+        std::copy_n(thresholded, n_tokens, thresholded_.begin());
     else
-        std::fill(cut_.begin(), cut_.end(), uint8_t(0));
+        std::fill(thresholded_.begin(), thresholded_.end(), uint8_t(0));
     computing_.store(-1);
     progress_ns_.store(now_ns());
     in_step_.store(true);
@@ -309,8 +309,8 @@ void CpuWorkerPlan::compute(Layer& layer) {
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(layer.x).row(0));
-    if (!plan_.run_rows(layer.first_op, layer.end_op, n, cut_.data()))
-        return;  // poisoned: nobody reads the answer
+    if (!plan_.run_rows(layer.first_op, layer.end_op, n, thresholded_.data()))
+        return;  // poisoned: the result is not read
     std::copy_n(plan_.buffer(layer.sum).row(0), n * width_, out());
     count(layer);
 }
@@ -332,11 +332,11 @@ void CpuWorkerPlan::compute_experts(Layer& layer) {
         for (int i = 0; i < n; i++) {
             const int64_t token = places[i] / layer.n_used;
             std::copy_n(h() + token * width_, width_, plan_.buffer(layer.x).row(i));
-            row_cut_[i] = cut_[token];
+            row_thresholded_[i] = thresholded_[token];
             plan_.buffer(layer.route).row(i)[0] = float(layer.asked_route[places[i]]);
             plan_.buffer(layer.route).row(i)[1] = 1.0f;
         }
-        if (!plan_.run_rows(layer.first_op, layer.end_op, n, row_cut_.data())) return;  // poisoned
+        if (!plan_.run_rows(layer.first_op, layer.end_op, n, row_thresholded_.data())) return;  // poisoned
         for (int i = 0; i < n; i++)
             std::copy_n(plan_.buffer(layer.sum).row(i), width_, out() + places[i] * width_);
         count(layer);

@@ -28,10 +28,10 @@
 // is involved. It computes with the runtime's thread pool, and so takes turns with the plans of the same
 // runtime.
 //
-// Poison: whatever goes wrong on either side, nobody waits for ever. `poison` sets every `done`, cancels the
+// Poison: whatever fails on either side, no thread waits for ever. `poison` sets every `done`, cancels the
 // layer that is being computed, and from then on a request is answered at once, with anything, until the step
-// ends; `end` tells why. A second thread watches the time, and poisons a step in which a layer takes too long
-// or the device falls silent.
+// ends; `end` returns why. A second thread watches the time, and poisons a step in which a layer takes too
+// long or the device falls silent.
 //
 // A child of the process has neither thread; it starts its own with its first step.
 #pragma once
@@ -119,9 +119,9 @@ class CpuWorkerPlan {
 
     // ---- a step
 
-    // Between begin and end requests are served. cut: of each token whether its small values are zero; null:
-    // nobody's. Empty string: done; else why it cannot be.
-    std::string begin(int n_tokens, const uint8_t* cut = nullptr);
+    // Between begin and end requests are served. thresholded: of each token, whether small values count as
+    // zero; null: no token. Empty string: done; else why it cannot be.
+    std::string begin(int n_tokens, const uint8_t* thresholded = nullptr);
     // Ends the step, whatever its state; why it failed, or an empty string. Nothing may touch the flags on
     // the device's side any more.
     std::string end();
@@ -180,8 +180,9 @@ class CpuWorkerPlan {
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
-    std::vector<int32_t> misses_;         // places in a route, by expert
-    std::vector<uint8_t> cut_, row_cut_;  // of the step's tokens, and of the rows that are computed
+    std::vector<int32_t> misses_;  // places in a route, by expert
+    std::vector<uint8_t> thresholded_,
+        row_thresholded_;  // of the step's tokens, and of the rows that are computed
     Memory allocation_;
     uint8_t* memory_ = nullptr;
     size_t memory_bytes_ = 0, done_offset_ = 0, h_offset_ = 0, bits_offset_ = 0, out_offset_ = 0;

@@ -26,7 +26,7 @@ class Draw {
     int64_t n_vocab() const { return n_vocab_; }
 
     // largest: [n_vocab / kLogitGroup]. counts: of the tokens that penalties change. u: in [0, 1), by which
-    // one is drawn. -1: groups do not tell (too many could matter, or no logit is finite).
+    // one is drawn. -1: groups do not decide (too many could matter, or no logit is finite).
     int64_t token(const float* logits, const float* largest,
                   const std::vector<std::pair<int64_t, int64_t>>& counts, double u);
 

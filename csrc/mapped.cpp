@@ -11,7 +11,7 @@ GuardedFile* guard_file(const uint8_t*, size_t, int) {
     return &none;
 }
 void unguard_file(GuardedFile*) {}
-bool is_cut(const GuardedFile*) {
+bool is_truncated(const GuardedFile*) {
     return false;
 }
 void map_cached(const GuardedFile*, size_t, size_t) {}
@@ -38,7 +38,7 @@ struct GuardedFile {
     std::atomic<bool> used{true};
     std::atomic<uintptr_t> begin{0};
     std::atomic<size_t> bytes{0};  // whole pages; 0: no mapping
-    std::atomic<bool> cut{false};
+    std::atomic<bool> truncated{false};
     off_t file_bytes = 0;
     int descriptor = -1;
     GuardedFile* next = nullptr;
@@ -59,7 +59,7 @@ bool put_zeros(uintptr_t address) {
         const size_t bytes = file->bytes.load(std::memory_order_acquire);
         if (address - begin >= bytes) continue;
         const uintptr_t page = address / page_bytes * page_bytes;
-        file->cut.store(true, std::memory_order_release);
+        file->truncated.store(true, std::memory_order_release);
         // What is gone goes on to the end, as a rule: all of it at once, not a page and a fault at a time.
         return mmap(reinterpret_cast<void*>(page), begin + bytes - page, PROT_READ,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
@@ -131,7 +131,7 @@ GuardedFile* guard_file(const uint8_t* mapping, size_t bytes, int descriptor) {
     GuardedFile* file = new_entry();
     file->descriptor = copy;
     file->file_bytes = off_t(bytes);
-    file->cut.store(false);
+    file->truncated.store(false);
     file->begin.store(reinterpret_cast<uintptr_t>(mapping), std::memory_order_relaxed);
     file->bytes.store((bytes + page_bytes - 1) / page_bytes * page_bytes, std::memory_order_release);
     return file;
@@ -144,9 +144,9 @@ void unguard_file(GuardedFile* file) {
     file->used.store(false);
 }
 
-bool is_cut(const GuardedFile* file) {
+bool is_truncated(const GuardedFile* file) {
     install();
-    if (file->cut.load(std::memory_order_acquire)) return true;
+    if (file->truncated.load(std::memory_order_acquire)) return true;
     // The rest of the last page reads as zeros without a fault.
     struct stat facts = {};
     return fstat(file->descriptor, &facts) == 0 && facts.st_size < file->file_bytes;

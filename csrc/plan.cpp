@@ -83,7 +83,7 @@ void Plan::finish() {
         // Allocated here, so that no step has to.
         for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs})
             v->resize(max_tokens_);
-        t.cut.resize(max_tokens_);
+        t.thresholded.resize(max_tokens_);
         t.stretches.reserve(max_tokens_);
         t.rope_cos.resize(ropes_.size());
         t.rope_sin.resize(ropes_.size());
@@ -97,7 +97,7 @@ void Plan::finish() {
 
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
                int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-               int n_outputs, const uint8_t* cut, const int32_t* states, const int32_t* saves) {
+               int n_outputs, const uint8_t* thresholded, const int32_t* states, const int32_t* saves) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -119,7 +119,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
         t.stretches.back().count++;
         t.n_positions = std::max(t.n_positions, positions[i] + 1);
     }
-    t.set_cut(cut);
+    t.set_thresholded(thresholded);
     t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
     if (states) t.states.assign(states, states + n_sequences);
     if (saves) t.saves.assign(saves, saves + n_tokens);
@@ -136,7 +136,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     return execute(turn, poll, slot, 0, n_ops());
 }
 
-bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut) {
+bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, nullptr);
@@ -145,7 +145,7 @@ bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut)
     StepTokens& t = steps_[slot]->tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
-    t.set_cut(cut);
+    t.set_thresholded(thresholded);
     return execute(turn, nullptr, slot, first_op, last_op);
 }
 
@@ -162,7 +162,7 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
             // write
             // past them.
             if (n < 0 || n > kMaxChunks)
-                throw std::logic_error("operation " + std::to_string(i) + " cuts phase " +
+                throw std::logic_error("operation " + std::to_string(i) + " splits phase " +
                                        std::to_string(phase) + " of " + std::to_string(n_phases) + " into " +
                                        std::to_string(n) + " chunks: a mistake in hotset");
             if (n) step.phases.push_back({op, i, phase, n});

@@ -49,20 +49,21 @@ struct StepTokens {
     int n_outputs = 0;
     int max_pages = 0;
     std::vector<int32_t> tokens, positions, sequences, pages, outputs;
-    std::vector<TokenTile> stretches;  // all tokens, cut where the next is of another sequence
+    std::vector<TokenTile> stretches;  // all tokens, split where the next is of another sequence
     int n_positions = 0;               // beyond the last of all
-    std::vector<uint8_t> cut;  // of each token whether its small values are zero, where the model cuts them
+    std::vector<uint8_t>
+        thresholded;  // of each token, where the model has thresholds: its small values count as zero
     std::vector<int32_t> states;  // per sequence: the slot with its state, -1: it begins
     std::vector<int32_t> saves;   // per token: the slot that takes the state after it, -1: none
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
-    // Of each of n_tokens; null: nobody is cut.
-    void set_cut(const uint8_t* of_each) {
+    // Of each of n_tokens; null: none is thresholded.
+    void set_thresholded(const uint8_t* of_each) {
         if (of_each)
-            std::copy_n(of_each, n_tokens, cut.begin());
+            std::copy_n(of_each, n_tokens, thresholded.begin());
         else
-            std::fill_n(cut.begin(), n_tokens, uint8_t(0));
+            std::fill_n(thresholded.begin(), n_tokens, uint8_t(0));
     }
 };
 
@@ -163,10 +164,10 @@ struct LinearTail {
     Kind kind = None;
     Activation activation = Activation::Relu;
     float threshold = 0.0f;
-    // Of tokens that are cut: what is smaller is zero of the activation, and of the result.
-    float gate_cutoff = 0.0f, value_cutoff = 0.0f;
+    // For thresholded tokens: smaller values are zero, of the activation and of the result.
+    float gate_threshold = 0.0f, value_threshold = 0.0f;
 
-    bool cuts() const { return gate_cutoff != 0.0f || value_cutoff != 0.0f; }
+    bool has_thresholds() const { return gate_threshold != 0.0f || value_threshold != 0.0f; }
 };
 
 constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
@@ -220,7 +221,7 @@ class Plan {
     // After the last operation: sees to it that the runtime has the memory that the operations need.
     void finish();
 
-    // Runs one step. Arrays as in backends/base.py; cut: null for nobody; states, saves: null where no
+    // Runs one step. Arrays as in backends/base.py; thresholded: null for none; states, saves: null where no
     // operation has a state. Every index must have been checked. poll: null, or asked every 10 ms by this
     // thread, whether to cancel. False: the step was cancelled. Then the buffers hold anything, the cache
     // holds anything at the step's own positions and in the states that it saves, and the next step runs as
@@ -228,12 +229,12 @@ class Plan {
     // Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-             int n_outputs, const uint8_t* cut = nullptr, const int32_t* states = nullptr,
+             int n_outputs, const uint8_t* thresholded = nullptr, const int32_t* states = nullptr,
              const int32_t* saves = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
-    // cut: as for `run`.
-    bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut = nullptr);
+    // thresholded: as for `run`.
+    bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded = nullptr);
     // Ends the step in flight, out of a phase that one thread computes alone: `run` throws this.
     void fail(std::exception_ptr failure) const {
         failure_ = std::move(failure);
@@ -281,8 +282,8 @@ class Plan {
 void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,
                  float* out);
 
-// operations.Cutoff; a NaN stays.
-inline void cut_small(float threshold, const float* x, int64_t n, float* out) {
+// operations.Threshold; a NaN stays.
+inline void zero_small(float threshold, const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i++) out[i] = std::fabs(x[i]) < threshold ? 0.0f : x[i];
 }
 

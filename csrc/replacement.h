@@ -1,5 +1,5 @@
 // Which entries (experts, neurons) a cache of few slots holds: the policy alone. It knows nothing of devices,
-// files or bytes; whoever has the slots' memory asks which to use, and fills those that are said to be empty.
+// files or bytes; the owner of the slots' memory asks which to use, and fills the empty ones.
 //
 // Each use of an entry is a credit of 1 that halves every `half_life` steps; of equal credit the one that was
 // used longest ago goes first, and with a half-life of 0 that alone counts (LRU). Entries keep their credit
@@ -44,7 +44,7 @@ class Replacement {
 
     // What was used before is no longer in use, and credits have aged by a step.
     void begin_step();
-    // Does the larger part of the next begin_step beforehand, when nobody waits for it.
+    // Does the larger part of the next begin_step beforehand, when no thread waits for it.
     void settle();
 
     // The places of n ids of a layer. Those that are resident are found before any is evicted for the others,

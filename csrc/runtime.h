@@ -3,7 +3,7 @@
 // One runtime serves a process half (the CPU of a model): its plain plan, its plans with taps, and the cold
 // services beside devices. They take turns, a step at a time, so that no two teams want the same cores and no
 // scratch memory lies idle. Each plan holds on to the runtime; before a plan's own memory goes, `leave` waits
-// until no late thread reads it. Whoever made the runtime closes it: plans may live on, held by views of
+// until no straggler reads it. The owner of the runtime closes it: plans may live on, held by views of
 // their results or by the frames of an exception, but no thread does.
 #pragma once
 

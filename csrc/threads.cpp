@@ -171,7 +171,7 @@ bool Worker::cancelled() {
     return slot_->cancel->load(std::memory_order_relaxed);
 }
 
-// Whoever computes chunks and called `run` must hear of signals in time.
+// The thread that called `run` and computes chunks must notice signals in time.
 void Worker::poll_at(int64_t now) {
     if (!poll_ || now < next_poll_ns_) return;
     // The flag is the owner's: const for all but the step itself.
@@ -232,7 +232,7 @@ int ThreadPool::free_slot() const {
 void ThreadPool::leave(const void* owner) {
     for (const auto& slot : slots_) {
         if (slot->owner.load() != owner) continue;
-        // From here on nobody enters it: whoever announced itself later finds that it is not current.
+        // From here on no thread enters it: one that announces itself later finds that it is not current.
         Slot* last = slot.get();
         current_.compare_exchange_strong(last, nullptr);
         while (slot->owner.load() == owner && anyone_in(slot.get())) std::this_thread::yield();

@@ -7,18 +7,18 @@
 //
 // A chunk is computed into memory private to its thread and then *committed* (copied out), which only one
 // thread can do. So when a thread loses its core in the middle of a chunk, another simply computes the chunk
-// again and commits it; the late one finds the chunk taken and drops its result. Nobody waits for a stolen
+// again and commits it; the late one finds the chunk taken and drops its result. No thread waits for a stolen
 // core, except in the few hundred nanoseconds of a copy.
 //
 // A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it
 // must never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot
-// is used again only when no thread is left in it; and whoever owns what a step reads calls `leave` before
-// that memory goes.
+// is used again only when no thread is left in it; and the owner of what a step reads calls `leave` before it
+// frees that memory.
 //
 // A step can be *cancelled*. Every thread looks at the step's flag before it claims a chunk, and operations
 // whose chunks are long look in between. The calling thread then takes all chunks of the open phase for
-// itself, so that nobody can commit any more, waits for copies in progress, and leaves at once: a thread that
-// is still computing a chunk finds it taken, and joins the next step when it is through.
+// itself, so that no thread can commit any more, waits for copies in progress, and leaves at once: a thread
+// that is still computing a chunk finds it taken, and joins the next step when it is through.
 //
 // A child of the process has no thread pool: it forgets the object, which must not be destroyed there, and
 // makes its
@@ -58,14 +58,14 @@ class Memory {
 };
 
 int64_t now_ns();  // of a clock that never goes back
-void relax();      // tells the processor that this thread only waits
+void relax();      // a hint to the processor that this thread only waits
 
 // Fetches the cache line at p, if there is memory: any address may be given.
 void prefetch_line(const void* p);
 
 // Floating point as the language has it, for this thread while the object lives: rounding to nearest, and
-// denormals are numbers. Whoever embeds hotset may have told a thread to flush them to zero, and the threads
-// that it starts inherit that; results must not depend on it.
+// denormals are numbers. A program that embeds hotset may have set a thread to flush them to zero, and the
+// threads that it starts inherit that; results must not depend on it.
 class DefaultFloats {
   public:
     DefaultFloats();

@@ -162,7 +162,7 @@ def any_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def threads() -> Callable[[int], int]:
     """Threads that this process started since the test began, those of native code too.
 
-    They are told apart by their numbers: threads of earlier tests may end meanwhile. The thread of a pool
+    They are distinguished by their numbers: threads of earlier tests may end meanwhile. The thread of a pool
     is there a little longer than the pool, so the count that is expected is waited for.
     """
     gc.collect()  # backends that other tests left open

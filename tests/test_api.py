@@ -79,7 +79,7 @@ def test_greedy_follows_the_logits(model: hotset.Model):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_chunks_and_a_reused_prefix_change_nothing(path: Path, backend: Any):
-    """To the bit on the cpu backend; NumPy's sums depend on the shape of the batch."""
+    """Bitwise on the cpu backend; NumPy's sums depend on the shape of the batch."""
     if backend == "cpu":
         pytest.importorskip("hotset._core", reason="the native module is not built")
     tolerance = 0.0 if backend == "cpu" else 1e-4

@@ -200,7 +200,7 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
 
 def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tmp_path: Path) -> None:
     from hotset.engine.log_likelihood import Continuation, log_likelihoods
-    from hotset.model.cutoffs import LayerCutoffs
+    from hotset.model.thresholds import LayerThresholds
     from hotset.sparsity.thresholds import Calibrated, Thresholds
 
     text = np.random.default_rng(6).integers(0, 256, 40).tolist()
@@ -209,7 +209,7 @@ def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tm
     for how in ({}, {"thresholds": file}, {"thresholds": file, "sparse_prompts": True}):
         with hotset.load(path, backend="reference", **how) as model:
             if not file.exists():
-                layers = (LayerCutoffs(attn_in=0.3, ffn_in=0.3),) * 2
+                layers = (LayerThresholds(attn_in=0.3, ffn_in=0.3),) * 2
                 Thresholds(Calibrated.of(model.gguf), layers).save(file)
             with model.thread.exclusive() as engine:
                 found.append(log_likelihoods(engine, [Continuation(text, 38)])[0])

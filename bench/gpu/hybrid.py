@@ -5,7 +5,7 @@ several rounds. Models are synthetic, with planted activity (../planted.py), and
 file of 4 GB takes seconds. The budget stands in for a consumer card, and is the same for all: `--vram-budget`
 of hotset counts cache, workspace and context too; what its plan gives to these is taken from the budget of
 PowerInfer, which counts weights alone, and of llama.cpp, which gets as many layers as the rest holds. At 100%
-nobody has a budget: all is on the device.
+no engine has a budget: all is on the device.
 """
 
 from __future__ import annotations

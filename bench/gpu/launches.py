@@ -33,16 +33,16 @@ from hotset.backends.gpu.stage import GpuStage
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
-from hotset.model.graph import Graph, cut_products
+from hotset.model.graph import Graph, thresholded_products
 from hotset.model.predictor import Predictor
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement.budget import FFNMode, LayerFacts, model_facts
 
 D, FF, N_HEAD, RANK, N_VOCAB, N_PAGES = 4096, 11008, 32, 1024, 32000, 64  # 7B: Llama 2
 N_LAYER = 2  # the first has what is computed once for all
 ACTIVE, HOT = 0.1, 0.5  # of the neurons: those that fire, those on the device where a layer is split
-KEPT = 0.5  # of the inputs of every matrix, where small ones are cut
+KEPT = 0.5  # of the inputs of every matrix, where small ones are zeroed
 TYPE = GGMLType.Q4_0
 META = torch.device("meta")
 
@@ -76,21 +76,21 @@ def rows() -> Iterator[Row]:
     for kind in ("memops", "spin"):
         yield _row(f"predicted, half of the neurons hot, {kind}", "predicted", kind)
     yield _row("dense, SiLU", "dense", None, silu=True)
-    yield _row("threshold, SiLU, half of all inputs cut", "dense", None, silu=True, cut=True)
+    yield _row("threshold, SiLU, half of all inputs zeroed", "dense", None, silu=True, thresholded=True)
 
 
-def _row(name: str, mode: FFNMode, kind: str | None, *, silu: bool = False, cut: bool = False) -> Row:
+def _row(name: str, mode: FFNMode, kind: str | None, *, silu: bool = False, thresholded: bool = False) -> Row:
     source = Source(mode, silu=silu)
-    every = LayerCutoffs(attn_in=1.0, attn_out=1.0, ffn_in=1.0, down_in=1.0)
-    cutoffs = [every] * N_LAYER if cut else ()
+    every = LayerThresholds(attn_in=1.0, attn_out=1.0, ffn_in=1.0, down_in=1.0)
+    layer_thresholds = [every] * N_LAYER if thresholded else ()
     config = config_from_gguf(source)  # type: ignore[arg-type]
-    graph = describe(config, source.tensors, source.predictor, cutoffs)
-    launches = _launches(source, graph, sparse=cut or mode != "dense", kind=kind)
+    graph = describe(config, source.tensors, source.predictor, layer_thresholds)
+    launches = _launches(source, graph, sparse=thresholded or mode != "dense", kind=kind)
     (first, *_, last), once = [launches.get(i, 0) for i in range(N_LAYER)], launches.get(-1, 0)
     facts = model_facts(graph, source.tensors, mode=mode, kv_type="f16", n_pages=N_PAGES, max_batch=512)
     sent = 0 if kind is None else 4 * D * 2 + FF // 8
     read = _read(facts.layers[-1], 1.0 if kind is None else HOT)
-    if cut:
+    if thresholded:
         read = int(KEPT * facts.layers[-1].fixed_bytes + facts.layers[-1].kv_read_bytes)
     return Row(name, last, once + first - last, read, sent)
 
@@ -122,7 +122,7 @@ def _launches(source: Source, graph: Graph, *, sparse: bool, kind: str | None) -
         stage = GpuStage(
             source, graph, "meta", n_pages=N_PAGES, max_batch=1, kernels=Kernels(META, triton=True),
             hot=hot, cold=None if kind is None else Cold(kind, log), sparse=sparse,
-            by_channel=[op.weight for op in cut_products(graph)],
+            input_major=[op.weight for op in thresholded_products(graph)],
         )  # fmt: skip
         patches.enter_context(patch.object(GpuStage, "_call", call))
         patches.enter_context(Operations(log))

@@ -1,7 +1,7 @@
 """Units of work whose results are kept, so that a stage can be stopped anywhere and goes on where it was.
 
-A device may be there for ten minutes at a time. So a stage is cut into units of seconds; each leaves one JSON
-file, written at once and whole, and a unit whose file is there is not measured again.
+A device may be there for ten minutes at a time. So a stage is split into units of seconds; each leaves one
+JSON file, written at once and whole, and a unit whose file is there is not measured again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times on a device, and the rates that they are compared with.
 
 A GPU works while the host goes on, so calls are timed by the device's own events; launches of short calls
-would be measured too, so calls are captured in a CUDA graph where that can be. Whoever reads the same
+would be measured too, so calls are captured in a CUDA graph where that can be. A kernel that reads the same
 megabytes again reads the device's cache: `copies` makes as many as no cache holds, and a turn reads all.
 """
 

@@ -70,14 +70,15 @@ class CpuWorker {
                 plan_->out_offset()};
     }
 
-    std::string begin(int n_tokens, const std::optional<Bytes>& cut) {
+    std::string begin(int n_tokens, const std::optional<Bytes>& thresholded) {
         check_started();
         require(n_tokens > 0 && n_tokens <= plan_->max_tokens(),
                 "a step of the CPU's half takes 1 to " + std::to_string(plan_->max_tokens()) +
                     " tokens, not " + std::to_string(n_tokens));
-        require(!cut || int64_t(cut->size()) == n_tokens, "every token is cut or not");
+        require(!thresholded || int64_t(thresholded->size()) == n_tokens,
+                "one flag per token says whether it is thresholded");
         nb::gil_scoped_release release;
-        return plan_->begin(n_tokens, cut ? cut->data() : nullptr);
+        return plan_->begin(n_tokens, thresholded ? thresholded->data() : nullptr);
     }
     std::string end() {
         check_started();
@@ -199,7 +200,7 @@ void bind_cpu_worker(nb::module_& m) {
         .def("start", &CpuWorker::start)
         .def("memory", [](nb::handle self) { return nb::cast<CpuWorker&>(self).memory(self); })
         .def("offsets", &CpuWorker::offsets)
-        .def("begin", &CpuWorker::begin, "n_tokens"_a, "cut"_a.none() = nb::none())
+        .def("begin", &CpuWorker::begin, "n_tokens"_a, "thresholded"_a.none() = nb::none())
         .def("end", &CpuWorker::end)
         .def("poison", &CpuWorker::poison, "reason"_a)
         .def("poisoned", &CpuWorker::poisoned)

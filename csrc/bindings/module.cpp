@@ -43,8 +43,8 @@ void bind_mapped(nb::module_& m) {
         "Keeps a mapped file that is cut short from ending the process (csrc/mapped.h); a number for the "
         "other two.");
     m.def(
-        "is_cut", [](uintptr_t file) { return is_cut(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
-        "Whether a guarded file is shorter than its map, or a page of it could not be read.");
+        "is_truncated", [](uintptr_t file) { return is_truncated(reinterpret_cast<GuardedFile*>(file)); },
+        "file"_a, "Whether a guarded file is shorter than its map, or a page of it could not be read.");
     m.def(
         "unguard_file", [](uintptr_t file) { unguard_file(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
         "Ends the guard, once.");

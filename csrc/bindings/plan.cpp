@@ -15,7 +15,7 @@ PlanBuilder::PlanBuilder(int max_tokens, int n_pages, int max_pages, std::shared
 }
 
 PlanBuilder::~PlanBuilder() {
-    // Waits for late threads of the thread pool: whoever runs a step of another plan must get at the GIL.
+    // Waits for stragglers of the thread pool: a thread that runs a step of another plan needs the GIL.
     nb::gil_scoped_release release;
     plan_.reset();
 }
@@ -47,7 +47,7 @@ void PlanBuilder::finish() {
 
 void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& sequences,
                       const IntMatrix& pages, const Ints& outputs, const std::optional<FloatMatrix>& x,
-                      const std::optional<Bytes>& cut, const std::optional<Ints>& states,
+                      const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
                       const std::optional<Ints>& saves) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
@@ -91,7 +91,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         // commit.
         std::copy_n(x->data(), n * width(input_), plan_->buffer(input_).row(0));
     }
-    require(!cut || int(cut->size()) == n, "every token is cut or not");
+    require(!thresholded || int(thresholded->size()) == n,
+            "one flag per token says whether it is thresholded");
     n_tokens_ = n;
     n_outputs_ = n_outputs;
     bool done;
@@ -105,7 +106,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         };
         done =
             plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences,
-                       max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr,
+                       max_pages, outputs.data(), n_outputs, thresholded ? thresholded->data() : nullptr,
                        limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
@@ -205,7 +206,7 @@ void bind_plan(nb::module_& m) {
         .def("finish", &PlanBuilder::finish)
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
-             "x"_a.none() = nb::none(), "cut"_a.none() = nb::none(), "states"_a.none() = nb::none(),
+             "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
              "saves"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },

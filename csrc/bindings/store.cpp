@@ -132,7 +132,7 @@ void allocate_ring(Stream& stream, size_t bytes) {
 }
 
 // Where a part is when its piece is there. Keeps the ring alive and not the stream: at a process's end NumPy
-// lets arrays go that native code holds, and an object of ours behind one would be told as a leak.
+// lets arrays go that native code holds, and an object of ours behind one would be reported as a leak.
 nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> data_of(const Stream& stream, int piece, int part) {
     require(stream.allocated() && piece >= 0 && piece < stream.n_pieces() && part >= 0 &&
                 part < stream.n_parts(piece),

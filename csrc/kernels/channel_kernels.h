@@ -1,5 +1,5 @@
-// A matrix product of one token that leaves out channels whose input is zero, from a copy of the matrix by
-// channel (ChannelMatrix): to the bit what the kernels of rows give. A block's dot product is exact however
+// A matrix product of one token that leaves out channels whose input is zero, from an input-major copy of the
+// matrix (ChannelMatrix): bitwise identical to the kernels of rows. A block's dot product is exact however
 // its terms are added, a block goes into its lane as ever, and one that is all zeros changes no lane.
 //
 // Written once over the sixteen lanes `V`; an instruction set has a function of its own, included before:
@@ -15,7 +15,7 @@
 constexpr int64_t kBytesAhead = 6144;
 constexpr int64_t kMostBlocksAhead = 64;
 
-// Outputs col0 .. col0 + n_cols of a matrix by channel, all of one tile.
+// Outputs col0 .. col0 + n_cols of an input-major matrix, all of one tile.
 template <Type kType>
 class ChannelTile {
   public:

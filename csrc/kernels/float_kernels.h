@@ -1,4 +1,4 @@
-// Everything in float, written once over the sixteen lanes `V` of an instruction set, and so equal to the bit
+// Everything in float, written once over the sixteen lanes `V` of an instruction set, and so bitwise equal
 // on all of them. Included inside the namespace of an instruction set, after its simd_*.h.
 
 inline int imin(int64_t a, int64_t b) {
@@ -157,8 +157,9 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
 void gaussian_top_k(const float* x, float multiplier, int64_t n, float* out) {
     const Moments of_row = moments(x, n);
     const float spread = multiplier * sqrtf(of_row.variance);  // rounded before it is added
-    const V cutoff = V::set(of_row.mean + spread);
-    for_lanes(n, [&](int64_t i, int c) { max(V::zero(), V::load_n(x + i, c) - cutoff).store_n(out + i, c); });
+    const V threshold = V::set(of_row.mean + spread);
+    for_lanes(n,
+              [&](int64_t i, int c) { max(V::zero(), V::load_n(x + i, c) - threshold).store_n(out + i, c); });
 }
 
 // Four blocks at a time, whose largest values and sums are found together.

@@ -13,7 +13,7 @@
 //   * Float weights. Element k belongs to lane k % 16: acc = fma(w, x, acc); the same tree.
 //
 // A one-row kernel has the lanes in a register, a many-row kernel keeps them as 16 accumulators; the
-// result is the same to the bit.
+// result is bitwise identical.
 #pragma once
 
 #include <math.h>  // the C functions: no inline copies that a linker could mix up
@@ -79,7 +79,7 @@ static HOTSET_INLINE constexpr int64_t half_at(int interleaved, int64_t b, int h
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
-// How the numbers of a type are laid out by channel, in bytes per output; no codes: they are not.
+// How the numbers of a type are laid out input-major, in bytes per output; no codes: they are not.
 struct ChannelFormat {
     int group_head;  // of 8 blocks, before the first: scales that scales are multiplied with
     int block_head;  // of a block of 32 channels: scales and minimums
@@ -112,9 +112,9 @@ static constexpr ChannelFormat channel_format(Type type) {
     }
 }
 
-// A matrix laid out again by channel = input (formats/channels.py), to read those alone whose input is not
-// zero. Outputs are cut into tiles (the last may be narrower), one after the other; a tile holds blocks of 32
-// channels, and a block the scales of its outputs, their minimums where the type has them, and then the
+// An input-major copy of a matrix (formats/channels.py), to read those channels alone whose input is not
+// zero. Outputs are split into tiles (the last may be narrower), one after the other; a tile holds blocks of
+// 32 channels, and a block the scales of its outputs, their minimums where the type has them, and then the
 // codes, channel after channel: so a chunk of outputs reads one stream of memory. Outputs from first_col on
 // are the rows of the matrix by rows.
 struct ChannelMatrix {
@@ -178,7 +178,7 @@ struct ActiveChannels {
                 for (int half = 0; half < 2; half++) {
                     n_first = n - first;  // before the second half
                     const int8_t* codes = x.q + half_at(interleaved, b, half);
-                    for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
+                    for (int i = 0; i < 16; i++) {  // without a branch, which could not be predicted
                         places[n] = half * 16 + i;
                         bytes[n] = codes[i];
                         n += codes[i] != 0;
@@ -237,7 +237,8 @@ using DecodeKernel = void (*)(const Matrix& w, int64_t row, int64_t col0, int64_
 // Writes n floats, whole blocks, as a type stores them; false: one of them cannot be stored (quantize.h).
 using EncodeKernel = bool (*)(const float* x, int64_t n, uint8_t* out);
 
-// Up to this many tokens a linear kernel may read its rows as for one token, so that chunks may be cut alike.
+// Up to this many tokens a linear kernel may read its rows as for one token, so that chunks may be split
+// alike.
 constexpr int kFewTokens = 16;
 
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
@@ -315,11 +316,11 @@ struct Kernels {
     AxpyKernel axpy[kTypeCount];
     DecodeKernel decode[kTypeCount];
     EncodeKernel encode[kTypeCount];           // null for what is never written
-    ChannelKernel channel_linear[kTypeCount];  // null for what is not laid out by channel
+    ChannelKernel channel_linear[kTypeCount];  // null for types without an input-major layout
     // What axpy does, with decoded rows that lie in cache: row r at tile + r * n_cols.
     void (*tile_axpy)(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
                       float* sums);
-    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, or not below the bound (as a NaN); spare bits
+    // Bit i % 64 of word i / 64 says whether x[i] is not zero, or not below the bound (as a NaN); spare bits
     // are zero.
     void (*nonzero_bits)(const float* x, int64_t n, uint64_t* bits);
     void (*not_below_bits)(const float* x, float bound, int64_t n, uint64_t* bits);

@@ -1,7 +1,8 @@
 // Causal attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
 //
-// Positions are cut into splits of kSplitPages pages, each with its own running softmax, merged in order.
-// Where the cuts lie depends on positions alone, so a token's sum is the same however the work is shared out.
+// Positions are divided into splits of kSplitPages pages, each with its own running softmax, merged in order.
+// The limits of the splits depend on positions alone, so a token's sum is the same however the work is shared
+// out.
 #include <algorithm>
 
 #include "../facts.h"
@@ -92,7 +93,7 @@ class Attention : public Op {
         return (size_t(units) * tile_rows() * f_.kv.head_dim_v + 15) / 16 * 16;
     }
 
-    // Tiles, from the first-th on until f returns false: a sequence's tokens, cut every tile_tokens_. What
+    // Tiles, from the first-th on until f returns false: a sequence's tokens, split every tile_tokens_. What
     // each chunk does must not grow with the tokens of the step.
     template <class F>
     void for_tiles(const StepTokens& step, int first, F f) const {

@@ -1,6 +1,6 @@
 // The down projection by rows = neurons.
 //
-// The neurons are cut into kRanges ranges, whatever the threads and the mode. Within a range each output is
+// The neurons are split into kRanges ranges, whatever the threads and the mode. Within a range each output is
 // summed over the neurons in order, and then over the ranges in order; a neuron of value zero adds nothing,
 // read or not. One token: a chunk is a range, which reads whole rows; a second phase adds up the ranges.
 // Several: a chunk is some of the outputs, and a tile of neurons is decoded once for all tokens, of which

@@ -1,6 +1,6 @@
-// Matrix products whose inputs are cut (operations.Cutoff): one token reads the channels that are not zero,
-// from a copy of the matrix by channel, where these are few enough; else, and for several tokens, whole rows.
-// The result is bitwise identical, so no caller depends on which it was.
+// Matrix products whose inputs are thresholded (operations.Threshold): one token reads the channels that are
+// not zero, from an input-major copy of the matrix, where these are few enough; else, and for several tokens,
+// whole rows. The result is bitwise identical, so no caller depends on which it was.
 #include <algorithm>
 #include <memory>
 
@@ -20,10 +20,10 @@ constexpr int kLanes = 16;
 class ChannelLinear : public Op {
   public:
     ChannelLinear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                  std::vector<ChannelMatrix> channels, int residual, LinearTail tail, float cutoff)
+                  std::vector<ChannelMatrix> channels, int residual, LinearTail tail, float threshold)
         : plan_(plan),
-          several_(make_linear(plan, x, norm, parts, residual, tail, cutoff)),
-          input_(plan, x, std::move(norm), cutoff),
+          several_(make_linear(plan, x, norm, parts, residual, tail, threshold)),
+          input_(plan, x, std::move(norm), threshold),
           parts_(std::move(parts)),
           channels_(std::move(channels)),
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
@@ -131,8 +131,8 @@ class ChannelLinear : public Op {
         int64_t first = chunk / splits * pieces.columns, last = std::min(first + pieces.columns, w.rows);
         float *results = worker.results.as<float>(), *scratch = results + pieces.columns;
         FfnCounts counts;
-        const bool by_channel = in.pays(channels_[p]);
-        if (by_channel) {
+        const bool input_major = in.pays(channels_[p]);
+        if (input_major) {
             kernels.channel_linear[int(w.type)](channels_[p], *in.active, in.inputs, first, last - first,
                                                 split * kLanes / splits, kLanes / splits, scratch, results);
             counts.left_out = split ? 0 : in.left_out(channels_[p], last - first);
@@ -144,8 +144,8 @@ class ChannelLinear : public Op {
         }
         if (!worker.begin_commit()) return;
         float* shared = shared_of(p);
-        if (chunk == 0) shared[0] = float(by_channel ? splits : 1);
-        std::copy_n(results, last - first, shared + 16 + (by_channel ? split * w.rows : 0) + first);
+        if (chunk == 0) shared[0] = float(input_major ? splits : 1);
+        std::copy_n(results, last - first, shared + 16 + (input_major ? split * w.rows : 0) + first);
         counters.add(counts, worker.index());
         worker.end_commit();
     }
@@ -193,7 +193,7 @@ class ChannelLinear : public Op {
         const ChannelInput::One* in = in_two_ ? nullptr : &one;
         product(p, first, count, in, worker, scratch, results, counts);
         if (gated()) product(1, first, count, in, worker, scratch, up, counts);
-        finish_products(kernels, tail_, step.cut.data(), 1, count, results, up, counts);
+        finish_products(kernels, tail_, step.thresholded.data(), 1, count, results, up, counts);
         if (residual_) kernels.add(results, residual_->row(0) + first, count, results);
         if (!worker.begin_commit()) return;
         std::copy_n(results, count, plan_.buffer(parts_[p].out).row(0) + first);
@@ -216,9 +216,9 @@ class ChannelLinear : public Op {
 
 std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
                                         std::vector<ChannelMatrix> channels, int residual, LinearTail tail,
-                                        float cutoff) {
+                                        float threshold) {
     return std::make_unique<ChannelLinear>(plan, x, std::move(norm), std::move(parts), std::move(channels),
-                                           residual, tail, cutoff);
+                                           residual, tail, threshold);
 }
 
 }  // namespace hotset

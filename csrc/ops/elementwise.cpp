@@ -164,14 +164,14 @@ static const Registered kMask("mask", [](Facts& facts) -> std::unique_ptr<Op> {
     });
 });
 
-static const Registered kCutoff("cutoff", [](Facts& facts) -> std::unique_ptr<Op> {
+static const Registered kThreshold("threshold", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);
     facts.of_all_tokens(x);
     const float threshold = facts.real("threshold");
     const Buffer& in = facts.plan().buffer(x);
     return make_row_op(facts.plan(), out, [=, &in](const StepTokens& step, int r, float* result) {
-        cut_small(step.cut[r] ? threshold : 0.0f, in.row(r), in.width, result);
+        zero_small(step.thresholded[r] ? threshold : 0.0f, in.row(r), in.width, result);
     });
 });
 

@@ -3,7 +3,7 @@
 // Tokens are grouped by expert, so that an expert's rows are read once for all its tokens and multiplied by
 // the kernels of many tokens; one token's experts are groups of one. Who belongs to which group is found
 // anew by every worker, from ids that are brought into their range: a late thread (threads.h) may see any.
-// What an expert gives for a token is the same to the bit in every group, and is added in the route's order.
+// What an expert gives for a token is bitwise identical in every group, and is added in the route's order.
 #include <algorithm>
 #include <bit>
 
@@ -21,7 +21,7 @@ struct ExpertFacts {
     bool activated = false;   // always with a gate
     Activation activation = Activation::Relu;
     float activation_threshold = 0.0f;
-    float cutoff = 0.0f;  // of what is activated, of tokens that are cut
+    float gate_threshold = 0.0f;  // of the activation, for thresholded tokens
     bool up_activated = false;
     Activation up_activation = Activation::Relu;
     float up_threshold = 0.0f;
@@ -39,9 +39,9 @@ struct ExpertSumFacts {
     int x = -1, route = -1, residual = -1, out = -1;
     int n_used = 1;
     ExpertMatrices down;
-    bool by_neuron = false;  // a row per neuron, which is a column of x
-    bool apart = false;      // not summed and not weighed: side by side
-    bool sparse = false;     // and rows of zeros are left out
+    bool neuron_major = false;  // a row per neuron, which is a column of x
+    bool apart = false;         // not summed and not weighed: side by side
+    bool sparse = false;        // and rows of zeros are left out
 };
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
@@ -262,7 +262,7 @@ class ExpertNeurons : public Op {
         if (!gated()) {
             product(f_.up, expert, first, last, in, worker, values);
             if (f_.activated) kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
-            cut(step, entries, in.n, size, values);
+            apply_threshold(step, entries, in.n, size, values);
             counts.up_rows = size;
         } else {
             if (f_.sparse && found <= kGatherBelow * double(size)) {
@@ -273,7 +273,7 @@ class ExpertNeurons : public Op {
                 counts.gate_rows = size;
             }
             kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
-            cut(step, entries, in.n, size, values);
+            apply_threshold(step, entries, in.n, size, values);
             if (scores_) drop_others(first, size, in.n, entries, values);
             multiply_by_up(rows, in, worker, values, counts);
         }
@@ -283,11 +283,12 @@ class ExpertNeurons : public Op {
         counts.active += active;
     }
 
-    void cut(const StepTokens& step, const int32_t* entries, int n, int64_t size, float* values) const {
-        if (f_.cutoff == 0.0f) return;
+    void apply_threshold(const StepTokens& step, const int32_t* entries, int n, int64_t size,
+                         float* values) const {
+        if (f_.gate_threshold == 0.0f) return;
         for (int t = 0; t < n; t++)
-            if (step.cut[entries[t] / f_.n_used])
-                cut_small(f_.cutoff, values + t * size, size, values + t * size);
+            if (step.thresholded[entries[t] / f_.n_used])
+                zero_small(f_.gate_threshold, values + t * size, size, values + t * size);
     }
 
     // The predictor's scores of the rows from `first` on, for the token and rank of an entry.
@@ -595,10 +596,10 @@ class ExpertSum : public Op {
 
 // ---- down, by rows = neurons
 
-// The neurons of an expert are cut into kRanges ranges, as in axpy.cpp: within a range each output is summed
-// over the neurons in order, then over the ranges, and then over the experts. One token: a chunk is a range
-// of an expert. Several: a chunk is some of the outputs, and a tile of an expert's neurons is decoded once
-// for all its tokens.
+// The neurons of an expert are split into kRanges ranges, as in axpy.cpp: within a range each output is
+// summed over the neurons in order, then over the ranges, and then over the experts. One token: a chunk is a
+// range of an expert. Several: a chunk is some of the outputs, and a tile of an expert's neurons is decoded
+// once for all its tokens.
 class ExpertAxpy : public Op {
   public:
     ExpertAxpy(const Plan& plan, ExpertSumFacts facts)
@@ -821,8 +822,9 @@ static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std
     f.activated = facts.has("activation");
     f.up_activated = facts.has("up_activation");
     require((!gated || f.activated) && (gated || !f.up_activated), "a gate has an activation");
-    f.cutoff = facts.real("gate_cutoff", 0.0f);
-    require(f.cutoff >= 0.0f && (f.activated || f.cutoff == 0.0f), "what is cut is an activation");
+    f.gate_threshold = facts.real("gate_threshold", 0.0f);
+    require(f.gate_threshold >= 0.0f && (f.activated || f.gate_threshold == 0.0f),
+            "a threshold needs an activation");
     if (f.activated) f.activation = facts.activation("activation");
     f.activation_threshold = facts.real("activation_threshold", 0.0f);
     if (f.up_activated) f.up_activation = facts.activation("up_activation");
@@ -839,8 +841,8 @@ static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std
     return std::make_unique<ExpertNeurons>(facts.plan(), std::move(f));
 });
 
-// by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would be
-// weighed and summed is side by side.
+// neuron_major: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would
+// be weighed and summed is side by side.
 static const Registered kExpertSum("expert_sum", [](Facts& facts) -> std::unique_ptr<Op> {
     ExpertSumFacts f;
     f.x = facts.buffer("x"), f.route = facts.buffer("route"), f.out = facts.buffer("out");
@@ -849,14 +851,15 @@ static const Registered kExpertSum("expert_sum", [](Facts& facts) -> std::unique
     f.n_used = n_used_of(facts, f.route, f.out, n_expert);
     require(f.n_used > 0 && facts.width(f.x) % f.n_used == 0, "experts have neurons of their own");
     f.residual = facts.residual(f.x, f.out);
-    f.by_neuron = facts.flag("by_neuron"), f.apart = facts.flag("apart"), f.sparse = facts.flag("sparse");
-    require(!f.apart || (!f.by_neuron && f.residual < 0 && facts.width(f.out) % f.n_used == 0),
+    f.neuron_major = facts.flag("neuron_major"), f.apart = facts.flag("apart"),
+    f.sparse = facts.flag("sparse");
+    require(!f.apart || (!f.neuron_major && f.residual < 0 && facts.width(f.out) % f.n_used == 0),
             "products side by side are by output, and not added to anything");
     const int64_t neurons = facts.width(f.x) / f.n_used,
                   outputs = facts.width(f.out) / (f.apart ? f.n_used : 1);
-    f.down = f.by_neuron ? facts.experts("down", n_expert, neurons, outputs, outputs)
-                         : facts.experts("down", n_expert, outputs, neurons, outputs);
-    if (f.by_neuron) return std::make_unique<ExpertAxpy>(facts.plan(), std::move(f));
+    f.down = f.neuron_major ? facts.experts("down", n_expert, neurons, outputs, outputs)
+                            : facts.experts("down", n_expert, outputs, neurons, outputs);
+    if (f.neuron_major) return std::make_unique<ExpertAxpy>(facts.plan(), std::move(f));
     return std::make_unique<ExpertSum>(facts.plan(), std::move(f));
 });
 

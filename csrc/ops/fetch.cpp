@@ -31,7 +31,7 @@ struct FetchFacts {
 constexpr size_t kLine = 64, kLookBytes = 16 << 10;  // of what is fetched between two looks at the disk
 constexpr int kLearnTokens = 8;  // a step of more is a prompt's: it does not say what is needed often
 
-// Of the cache that cores share, as far as the system tells.
+// Of the cache that cores share, as far as the system reports it.
 size_t shared_cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
     static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
@@ -142,7 +142,7 @@ class FinishFetch : public Op {
   private:
     // Brings what is read next into the cache while there is nothing else to do.
     void fetch_next() const {
-        if (plan_.n_threads() == 1) return;  // whoever reads has no core of its own
+        if (plan_.n_threads() == 1) return;  // the reading thread has no core of its own
         size_t left = shared_cache_bytes() / 4 * 3;
         for (const auto& [data, bytes] : next_)
             for (size_t at = 0; at < bytes && left >= kLine; at += kLine, left -= kLine) {

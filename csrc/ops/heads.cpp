@@ -1,4 +1,4 @@
-// x times a matrix of each head that lies by input: the keys that heads make of one latent vector.
+// x times an input-major matrix of each head: the keys that heads make of one latent vector.
 //
 // Each output is summed over the inputs in order, for one token as for many; a chunk is a head. One token
 // reads the rows where they lie; several share a tile of decoded rows.

@@ -41,9 +41,9 @@ void largest_of_groups(const float* values, int64_t n, float* largest) {
 class Linear : public Op {
   public:
     Linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail,
-           float cutoff)
+           float threshold)
         : plan_(plan),
-          input_(plan, x, std::move(norm), cutoff),
+          input_(plan, x, std::move(norm), threshold),
           parts_(std::move(parts)),
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
           tail_(tail) {
@@ -151,7 +151,7 @@ class Linear : public Op {
         FfnCounts counts;
         product(part, results);
         if (gated()) product(parts_[1], up);
-        finish_products(kernels, tail_, step.cut.data(), n, rows, results, up, counts);
+        finish_products(kernels, tail_, step.thresholded.data(), n, rows, results, up, counts);
         if (residual_)
             for (int t = 0; t < n; t++)
                 kernels.add(results + t * rows, residual_->row(t) + first, rows, results + t * rows);
@@ -164,7 +164,7 @@ class Linear : public Op {
             for (int t = 0; t < n; t++)
                 std::copy_n(largest + t * (rows / kLogitGroup), rows / kLogitGroup,
                             plan_.buffer(part.largest).row(t) + first / kLogitGroup);
-        if (tail_.cuts()) counted->add(counts, worker.index());
+        if (tail_.has_thresholds()) counted->add(counts, worker.index());
         worker.end_commit();
     }
 
@@ -180,8 +180,8 @@ class Linear : public Op {
 }  // namespace
 
 std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, LinearTail tail, float cutoff) {
-    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, tail, cutoff);
+                                int residual, LinearTail tail, float threshold) {
+    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, tail, threshold);
 }
 
 LinearPart linear_part(Facts& facts, int x, int out) {
@@ -195,7 +195,7 @@ ChannelMatrix channels_of(Facts& facts, const Matrix& by_row) {
     if (!facts.has("channels")) return made;
     const std::unique_ptr<Facts> of = facts.record("channels");
     require(facts.plan().kernels().channel_linear[int(by_row.type)],
-            std::string(type_facts(by_row.type).name) + " is not laid out by channel");
+            std::string(type_facts(by_row.type).name) + " has no input-major layout");
     const std::span<const uint8_t> data = of->bytes("data");
     made.type = by_row.type, made.data = data.data(), made.rows = by_row.cols;
     made.cols = of->integer("cols"), made.tile = of->integer("tile"), made.first_col = of->integer("first");
@@ -203,18 +203,18 @@ ChannelMatrix channels_of(Facts& facts, const Matrix& by_row) {
     require(made.cols > 0 && made.cols % 32 == 0 && made.first_col >= 0 && made.first_col % 32 == 0 &&
                 by_row.rows % 32 == 0 && made.first_col + by_row.rows <= made.cols && made.tile > 0 &&
                 made.tile % 32 == 0,
-            "outputs of a matrix by channel are whole groups of 32");
+            "outputs of an input-major matrix are whole groups of 32");
     require(by_row.cols % 32 == 0 &&
                 data.size() == size_t(channel_format(by_row.type).output_bytes(by_row.cols) * made.cols),
-            "a matrix by channel has the numbers of its rows");
+            "an input-major matrix has the numbers of its rows");
     return made;
 }
 
 // Products of one input. parts: records {weight, bias, out, channels}. With a norm, it is applied to the
-// input first; input_cutoff: below which inputs are zero, behind the norm, of tokens that are cut.
-// activation: of the one part, or, gated, of the first, which is multiplied by the second; gate_cutoff,
-// value_cutoff: of the activation and of the result. residual: is added to the one result. largest: buffer of
-// LinearPart::largest.
+// input first; input_threshold: below which inputs are zero, behind the norm, for thresholded tokens.
+// activation: of the one part, or, gated, of the first, which is multiplied by the second; gate_threshold,
+// value_threshold: of the activation and of the result. residual: is added to the one result. largest: buffer
+// of LinearPart::largest.
 static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op> {
     Plan& plan = facts.plan();
     const int x = facts.buffer("x");
@@ -234,8 +234,8 @@ static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op
     LinearTail tail;
     if (activated)
         tail = {gated ? LinearTail::Gated : LinearTail::Activated, facts.activation("activation"),
-                facts.real("activation_threshold", 0.0f), facts.real("gate_cutoff", 0.0f),
-                facts.real("value_cutoff", 0.0f)};
+                facts.real("activation_threshold", 0.0f), facts.real("gate_threshold", 0.0f),
+                facts.real("value_threshold", 0.0f)};
     const int residual = facts.residual(x, parts[0].out);
     require(residual < 0 || parts.size() == 1, "one product has a residual");
     if (facts.has("largest")) {
@@ -247,10 +247,11 @@ static const Registered kLinear("linear", [](Facts& facts) -> std::unique_ptr<Op
         parts[0].largest = largest;
     }
     Norm norm = facts.norm("norm", facts.width(x));
-    const float cutoff = facts.real("input_cutoff", 0.0f);
-    return channels.empty() ? make_linear(plan, x, std::move(norm), std::move(parts), residual, tail, cutoff)
-                            : make_channel_linear(plan, x, std::move(norm), std::move(parts),
-                                                  std::move(channels), residual, tail, cutoff);
+    const float threshold = facts.real("input_threshold", 0.0f);
+    return channels.empty()
+               ? make_linear(plan, x, std::move(norm), std::move(parts), residual, tail, threshold)
+               : make_channel_linear(plan, x, std::move(norm), std::move(parts), std::move(channels),
+                                     residual, tail, threshold);
 });
 
 }  // namespace hotset

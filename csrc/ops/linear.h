@@ -1,4 +1,5 @@
-// What operations with matrix products share: the facts of a product, and the product by rows and by channel.
+// What operations with matrix products share: the facts of a product, and the row-major and the input-major
+// product.
 #pragma once
 
 #include "../facts.h"
@@ -7,14 +8,14 @@ namespace hotset {
 
 // A record {weight, bias} with out.width rows.
 LinearPart linear_part(Facts& facts, int x, int out);
-// Its fact `channels`, a record {data, cols, tile, first, below}: a copy of the same matrix by channel.
+// Its fact `channels`, a record {data, cols, tile, first, below}: an input-major copy of the same matrix.
 // Without data where there is none.
 ChannelMatrix channels_of(Facts& facts, const Matrix& by_row);
 
 std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, LinearTail tail, float cutoff);
+                                int residual, LinearTail tail, float threshold);
 std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
                                         std::vector<ChannelMatrix> channels, int residual, LinearTail tail,
-                                        float cutoff);
+                                        float threshold);
 
 }  // namespace hotset

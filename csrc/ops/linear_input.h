@@ -70,9 +70,9 @@ class InputsMemory {
 
 class LinearInput {
   public:
-    // cutoff: below which values are zero, behind the norm, of tokens that are cut.
-    LinearInput(const Plan& plan, int x, Norm norm, float cutoff = 0.0f)
-        : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)), cutoff_(cutoff) {}
+    // threshold: below which values are zero, behind the norm, for thresholded tokens.
+    LinearInput(const Plan& plan, int x, Norm norm, float threshold = 0.0f)
+        : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)), threshold_(threshold) {}
 
     // Every matrix that will be multiplied: what is prepared depends on their types.
     void serves(const Matrix& weight) { kinds_.serves(weight); }
@@ -91,7 +91,8 @@ class LinearInput {
     void prepare_chunk(int chunk, const StepTokens& step, Worker& worker) const {
         const RowRange rows(chunk, n_prepare_chunks(step), n_tokens(step));
         const InputsMemory own(worker.results.data(), rows.count(), x_.width, kept());
-        for (int r = rows.first; r < rows.last; r++) prepare(own, r - rows.first, x_.row(r), step.cut[r]);
+        for (int r = rows.first; r < rows.last; r++)
+            prepare(own, r - rows.first, x_.row(r), step.thresholded[r]);
         if (!worker.begin_commit()) return;
         const InputsMemory all(plan_.shared(), plan_.max_tokens(), x_.width, kept());
         const Inputs prepared = own.inputs(rows.count(), 0);
@@ -111,7 +112,7 @@ class LinearInput {
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width, kept());
         const Inputs in = memory.inputs(n, plan_.ahead(), changes() ? nullptr : x_.row(0));
         if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
-            for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.cut[r]);
+            for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.thresholded[r]);
             prepared(in);
         }
         return in;
@@ -129,20 +130,20 @@ class LinearInput {
 
   private:
     // Whether products read other values than those of the buffer.
-    bool changes() const { return !norm_.weight.empty() || cutoff_ != 0.0f; }
+    bool changes() const { return !norm_.weight.empty() || threshold_ != 0.0f; }
 
     // What is kept of rows: floats, where they are others than the buffer's.
     InputKinds kept() const { return {changes(), kinds_.quantized}; }
 
-    void prepare(const InputsMemory& memory, int at, const float* x, bool cut) const {
+    void prepare(const InputsMemory& memory, int at, const float* x, bool thresholded) const {
         const int64_t k = x_.width;
         const Kernels& kernels = plan_.kernels();
         if (!norm_.weight.empty()) {
             norm_.apply(kernels, x, k, memory.x(at));
             x = memory.x(at);
         }
-        if (cutoff_ != 0.0f) {
-            cut_small(cut ? cutoff_ : 0.0f, x, k, memory.x(at));
+        if (threshold_ != 0.0f) {
+            zero_small(thresholded ? threshold_ : 0.0f, x, k, memory.x(at));
             x = memory.x(at);
         }
         memory.set(kernels, at, x);
@@ -150,7 +151,7 @@ class LinearInput {
 
     const Buffer& x_;
     const Norm norm_;
-    const float cutoff_;
+    const float threshold_;
     InputKinds kinds_;
 };
 

@@ -9,19 +9,20 @@
 namespace hotset {
 
 // values: activated gates, which become those of the neurons. One pass without a branch, which compilers turn
-// into vectors: this is all that a cutoff costs where nothing is left out.
-inline void multiply_cut(const LinearTail& tail, const float* up, int64_t rows, float* values) {
+// into vectors: this is all that a threshold costs where nothing is left out.
+inline void multiply_thresholded(const LinearTail& tail, const float* up, int64_t rows, float* values) {
     for (int64_t i = 0; i < rows; i++) {
         const float gate = values[i], value = gate * up[i];
-        const bool zero =
-            (std::fabs(gate) < tail.gate_cutoff) | (gate == 0.0f) | (std::fabs(value) < tail.value_cutoff);
+        const bool zero = (std::fabs(gate) < tail.gate_threshold) | (gate == 0.0f) |
+                          (std::fabs(value) < tail.value_threshold);
         values[i] = zero ? 0.0f : value;
     }
 }
 
-// results: [n][rows] of n tokens, of gates where there is up, [n][rows]. cut: of each token. A neuron whose
-// gate was cut is zero whatever up is, as where its row of up is not read. Counts where something is cut.
-inline void finish_products(const Kernels& kernels, const LinearTail& tail, const uint8_t* cut, int n,
+// results: [n][rows] of n tokens, of gates where there is up, [n][rows]. thresholded: of each token. A neuron
+// whose gate is below the threshold is zero whatever up is, as where its row of up is not read. Counts where
+// there are thresholds.
+inline void finish_products(const Kernels& kernels, const LinearTail& tail, const uint8_t* thresholded, int n,
                             int64_t rows, float* results, const float* up, FfnCounts& counts) {
     if (tail.kind == LinearTail::None) return;
     const bool gated = tail.kind == LinearTail::Gated;
@@ -31,16 +32,16 @@ inline void finish_products(const Kernels& kernels, const LinearTail& tail, cons
         else
             kernels.activate(tail.activation, tail.threshold, values, count, values);
     };
-    if (!tail.cuts()) return whole(results, up, n * rows);
+    if (!tail.has_thresholds()) return whole(results, up, n * rows);
     for (int t = 0; t < n; t++) {
         float* values = results + t * rows;
         const float* its_up = gated ? up + t * rows : nullptr;
-        if (cut[t]) {
+        if (thresholded[t]) {
             kernels.activate(tail.activation, tail.threshold, values, rows, values);
             if (gated)
-                multiply_cut(tail, its_up, rows, values);
+                multiply_thresholded(tail, its_up, rows, values);
             else
-                cut_small(std::max(tail.gate_cutoff, tail.value_cutoff), values, rows, values);
+                zero_small(std::max(tail.gate_threshold, tail.value_threshold), values, rows, values);
         } else {
             whole(values, its_up, rows);
         }

@@ -3,7 +3,7 @@
 // Sparse: the rows of neurons that a predictor did not name are not read, nor the up rows of those whose gate
 // is zero. One token reads the rows it needs where they lie; several read the rows that any of them needs,
 // copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
-// is read, a value is the same to the bit. Of tokens that are cut, small activations count as zero.
+// is read, a value is bitwise identical. For thresholded tokens small activations count as zero.
 //
 // Where rows come from a store there are two of it, of which the first computes the neurons whose rows were
 // there, and zeros for the others, while these are read.
@@ -30,10 +30,10 @@ struct NeuronFacts {
     int scores = -1;      // buffer of a predictor, -1: none
     float threshold = 0.0f;
     int64_t first = 0;  // neurons before it are always selected and have no score
-    // Of tokens that are cut: what is smaller is zero of the input behind the norm, of the activation that
+    // For thresholded tokens, smaller values are zero: of the input behind the norm, of the activation that
     // decides, and of the value.
-    float input_cutoff = 0.0f, gate_cutoff = 0.0f, value_cutoff = 0.0f;
-    ChannelMatrix gate_channels, up_channels;  // copies by channel, where there are any
+    float input_threshold = 0.0f, gate_threshold = 0.0f, value_threshold = 0.0f;
+    ChannelMatrix gate_channels, up_channels;  // input-major copies, where there are any
     // [number of neurons] Where it is given, those alone for which it has `missed_which`.
     const uint8_t* missed = nullptr;
     bool missed_which = false;
@@ -51,7 +51,7 @@ class Neurons : public Op {
     Neurons(const Plan& plan, NeuronFacts facts)
         : plan_(plan),
           facts_(std::move(facts)),
-          input_(plan, facts_.x, facts_.norm, facts_.input_cutoff),
+          input_(plan, facts_.x, facts_.norm, facts_.input_threshold),
           out_(plan.buffer(facts_.out)),
           scores_(facts_.scores < 0 ? nullptr : &plan.buffer(facts_.scores)) {
         input_.serves(facts_.up.weight);
@@ -83,7 +83,7 @@ class Neurons : public Op {
                    last - first,
                    in,
                    lists ? &one : nullptr,
-                   step.cut.data(),
+                   step.thresholded.data(),
                    worker,
                    Scratch(worker, last - first, in.n),
                    {}};
@@ -153,8 +153,8 @@ class Neurons : public Op {
     struct Chunk {
         int64_t first, size;
         Inputs in;
-        const ChannelInput::One* one;  // which channels of one token are not zero; null: nobody asked
-        const uint8_t* cut;            // of each token
+        const ChannelInput::One* one;  // which channels of one token are not zero; null: not needed
+        const uint8_t* thresholded;    // of each token
         Worker& worker;
         Scratch scratch;
         FfnCounts counts;
@@ -181,7 +181,8 @@ class Neurons : public Op {
     }
     bool gated() const { return facts_.gate.weight.data != nullptr; }
     int64_t n_neurons() const { return facts_.up.weight.rows; }
-    // Of each row that is copied: those of several tokens, and of a store; else kOpenLanes lanes by channel.
+    // Of each row that is copied: those of several tokens, and of a store; else kOpenLanes lanes,
+    // input-major.
     size_t packed_bytes(int n) const {
         const bool in_place = n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places;
         const size_t lanes = has_channels() ? sizeof(float) * channel_scratch_floats(128) / 128 : 0;
@@ -220,7 +221,7 @@ class Neurons : public Op {
         int count = select_one(c);
         c.counts.selected += count;
         if (reads_all(deciding.weight, count, c)) {
-            if (!by_channel(c, gated() ? facts_.gate_channels : facts_.up_channels, deciding.weight))
+            if (!input_major(c, gated() ? facts_.gate_channels : facts_.up_channels, deciding.weight))
                 all_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, c.scratch.up);
             (gated() ? c.counts.gate_rows : c.counts.up_rows) += c.size;
             for (int j = 0; j < count; j++) decided[j] = c.scratch.up[c.scratch.neurons[j]];
@@ -230,7 +231,7 @@ class Neurons : public Op {
         }
         add_bias_of_list(c, deciding, count, decided);
         kernels.activate(facts_.activation, facts_.activation_threshold, decided, count, decided);
-        if (c.cut[0]) cut_small(facts_.gate_cutoff, decided, count, decided);
+        if (c.thresholded[0]) zero_small(facts_.gate_threshold, decided, count, decided);
         int fired = 0;
         float* values = c.scratch.values;
         std::fill_n(values, c.size, 0.0f);
@@ -241,7 +242,7 @@ class Neurons : public Op {
             fired += decided[j] != 0.0f;
         }
         if (gated() && fired) multiply_by_up(c, fired, values);
-        if (c.cut[0]) cut_small(facts_.value_cutoff, values, c.size, values);
+        if (c.thresholded[0]) zero_small(facts_.value_threshold, values, c.size, values);
         for (int j = 0; j < fired; j++) c.counts.active += values[c.scratch.neurons[j]] != 0.0f;
     }
 
@@ -268,7 +269,7 @@ class Neurons : public Op {
         float* up = c.scratch.packed;
         const bool fewer = facts_.up_channels.data && c.one->share() < double(fired) / double(c.size);
         if (reads_all(facts_.up.weight, fired, c) || (fewer && c.one->pays(facts_.up_channels))) {
-            if (!by_channel(c, facts_.up_channels, facts_.up.weight))
+            if (!input_major(c, facts_.up_channels, facts_.up.weight))
                 all_rows(c, facts_.up.weight, nullptr, c.scratch.up);
             c.counts.up_rows += c.size;
             for (int j = 0; j < fired; j++) up[j] = c.scratch.up[c.scratch.neurons[j]];
@@ -282,8 +283,8 @@ class Neurons : public Op {
     }
 
     // All products of the chunk with one token, by the channels of its input that are not zero, into `up`;
-    // false where there is no copy by channel, or too many of them.
-    bool by_channel(Chunk& c, const ChannelMatrix& channels, const Matrix& w) const {
+    // false where there is no input-major copy, or too many channels.
+    bool input_major(Chunk& c, const ChannelMatrix& channels, const Matrix& w) const {
         if (!c.one || !c.one->pays(channels)) return false;
         plan_.kernels().channel_linear[int(w.type)](channels, *c.one->active, c.in, c.first, c.size, 0, 16,
                                                     c.scratch.lanes, c.scratch.up);
@@ -320,7 +321,7 @@ class Neurons : public Op {
 
     // ---- several tokens, or dense
 
-    // Which neurons each token wants, as far as the predictor tells.
+    // Which neurons each token wants, as the predictor says.
     void select(Chunk& c) const {
         for (int t = 0; t < c.in.n; t++) {
             uint8_t* wanted = c.scratch.wanted + t * c.size;
@@ -344,7 +345,7 @@ class Neurons : public Op {
         if (gated()) {
             product(c, facts_.gate, values, c.counts.gate_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
-            cut(c, facts_.gate_cutoff);
+            apply_threshold(c, facts_.gate_threshold);
             if (facts_.sparse)
                 for (int64_t i = 0; i < n_values; i++) c.scratch.wanted[i] &= values[i] != 0.0f;
             float* up = c.scratch.up;
@@ -354,21 +355,21 @@ class Neurons : public Op {
         } else {
             product(c, facts_.up, values, c.counts.up_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
-            cut(c, facts_.gate_cutoff);
+            apply_threshold(c, facts_.gate_threshold);
         }
-        cut(c, facts_.value_cutoff);
+        apply_threshold(c, facts_.value_threshold);
         for (int64_t i = 0; i < n_values; i++) {
             values[i] = c.scratch.wanted[i] ? values[i] : 0.0f;
             c.counts.active += values[i] != 0.0f;
         }
     }
 
-    // Cuts the chunk's values of the tokens that are cut.
-    static void cut(const Chunk& c, float cutoff) {
-        if (cutoff == 0.0f) return;
+    // Zeroes the small values of the chunk's thresholded tokens.
+    static void apply_threshold(const Chunk& c, float threshold) {
+        if (threshold == 0.0f) return;
         for (int t = 0; t < c.in.n; t++) {
             float* values = c.scratch.values + t * c.size;
-            if (c.cut[t]) cut_small(cutoff, values, c.size, values);
+            if (c.thresholded[t]) zero_small(threshold, values, c.size, values);
         }
     }
 
@@ -452,11 +453,11 @@ static const Registered kNeurons("neurons", [](Facts& facts) -> std::unique_ptr<
     NeuronFacts f;
     f.x = facts.buffer("x"), f.out = facts.buffer("out");
     f.sparse = facts.flag("sparse");
-    f.input_cutoff = facts.real("input_cutoff", 0.0f);
-    f.gate_cutoff = facts.real("gate_cutoff", 0.0f);
-    f.value_cutoff = facts.real("value_cutoff", 0.0f);
-    require(f.input_cutoff >= 0.0f && f.gate_cutoff >= 0.0f && f.value_cutoff >= 0.0f,
-            "a cutoff is at least 0");
+    f.input_threshold = facts.real("input_threshold", 0.0f);
+    f.gate_threshold = facts.real("gate_threshold", 0.0f);
+    f.value_threshold = facts.real("value_threshold", 0.0f);
+    require(f.input_threshold >= 0.0f && f.gate_threshold >= 0.0f && f.value_threshold >= 0.0f,
+            "a threshold is at least 0");
     f.norm = facts.norm("norm", facts.width(f.x));
     const std::unique_ptr<Facts> up = facts.record("up");
     f.up = linear_part(*up, f.x, f.out);

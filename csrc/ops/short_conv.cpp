@@ -69,7 +69,7 @@ class ShortConv : public Op {
         }
     }
 
-    // Within a commit: nobody writes the slot that is read, nor the inputs.
+    // Within a commit: no thread writes the slot that is read, nor the inputs.
     void save(const StepTokens& step, int t, float* state) const {
         for (int i = 0; i < f_.kernel - 1; i++) {
             const float* x = input(step, t, f_.kernel - 2 - i);

@@ -62,7 +62,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 StoredFile::~StoredFile() {
     CloseHandle(handle_);
 }
-void StoredFile::check() const {}  // nobody else may write to it
+void StoredFile::check() const {}  // no other process may write to it
 StoredFile::Attempt StoredFile::attempt(uint64_t, size_t bytes) const {
     return {-1, bytes};
 }
@@ -259,7 +259,7 @@ bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
     bool dropped = false;
     while (!batch.done.wait_for(lock, 10ms, [&] { return batch.left.load() == 0; })) {
         if (dropped || (batch.error.empty() && !cancelled())) continue;
-        dropped = true;  // what nobody has begun is taken back, what is on its way comes to its end
+        dropped = true;  // reads that have not begun are dropped, the others finish
         lock.unlock();
         size_t n = 0;
         {

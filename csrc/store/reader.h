@@ -111,7 +111,7 @@ class Reader {
         std::vector<Read> reads;
         std::vector<Read::Copy> copies;
         bool is_done() const { return left.load() == 0; }
-        bool ahead = false;  // nobody waits for it yet: reads of other batches go first
+        bool ahead = false;  // no thread waits for it yet: reads of other batches go first
 
       private:
         friend class Reader;
@@ -145,7 +145,7 @@ class Reader {
     // The number of bytes that count as read of a result of the system; the others are overwritten.
     int64_t faulty(int64_t result, uint8_t* to);
     // Whether the read is complete after `result` more bytes (or minus an error number); else `done` is where
-    // it goes on. `error` tells what is wrong.
+    // it goes on. `error` says what is wrong.
     static bool advance(const Read& read, int64_t result, size_t& done, std::string& error);
     static void finish(const Job& job, const uint8_t* buffer, const std::string& error);
 

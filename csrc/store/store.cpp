@@ -307,7 +307,7 @@ void RowStore::give_up() {
     } else {
         try {
             reader_->wait(*batch_, [] { return true; });
-        } catch (const ReadError&) {  // nobody wants it any more
+        } catch (const ReadError&) {  // it is no longer wanted
         }
     }
     if (coming_->policy)

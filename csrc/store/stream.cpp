@@ -68,7 +68,7 @@ void Stream::drop(Piece& piece) {
     if (piece.state == State::Coming) {
         try {
             reader_->wait(*piece.batch, [] { return true; });
-        } catch (const ReadError&) {  // nobody wants it any more
+        } catch (const ReadError&) {  // it is no longer wanted
         }
     }
     piece.state = State::Absent;

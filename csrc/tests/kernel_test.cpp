@@ -32,12 +32,12 @@ int failures = 0;
 uint64_t reference_hash;  // FNV-1a
 uint64_t first_hash;      // reference_hash before the later types
 
-// A matrix by rows laid out by channel, its columns as they are.
-struct ByChannel {
+// The input-major copy of a matrix of rows.
+struct InputMajor {
     std::vector<uint8_t> data;
     ChannelMatrix view;
 
-    ByChannel(Type type, const std::vector<uint8_t>& bytes, int64_t rows, int64_t cols) {
+    InputMajor(Type type, const std::vector<uint8_t>& bytes, int64_t rows, int64_t cols) {
         const ChannelFormat format = channel_format(type);
         const int64_t row_bytes = int64_t(bytes.size()) / rows;
         data.resize(format.output_bytes(cols) * rows);
@@ -338,9 +338,9 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
 void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
     const std::mt19937 before = random_engine;
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
-    const ByChannel by_channel(type, bytes, rows, cols);
-    const auto exact = exact_copy(by_channel.data);
-    ChannelMatrix w = by_channel.view;
+    const InputMajor input_major(type, bytes, rows, cols);
+    const auto exact = exact_copy(input_major.data);
+    ChannelMatrix w = input_major.view;
     w.data = exact.get();
     const Matrix by_row = {type, bytes.data(), rows, cols, bytes.size() / size_t(rows)};
     for (const double kept : {0.0, 0.03, 0.5, 1.0})

@@ -1,5 +1,6 @@
-// What a plan holds of its operations: one that cuts a step into more than there is room for is an error, not
-// a write past an array. Needs no Python, so that it also runs under sanitizers. Exit status 1 on a failure.
+// What a plan holds of its operations: one that splits a step into more than there is room for is an error,
+// not a write past an array. Needs no Python, so that it also runs under sanitizers. Exit status 1 on a
+// failure.
 #include <cstdio>
 #include <functional>
 #include <stdexcept>
@@ -59,7 +60,7 @@ struct Tested {
         try {
             plan.run_rows(0, plan.n_ops(), n_tokens);
         } catch (const std::logic_error& error) {
-            check(std::string(error.what()).starts_with("operation 0 cuts phase"), error.what());
+            check(std::string(error.what()).starts_with("operation 0 splits phase"), error.what());
             check(count == 0.0f, "nothing runs of a refused step");
             return -1.0f;
         }

@@ -28,7 +28,7 @@ keep() {  # file, name: there whole or not at all
     cp "$1" "$kept/$2.$$" && mv "$kept/$2.$$" "$kept/$2"
 }
 
-# All headers, whoever includes them: a change of one makes all objects anew.
+# All headers: a change of one makes all objects anew.
 headers=$({ $cxx --version; find "$csrc" -name '*.h' | LC_ALL=C sort | xargs cat; } | digest)
 
 compile() {  # name, source, flags

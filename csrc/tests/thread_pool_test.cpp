@@ -152,7 +152,7 @@ void test_poll(int n_threads) {
     expect_whole(runtime);
 }
 
-// Whoever waits for its turn can be cancelled too; the same thread is refused.
+// A thread that waits for its turn can be cancelled too; the same thread is refused.
 void test_turns() {
     Runtime runtime(2);
     std::atomic<bool> first{false}, second{false}, waiting{false};

@@ -80,8 +80,8 @@ def load_opened(opened: Opened) -> Model:
 def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
 
-    Nothing is loaded on a device. Predictors and the down matrices by neuron are built where the model needs
-    them, as in `load`, whose errors these are.
+    Nothing is loaded on a device. Predictors and the neuron-major down matrices are built where the model
+    needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
         decided = plan_model(opened)
@@ -120,8 +120,8 @@ class Model:
             backend,
             self.n_ctx,
             decided.settings.max_sequences,
-            collect_stats=self.config.leaves_out or self.graph.is_cut,
-            cut=decided.cut,
+            collect_stats=self.config.leaves_out or self.graph.has_thresholds,
+            thresholded=decided.thresholded,
             flops=self.cost.flops_per_token,
         )
         self.thread = EngineThread(self.engine)
@@ -262,7 +262,8 @@ class Model:
         around: str | None = None,
         owner: Owner | None = None,
     ) -> Generation:
-        """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
+        """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
+        events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
         form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
@@ -413,7 +414,7 @@ class Model:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that decoding the first token reads; `cost` tells how many at a depth."""
+        """Bytes that decoding the first token reads; `cost` says how many at a depth."""
         return self.cost.bytes_per_token(0, self.kv_type)
 
     def close(self) -> None:
@@ -448,7 +449,7 @@ def compare(
     """Perplexity of several models side by side, and how far each is from the first (`divergence`).
 
     The models are loaded by the caller, one file in several modes or several files, and must share their
-    tokens; the first one's tokenizer cuts the text. Raises InvalidRequestError for different vocabularies.
+    tokens; the first one's tokenizer encodes the text. Raises InvalidRequestError for different vocabularies.
     """
     *_, results = compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks)
     return results

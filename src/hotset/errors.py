@@ -1,7 +1,7 @@
 """Every error that a user can cause, as one sentence: what is wrong, where, what to do.
 
 The command line prints the sentence and nothing else; the Python API raises the type, so that
-a program can tell a broken file from a full context. All derive from HotsetError.
+a program can distinguish a broken file from a full context. All derive from HotsetError.
 """
 
 from collections.abc import Mapping

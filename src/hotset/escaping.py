@@ -33,9 +33,9 @@ def escaped(text: str, limit: int = LONGEST_LINE) -> str:
     what to do.
     """
     if len(text) > limit:
-        text = _LONG_WORD.sub(lambda match: _cut(match[0], _LONGEST_WORD), text)
+        text = _LONG_WORD.sub(lambda match: _shortened(match[0], _LONGEST_WORD), text)
     if len(text) > limit:
-        text = _cut(text, limit)
+        text = _shortened(text, limit)
     return text if text.isascii() and text.isprintable() else _OF_A_LINE.sub(_written_out, text)
 
 
@@ -54,7 +54,7 @@ def escaped_json(text: str) -> str:
     return _OF_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _cut(text: str, limit: int) -> str:
+def _shortened(text: str, limit: int) -> str:
     head, tail = limit - limit // 3, limit // 3
     return f"{text[:head]} ... [{len(text) - head - tail} characters] ... {text[-tail:]}"
 

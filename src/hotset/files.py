@@ -1,7 +1,7 @@
 """The doors through which files are read whole and written.
 
-Reading: a path from a person or a download may be a pipe that nobody writes to, a device without an end, or a
-file of a terabyte. Whoever reads a whole file says how large it may be.
+Reading: a path from a person or a download may be a pipe without a writer, a device without an end, or a
+file of a terabyte. The caller says how large a file that is read whole may be.
 
 Writing: whole or not at all, and never in the place of what is no file. A file grows beside its place,
 without a name where the system has such files (Linux), else under a temporary one; it goes to the disk and
@@ -99,7 +99,7 @@ def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> No
     try:
         mode = path.stat().st_mode
         link = os.readlink(path) if path.is_symlink() else ""
-    except OSError:  # nothing there, or nothing that can be seen: writing will tell
+    except OSError:  # nothing there, or nothing that can be seen: writing will show it
         return
     if link.startswith("/proc/"):
         raise InvalidRequestError(f"{path} is a link of the system; name a file to write")
@@ -169,7 +169,7 @@ def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file, open for writing bytes behind its end. Errors as `replacing`."""
     path = Path(path)
     check_target(path)
-    with _told(path, "choose another folder"), path.open("ab") as file:
+    with _file_errors(path, "choose another folder"), path.open("ab") as file:
         yield file
 
 
@@ -186,19 +186,19 @@ def _replacing_all(
         with contextlib.ExitStack() as opened:
             files = []
             for path, place in zip(paths, temporary, strict=True):
-                with _told(path, remedy):
+                with _file_errors(path, remedy):
                     files.append(opened.enter_context(_create(place, mode)))
-            with _told(paths[0] if len(paths) == 1 else None, remedy):
+            with _file_errors(paths[0] if len(paths) == 1 else None, remedy):
                 yield files
             for path, place, file in zip(paths, temporary, files, strict=True):
-                with _told(path, remedy):
+                with _file_errors(path, remedy):
                     file.flush()
                     if sync:
                         os.fsync(file.fileno())
                     _name(file, place)
         for path, place in zip(paths, temporary, strict=True):
             check_target(path)  # what came meanwhile is not replaced either
-            with _told(path, remedy):
+            with _file_errors(path, remedy):
                 os.replace(place, path)
     except BaseException:
         for place in temporary:
@@ -212,8 +212,8 @@ def _replacing_all(
 
 
 @contextlib.contextmanager
-def _told(path: Path | None, remedy: str) -> Iterator[None]:
-    """An error of the system in the block as a sentence."""
+def _file_errors(path: Path | None, remedy: str) -> Iterator[None]:
+    """A system error in the block as one error message."""
     try:
         yield
     except OSError as error:

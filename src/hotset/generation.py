@@ -39,7 +39,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True)
 class _Counted:
-    """Steps [start, end) of an answer, added up when somebody asks: while tokens come that costs nothing."""
+    """Steps [start, end) of an answer, added up on request: while tokens arrive that costs nothing."""
 
     summary: Summary
     steps: list[StepStats]
@@ -124,7 +124,7 @@ class Generation:
     """A sequence on its way through the engine, and the text that it has become so far.
 
     thread: computes it. summary: adds up statistics of steps. shown: special tokens that the text spells out,
-    for whoever reads calls of functions or reasoning out of it (text/output.py). Use it as a context manager:
+    for parsers of calls of functions or reasoning (text/output.py). Use it as a context manager:
     leaving it cancels what still runs. token_times: when each token came that was taken, time.perf_counter()
     seconds.
     """
@@ -185,7 +185,7 @@ class Generation:
     def take(self, event: Event) -> Chunk:
         """What an event adds to the answer; the last sets `completion`. Raises a step's failure.
 
-        A stop string ends the answer while the sequence still runs: whoever takes then cancels it.
+        A stop string ends the answer while the sequence still runs: the caller then cancels it.
         """
         if event.error is not None:
             raise event.error

@@ -54,12 +54,12 @@ class LoadSettings:
     profile: a file of `hotset profile`, whose neurons that nearly always fire are computed without
     prediction. What these need and the file lacks is built once, in files beside the model.
     thresholds: a file of `hotset calibrate`, by default the one beside the model; implies "threshold".
-    sparse_prompts: small values of prompts are cut too, not only those of answers.
+    sparse_prompts: prompts are thresholded too, not only answers.
 
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
     max_sequences: how many at most.
-    progress: is told of what takes long; settings are equal whoever watches.
+    progress: gets reports of what takes long; it does not count when settings are compared.
     """
 
     n_ctx: int | None = None
@@ -106,7 +106,7 @@ class LoadSettings:
         if self.activation is not None:
             parse_activation(self.activation)
         asked_mode(self.sparsity, self.predictor, self.thresholds)
-        if self.sparse_prompts and not self.cuts:
+        if self.sparse_prompts and not self.asks_for_thresholds:
             raise InvalidRequestError(
                 "sparse prompts serve the sparsity mode threshold; ask for it, or leave them out"
             )
@@ -132,7 +132,7 @@ class LoadSettings:
             object.__setattr__(self, name, checked(name, value, *bounds))
 
     @property
-    def cuts(self) -> bool:
+    def asks_for_thresholds(self) -> bool:
         """Whether the mode threshold is asked for, by name or by a file of thresholds."""
         return self.sparsity == "threshold" or self.thresholds is not None
 

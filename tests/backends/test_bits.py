@@ -45,7 +45,7 @@ from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement import channel_rates, ram
 from hotset.placement.channels import ChannelRates, Workload
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
@@ -219,12 +219,14 @@ def test_merged_adapters_are_the_same_file_on_every_machine(run_folder: Path) ->
 
 N_CTX = 128
 N_TOKENS = 70  # more than a page, a window and a context before scaling; the last step of 64 is a short one
-CUTOFFS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
+LAYER_THRESHOLDS = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
 MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first that the model takes
     "dense": ({"sparsity": "dense"},),
     "exact": ({"sparsity": "exact"},),
     "predicted": ({"sparsity": "predicted"},),
-    "threshold": tuple({"thresholds": cutoffs} for cutoffs in (CUTOFFS, LayerCutoffs(gate=0.1))),
+    "threshold": tuple(
+        {"thresholds": layer_thresholds} for layer_thresholds in (LAYER_THRESHOLDS, LayerThresholds(gate=0.1))
+    ),
 }
 
 
@@ -257,7 +259,7 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
 
 
 def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[GGMLType, ChannelRates]:
-    """In place of measured ones: by channel is always quicker."""
+    """In place of measured ones: input-major is always quicker."""
     return {work.type: ChannelRates(1e9, 1e11) for work in works}
 
 

@@ -32,13 +32,13 @@ from hotset.model.graph import Graph
 OPTIONS: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f16", "n_threads": 2}
 N_LAYER = 3
 # Before these layers: 0 is behind the embedding, 3 before the output.
-CUTS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
+SPLITS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
 
 
-def chain(weights: Any, graph: Graph, cuts: Sequence[int], **options: Any) -> ChainBackend:
+def chain(weights: Any, graph: Graph, splits: Sequence[int], **options: Any) -> ChainBackend:
     """The model on the CPU in parts that begin with the tokens and with each layer of `cuts`."""
     given = OPTIONS | options
-    ends = [0, *(graph.layer_starts[layer] for layer in cuts), len(graph.ops)]
+    ends = [0, *(graph.layer_starts[layer] for layer in splits), len(graph.ops)]
     stages = [
         CpuBackend(weights, graph, first_op=first, last_op=last, **given) for first, last in pairwise(ends)
     ]
@@ -47,14 +47,14 @@ def chain(weights: Any, graph: Graph, cuts: Sequence[int], **options: Any) -> Ch
     )
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("mode", ["dense", "predicted"])
 @pytest.mark.parametrize("model", MODELS)
-def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str, cuts: list[int]) -> None:
+def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str, splits: list[int]) -> None:
     ready, graph = prepared(write(tmp_path, model, ranks=(32, 64, 32)), mode)
     sparse = mode != "dense"
     whole = CpuBackend(ready.weights, graph, sparse=sparse, **OPTIONS)
-    parts = chain(ready.weights, graph, cuts, sparse=sparse)
+    parts = chain(ready.weights, graph, splits, sparse=sparse)
     ids = tokens(30)
     ends = [7, *range(26, 30)]  # prompts, then one by one
     np.testing.assert_array_equal(logits_of(parts, ids, ends, [2]), logits_of(whole, ids, ends, [2]))

@@ -158,7 +158,7 @@ def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
 def test_the_first_half_hour_ends_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stage that hangs is ended, one that fails stops nobody, and only these run again."""
+    """A stage that hangs is ended, one that fails stops no other, and only these run again."""
     fake = tmp_path / "stages.py"
     fake.write_text(
         "import pathlib, sys, time\n"

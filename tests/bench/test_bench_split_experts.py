@@ -58,7 +58,7 @@ def test_clusters_are_of_one_size_and_find_what_belongs_together() -> None:
 
 
 def test_the_router_names_the_experts_that_contribute_most() -> None:
-    """Contributions that a linear layer can tell: most are named, where chance would name a quarter."""
+    """Contributions that a linear layer can predict: most are named, where chance would name a quarter."""
     rng = np.random.default_rng(1)
     inputs = rng.standard_normal((2048, 16)).astype(np.float32)
     contributions = np.exp(inputs @ rng.standard_normal((16, 8)).astype(np.float32))

@@ -277,7 +277,7 @@ def test_no_place_for_a_history_is_no_error(
     assert kept(history) == []
     for _ in range(2):
         history.store_string("a")
-        history.tell()
+        history.report()
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("Messages are not kept for later chats: /dev/null")
     monkeypatch.setenv("HOTSET_HOME", "~nouser/none")

@@ -51,7 +51,7 @@ def test_run_says_its_mode_and_why_and_what_was_touched(published: Path, plain: 
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
-    assert re.search(r"^down matrices by neuron: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
+    assert re.search(r"^neuron-major down matrices: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
     assert re.search(r"\| touched \d+% of FFN neurons, [\d.]+ of [\d.]+ kB per token \|", done.stderr)
     assert "opened" in inside("run", plain, "Hello", *FIXED, *REFERENCE).stderr
     done = inside("run", published, "Hello", *FIXED, *REFERENCE)

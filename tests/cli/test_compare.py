@@ -23,7 +23,7 @@ from hotset.engine.perplexity import compare_chunks, kl_divergence
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
@@ -275,7 +275,7 @@ def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
 ):
     file = tmp_path / "t.json"
     with open_gguf(plain) as gguf:
-        layers = tuple([LayerCutoffs(down_in=0.3)] * config_from_gguf(gguf).n_layer)
+        layers = tuple([LayerThresholds(down_in=0.3)] * config_from_gguf(gguf).n_layer)
         Thresholds(Calibrated.of(gguf), layers, "exact").save(file)
     arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
 

@@ -482,7 +482,7 @@ def test_a_closed_input_is_no_prompt(model: Path, home: Path) -> None:
 
 
 def test_the_streams_that_python_keeps_aside_are_those_in_use() -> None:
-    """Their memory went to the new ones: whoever restores or flushes the old ones would fail."""
+    """Their memory went to the new ones: restoring or flushing the old ones would fail."""
     program = (
         "import sys; from hotset.cli.main import _streams; _streams(); print('a');"
         "print('b', file=sys.__stdout__); print('c', file=sys.__stderr__);"

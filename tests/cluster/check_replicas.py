@@ -119,7 +119,7 @@ def test_the_text_of_one_machine(path: Path, expected: list[str], nodes: Nodes, 
 
 
 def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes: Nodes):
-    """Every request is answered or told of an error; and soon all is as it was."""
+    """Every request is answered, with an error or without; and soon all is as it was."""
     with serving(path, nodes, "--replicas", "3") as url:  # one on each node: that which dies has one
         assert asyncio.run(all_asked(url)) == expected
         before = set(counts(url, "hotset_ready"))

@@ -1,4 +1,4 @@
-"""The thread that drives the engine: whoever cancels, forks, fails or leaves, the tokens are the same."""
+"""The thread that drives the engine: when others cancel, fork, fail or leave, the tokens are the same."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.M
     ]
     for _ in range(4):
         engine.step()
-    assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # nobody has ended yet
+    assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # none has ended yet
     while engine.has_work:
         engine.step()
     seconds = backend.now
@@ -434,7 +434,7 @@ def test_a_guest_is_let_in_while_answers_run(thread: EngineThread) -> None:
 def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
     thread: EngineThread, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A garbage collection may close somebody's stream anywhere, also in the middle of a step."""
+    """A garbage collection may close another stream anywhere, also in the middle of a step."""
     other = thread.engine.prepare(prompt(9), SamplingParams(seed=1))
 
     def stream() -> Iterator[Event]:
@@ -632,7 +632,7 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
 
 
 def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads rows of logits takes time too, which is no part of the backend's step."""
+    """Reading rows of logits takes time too, which is no part of the backend's step."""
     backend = Clocked(n_pages=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
@@ -680,8 +680,8 @@ def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
     assert share.beside == fitting
     share.note(20, 0, 60.0, n_rows=20)  # whatever it took, a step has room for a few
     assert share.beside / (1 + share.of_row(1)) == pytest.approx(4)
-    assert share.alone / (1 + share.of_row(0)) == pytest.approx(64)  # and nobody waits for this one
-    share.note(64, 0, 0.032, n_rows=4)  # quicker than its units alone: these tell of prompts again
+    assert share.alone / (1 + share.of_row(0)) == pytest.approx(64)  # and no request waits for this one
+    share.note(64, 0, 0.032, n_rows=4)  # quicker than its units alone: these are of prompts again
     assert share.of_row(1) == 0
     assert share.seconds_of(64, 0) == pytest.approx(0.032)
 
@@ -718,7 +718,7 @@ def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
     assert share.beside == 128
     share.note(128, 1, 12.8)
     assert share.beside == 16  # as few as there are
-    assert share.alone == 64  # while nobody knows what a step costs without a prompt
+    assert share.alone == 64  # while it is unknown what a step costs without a prompt
     share.note(0, 3, 0.8)  # where answers alone take longer, that long
     share.note(16, 3, 1.0)
     assert share.beside == 32

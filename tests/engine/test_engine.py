@@ -193,7 +193,7 @@ def test_a_short_prompt_comes_through_while_long_ones_are_read(n_answers: int, n
         sequences.append(shared.enqueue(shared.prepare(asked[-1][0], SamplingParams(**asked[-1][1]))))
         shared.step()
         assert len(sequences[-1].generated) == 1
-        assert long.n_computed > n_computed  # and nobody is left behind for ever
+        assert long.n_computed > n_computed  # and no sequence is left behind for ever
     drain(shared)
     for (tokens, params), sequence in zip(asked, sequences, strict=True):
         assert sequence.tokens == generate(engine(1024), tokens, **params).tokens

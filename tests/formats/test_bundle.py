@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_the_original(
 SHARED = {**FORMS["shared"], **FORMS["relu"]}  # neurons beside experts, which could be left out too
 
 
-@pytest.mark.parametrize("form", ["mixed", "biased", "by neuron", "many", "shared relu"])
+@pytest.mark.parametrize("form", ["mixed", "biased", "neuron-major", "many", "shared relu"])
 def test_experts_are_one_read(tmp_path: Path, form: str) -> None:
     gguf = write_experts(tmp_path, **FORMS.get(form, SHARED))
     ids, pages = tokens(24), [2, 0]

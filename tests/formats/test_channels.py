@@ -1,4 +1,4 @@
-"""Matrices by channel: the numbers of the file, in another order."""
+"""Input-major matrices: the numbers of the file, in another order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from make_blocks import random_blocks
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.channels import add_channels, can_be_by_channel, copy_bytes, tile_of
+from hotset.formats.channels import add_channels, can_be_input_major, copy_bytes, tile_of
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 
@@ -34,9 +34,9 @@ def written(folder: Path, data: np.ndarray, type_: GGMLType) -> GGUFFile:
     return open_gguf(folder / "matrix.gguf")
 
 
-def by_channel(folder: Path, gguf: GGUFFile) -> GGUFFile:
+def input_major(folder: Path, gguf: GGUFFile) -> GGUFFile:
     writer = GGUFWriter(folder / "channels.gguf", "hotset")
-    assert can_be_by_channel(gguf.tensors["m.weight"])
+    assert can_be_input_major(gguf.tensors["m.weight"])
     add_channels(writer, gguf, "m.weight")
     writer.write()
     return open_gguf(folder / "channels.gguf")
@@ -102,7 +102,7 @@ def values_of(data: np.ndarray, type_: GGMLType) -> np.ndarray:
 @pytest.mark.parametrize("type_", [*PLAIN, *K_QUANTS], ids=lambda t: t.name)
 def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
     gguf = written(tmp_path, matrix(type_), type_)
-    copy = by_channel(tmp_path, gguf).data("m_c.blocks").view(np.uint8).reshape(-1)
+    copy = input_major(tmp_path, gguf).data("m_c.blocks").view(np.uint8).reshape(-1)
     expected = dequantize(gguf.data("m.weight"), type_, (n_in(type_), N_OUT)).reshape(N_OUT, -1).T
     np.testing.assert_array_equal(values_of(copy, type_), expected)
     assert len(copy) == sum(copy_bytes(gguf.tensors["m.weight"]))
@@ -118,7 +118,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     data = matrix(T.Q8_0).reshape(-1).copy()
     data[34:36] = (0, 0x7C)  # the scale of the second block: infinity
     with pytest.raises(UnsupportedModelError, match=r"m.weight has weights that are not finite"):
-        by_channel(tmp_path, written(tmp_path, data, T.Q8_0))
+        input_major(tmp_path, written(tmp_path, data, T.Q8_0))
     assert not (tmp_path / "channels.gguf").exists()
 
 
@@ -127,4 +127,4 @@ def test_so_is_one_of_a_k_quant(tmp_path: Path, field: str) -> None:
     data = matrix(T.Q4_K).reshape(-1).copy()
     data.view(TYPES[T.Q4_K].block)[field][1] = np.nan
     with pytest.raises(UnsupportedModelError, match=r"m.weight has weights that are not finite"):
-        by_channel(tmp_path, written(tmp_path, data, T.Q4_K))
+        input_major(tmp_path, written(tmp_path, data, T.Q4_K))

@@ -19,7 +19,7 @@ from fresh_python import run_python
 
 from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFWriter, open_gguf
-from hotset.formats.mapped import MappedFile, check_unharmed, cut_files
+from hotset.formats.mapped import MappedFile, check_unharmed, truncated_files
 from hotset.formats.quants import GGMLType
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a mapped file cannot be cut here")
@@ -73,7 +73,7 @@ def test_a_model_that_is_cut_while_it_runs(
     assert done.stdout.splitlines() == [f"{path} {CUT}"] * 2
 
 
-VERB = """
+SUBCOMMAND = """
 import os, sys
 from hotset.formats.gguf import GGUFFile, _Cursor
 from hotset.cli.main import main
@@ -117,7 +117,7 @@ main()
 def test_subcommands_say_so(path: Path, tmp_path: Path, where: str, at: int, subcommand: list[str]) -> None:
     out = tmp_path / "out.gguf"
     arguments = [word.format(path=path, out=out) for word in subcommand]
-    done = run_python(VERB, path, where, at, *arguments)
+    done = run_python(SUBCOMMAND, path, where, at, *arguments)
     assert done.returncode == 1, done.stderr
     assert " ".join(done.stderr.split()).endswith(f"error: {path} {CUT}."), done.stderr
     assert not out.exists()
@@ -148,7 +148,7 @@ def test_nothing_is_written_from_a_file_that_was_cut(tmp_path: Path) -> None:
 def test_a_map_that_was_cut_is_remembered_when_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 5 * PAGE)
-    before = cut_files()
+    before = truncated_files()
     with path.open("rb") as file:
         whole, mapped = MappedFile(path, file.fileno()), MappedFile(path, file.fileno())
     whole.check()
@@ -158,7 +158,7 @@ def test_a_map_that_was_cut_is_remembered_when_it_is_closed(tmp_path: Path) -> N
     assert mapped[3 * PAGE - 1] == ord("x")
     assert mapped[5 * PAGE - 1] == mapped[3 * PAGE] == 0
     mapped.close()
-    assert {cut for _, cut in cut_files() - before} == {path}
+    assert {cut for _, cut in truncated_files() - before} == {path}
     with pytest.raises(FormatError, match="was cut short"):
         check_unharmed(before)
     os.truncate(path, 0)
@@ -241,7 +241,7 @@ with open(sys.argv[1], "rb") as file:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what its cache has and maps it")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what its cache has and maps it")
 def test_what_is_cached_is_mapped_and_the_rest_not_read(tmp_path: Path) -> None:
     """Pages that are locked in memory stay in the cache; a hole that was never read is not in it."""
     path = tmp_path / "file"

@@ -1,4 +1,4 @@
-"""The down matrix by neuron: every value is that of the file, to the bit."""
+"""The neuron-major down matrix: every value is bitwise that of the file."""
 
 from __future__ import annotations
 

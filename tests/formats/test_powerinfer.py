@@ -517,7 +517,7 @@ def test_entries_of_an_archive_do_not_overlap(tmp_path: Path) -> None:
 
 
 def test_a_tensor_file_is_a_regular_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.pt")  # opening it would wait for somebody who writes
+    os.mkfifo(tmp_path / "x.pt")  # opening it would wait for a writer
     for read in (read_torch, map_torch):
         with pytest.raises(FormatError, match="not a regular file"):
             read(tmp_path / "x.pt")

@@ -5,7 +5,7 @@ usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER
 
 A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
 `quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
-what that writes must load. Each may work, or tell in one message why not. What does anything else (another
+what that writes must load. Each may work, or fail with one error message. What does anything else (another
 exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
 1. fuzz_gguf.py has damaged files.
 """
@@ -103,7 +103,7 @@ SENTENCEPIECE: dict[str, Any] = {
 
 
 def seed_models(folder: Path) -> list[Path]:
-    """Small sound models that between them have what the loaders tell apart."""
+    """Small sound models that between them have what the loaders distinguish."""
     sizes: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
     relu = BPE | {"llama.hidden_activation": "relu"}
     q8 = lambda name: GGMLType.Q8_0 if "ffn" in name else GGMLType.F16  # noqa: E731
@@ -435,7 +435,7 @@ def attack(
 ) -> tuple[int, int]:
     """Cases while more(number of the case); how many there were, and how many went wrong.
 
-    on_problem: told the number of the case, the folder with it, and what was changed and went wrong.
+    on_problem: called with the number of the case, the folder with it, and what was changed and went wrong.
     """
     rng = np.random.default_rng(seed)
     n_cases = n_failed = 0
@@ -453,7 +453,7 @@ def attack(
                 change = f"{source.name}: {mutate(source, case / 'model.gguf', rng)}"
                 problem = exercise_model(case / "model.gguf", rng)
             else:
-                # A warning of NumPy is a number of config.json that nobody has checked.
+                # A warning of NumPy is a number of config.json that is unchecked.
                 warnings.simplefilter("error", RuntimeWarning)
                 write_checkpoint(case / "hf", packed=not rng.integers(3))
                 change = mutate_checkpoint(case / "hf", rng)

@@ -186,7 +186,7 @@ class Storm:
             self.refused(kind, (200, 400, 429, 500), "POST", CHAT, bytes(data))
         elif kind == "large":
             self.refused(kind, (413,), "POST", CHAT, f'{{"prompt": "{"x" * MAX_BODY}"}}')
-        elif kind == "chunks":  # a body whose size nobody said
+        elif kind == "chunks":  # a body of unstated size
             self.refused(kind, (413,), "POST", CHAT, iter([b"[" + b" " * 100_000] * 50))
         elif kind == "deep":
             self.refused(kind, (400,), "POST", CHAT, "[" * draw.choice([65, 10**5]))
@@ -203,7 +203,7 @@ class Storm:
             self.refused(kind, (403,), "POST", CHAT, body, {"Host": "evil.example"})
 
     def flood(self, draw: random.Random) -> None:
-        """More at once than there is room for: some are told to come again, and the others answered."""
+        """More at once than there is room for: some are refused, and the others answered."""
         asked = [draw.choice(self.questions) for _ in range(PLACES + QUEUE)]
         threads = [threading.Thread(target=self._ask, args=(question,)) for question in asked]
         for thread in threads:
@@ -346,7 +346,7 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
 
 
 def last_stream(storm: Storm, process: subprocess.Popen[str]) -> None:
-    """A stream to the end of the context, in whose midst the server is told to end."""
+    """A stream to the end of the context, in whose midst the server gets a signal to end."""
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "a"}],

@@ -3,10 +3,10 @@
 usage: python tests/fuzz/fuzz_shapes.py [--seconds 60] [--seed 0] [--case N] [--verbose]
 
 Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor types),
-so are the cache's type, the mode, the predictor, cutoffs, threads, pages, sequences and how they are cut into
-steps. Models with recurrent layers, latent vectors for keys and whatever else architectures differ in come
-from tests/support/tiny_models.py, where transformers is installed. Of each case every operation of some steps
-is compared with the reference (derived_bounds.Oracle), and the logits, to the bit, with those of another
+so are the cache's type, the mode, the predictor, thresholds, threads, pages, sequences and how they are cut
+into steps. Models with recurrent layers, latent vectors for keys and whatever else architectures differ in
+come from tests/support/tiny_models.py, where transformers is installed. Of each case every operation of some
+steps is compared with the reference (derived_bounds.Oracle), and the logits, bitwise, with those of another
 number of threads, instruction set and cut, under a random budget of memory, and of a bundled file. A case is
 its seed and number: what fails is printed so, and `--seed S --case N` runs it again. The exit status is 1 if
 one fails.
@@ -43,9 +43,9 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.formats.quants import DECODABLE, TYPES, GGMLType
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.reorder import reorder
@@ -73,7 +73,7 @@ RECIPES = [  # of tiny_models: recurrent layers, latent vectors, and other thing
 
 @dataclass
 class Case:
-    """What was drawn: a file, how to run it, and what. cutoffs: of values that are cut of some tokens."""
+    """What was drawn: a file, how to run it, and what. thresholds: of values that are cut of some tokens."""
 
     path: Path
     mode: str
@@ -82,8 +82,8 @@ class Case:
     sequences: list[np.ndarray]  # tokens of each
     max_batch: int
     facts: str  # for a person
-    cutoffs: LayerCutoffs | None = None
-    cut: list[np.ndarray] | None = None  # of each sequence: which tokens
+    layer_thresholds: LayerThresholds | None = None
+    thresholded: list[np.ndarray] | None = None  # of each sequence: which tokens
 
 
 def one_of(rng: np.random.Generator, *items: Any) -> Any:
@@ -115,11 +115,11 @@ class Drawn:
     head_step: int
     facts: str
     n_vocab: int
-    may_cut: Collection[CutoffName] = ()
+    threshold_sites: Collection[ThresholdName] = ()
 
 
 def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Drawn:
-    """Of llama's family, dense or a mixture of experts."""
+    """Of llama's family, dense or MoE."""
     unit = int(one_of(rng, 2, 16, 32, 32, 32, 256, 256))
     head_dim = int(one_of(rng, 2, 6, 8, 16, 24, 32, 32, 64, 64, 96, 128, 256))
     n_vocab, n_layer = int(rng.integers(2, 200)), int(rng.integers(1, 4))
@@ -138,9 +138,12 @@ def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Draw
     elif rng.random() < 0.3 and not with_experts:
         keys[f"{architecture}.hidden_activation"] = str(one_of(rng, "gelu", "gelu_tanh"))
     more = random_experts(rng, keys, relu, unit) if with_experts else {}
-    n_head, by_neuron = n_head_kv * group, more.get("down_by_neuron", False)
+    n_head, neuron_major = n_head_kv * group, more.get("down_neuron_major", False)
     columns = {"attn_output": n_head * head_dim, "ffn_down": n_ff}
-    columns |= {"ffn_down_exps": n_embd if by_neuron else n_ff, "ffn_down_shexp": more.get("n_ff_shared", 0)}
+    columns |= {
+        "ffn_down_exps": n_embd if neuron_major else n_ff,
+        "ffn_down_shexp": more.get("n_ff_shared", 0),
+    }
     write_llama(
         path, architecture=architecture, n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head,
         n_head_kv=n_head_kv, head_dim=head_dim, n_vocab=n_vocab, n_ctx=4096, tied=bool(rng.integers(2)),
@@ -154,8 +157,10 @@ def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Draw
     )
     predictors: list[str | None] = ["svd:4"]
     modes += ["predicted"] if relu and not with_experts else []
-    cuttable: Collection[CutoffName] = ("gate", "attn_in", "attn_out") if with_experts else CUTOFF_NAMES
-    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=cuttable)
+    threshold_sites: Collection[ThresholdName] = (
+        ("gate", "attn_in", "attn_out") if with_experts else THRESHOLD_NAMES
+    )
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, threshold_sites=threshold_sites)
 
 
 def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, unit: int) -> dict[str, Any]:
@@ -168,7 +173,7 @@ def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, u
     if rng.random() < 0.2 and not more["biased"]:
         more["one_by_one"] = True
     elif relu and rng.random() < 0.4:
-        more["down_by_neuron"] = True
+        more["down_neuron_major"] = True
     keys["llama.expert_gating_func"] = int(rng.integers(1, 4))
     if rng.random() < 0.3:
         keys["llama.expert_weights_scale"] = 2.5
@@ -212,8 +217,8 @@ def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
         f"{head_dim}, {n_ff} neurons"
     )
     modes = ["dense", "exact", "predicted"]
-    cuttable = CUTOFF_NAMES if dialect == "gguf" else ()
-    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=cuttable)
+    threshold_sites = THRESHOLD_NAMES if dialect == "gguf" else ()
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, threshold_sites=threshold_sites)
 
 
 def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
@@ -253,10 +258,10 @@ def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
     return Drawn(path, modes, [None], of_heads, facts, config.n_vocab)
 
 
-def random_cutoffs(rng: np.random.Generator, names: Collection[CutoffName]) -> LayerCutoffs:
+def random_thresholds(rng: np.random.Generator, names: Collection[ThresholdName]) -> LayerThresholds:
     """Some of the values that can be cut, little or much."""
     some = {name: float(one_of(rng, 0.0, 0.05, 0.3, 1.0)) for name in names}
-    return LayerCutoffs(**some)  # type: ignore[arg-type]
+    return LayerThresholds(**some)  # type: ignore[arg-type]
 
 
 def draw(rng: np.random.Generator, folder: Path) -> Case:
@@ -291,13 +296,19 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     elif max_batch < 64:
         sequences = [s[:60] for s in sequences[:6]]
     lengths = [len(s) for s in sequences]
-    cutoffs = random_cutoffs(rng, drawn.may_cut) if drawn.may_cut and rng.random() < 0.3 else None
-    cut = None if cutoffs is None else [rng.random(n) < 0.6 for n in lengths]
+    layer_thresholds = (
+        random_thresholds(rng, drawn.threshold_sites)
+        if drawn.threshold_sites and rng.random() < 0.3
+        else None
+    )
+    thresholded = None if layer_thresholds is None else [rng.random(n) < 0.6 for n in lengths]
     facts = (
         f"{mode} {predictor or ''} kv {kv_type}, {len(lengths)} sequences of {sum(lengths)} tokens, "
-        f"batch {max_batch} {cutoffs or ''}: {drawn.facts}"
+        f"batch {max_batch} {layer_thresholds or ''}: {drawn.facts}"
     )
-    return Case(drawn.path, mode, predictor, kv_type, sequences, max_batch, facts, cutoffs, cut)
+    return Case(
+        drawn.path, mode, predictor, kv_type, sequences, max_batch, facts, layer_thresholds, thresholded
+    )
 
 
 def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batch: int, patience: int) -> Any:
@@ -325,9 +336,13 @@ def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batc
         where = [(i, position) for i, at, n in parts for position in range(at, at + n)]
         wanted = np.flatnonzero(rng.random(len(tokens)) < one_of(rng, 0.0, 0.3, 1.0, 1.0)).astype(np.int32)
         positions = np.array([position for _, position in where], np.int32)
-        cut = None if case.cut is None else np.array([case.cut[i][position] for i, position in where])
+        thresholded = (
+            None
+            if case.thresholded is None
+            else np.array([case.thresholded[i][position] for i, position in where])
+        )
         rows = np.array([i for i, _, _ in parts])
-        batch = Batch(tokens, positions, owners, table, wanted, cut=cut)
+        batch = Batch(tokens, positions, owners, table, wanted, thresholded=thresholded)
         slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
         yield batch.with_states_of_rows(n_steps[rows], slots), [where[t] for t in wanted]
         n_steps[rows] += 1
@@ -338,13 +353,13 @@ def prepared(gguf: GGUFFile, case: Case) -> tuple[Overlay, Graph]:
     """What a backend takes to run a case."""
     config = config_from_gguf(gguf)
     choice = choose(config, gguf.tensors, case.mode, case.predictor)
-    if case.cutoffs is not None:
-        layers = (case.cutoffs,) * config.n_layer
+    if case.layer_thresholds is not None:
+        layers = (case.layer_thresholds,) * config.n_layer
         mode: Any = choice.mode
         thresholds = Thresholds(Calibrated.of(gguf), layers, mode=mode)
         choice = choose(config, gguf.tensors, None, case.predictor, thresholds)
     ready = prepare(gguf, config, choice)
-    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
+    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
 
 
 def stored(
@@ -411,7 +426,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         def isa() -> str:
             return str(one_of(rng, *_core.available_isas(), None) or _core.isa())
 
-        sparse = case.mode != "dense" or case.cutoffs is not None
+        sparse = case.mode != "dense" or case.layer_thresholds is not None
         small = min(case.max_batch, most_tapped)
         first = run(
             weights, graph, True, n_threads=int(rng.integers(1, 5)), isa=isa(), sparse=sparse, max_batch=small
@@ -445,7 +460,9 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
                 "budget", stored(rng, weights, graph, sparse, case.max_batch), graph, sparse=sparse
             ),
         ]
-        if case.predictor is None and case.cutoffs is None:  # what is built beside a file is of that one
+        if (
+            case.predictor is None and case.layer_thresholds is None
+        ):  # what is built beside a file is of that one
             others.append(bundled)
         for at in rng.permutation(len(others))[:2]:
             others[at]()

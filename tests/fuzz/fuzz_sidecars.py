@@ -3,7 +3,7 @@
 usage: python tests/fuzz/fuzz_sidecars.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
 Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, and a bundled one
-mapped and under a budget of memory. Each may work, or tell in one message why not. What does anything else
+mapped and under a budget of memory. Each may work, or fail with one error message. What does anything else
 (another exception, more than 10 s) is kept in a folder whose name is printed; the exit status is 1.
 """
 
@@ -33,7 +33,7 @@ from hotset.errors import HotsetError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.memory import own_memory
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity.profile import Profile
 from hotset.sparsity.reorder import reorder
 from hotset.sparsity.replay import replay
@@ -73,8 +73,10 @@ def write_seeds(folder: Path) -> None:
     q8 = lambda name: GGMLType.Q8_0 if "ffn" in name else GGMLType.F16  # noqa: E731
     model = write_llama(folder / "cut.gguf", keys=fuzz_models.BPE, head_dim=16, type_of=q8, **SIZES)
     with open_gguf(model) as gguf:
-        cutoffs = (LayerCutoffs(gate=0.1, attn_in=0.3, down_in=0.05),) * 2
-        Thresholds(Calibrated.of(gguf), cutoffs, text={"hash": "h"}).save(folder / "cut.thresholds.json")
+        layer_thresholds = (LayerThresholds(gate=0.1, attn_in=0.3, down_in=0.05),) * 2
+        Thresholds(Calibrated.of(gguf), layer_thresholds, text={"hash": "h"}).save(
+            folder / "cut.thresholds.json"
+        )
     relu = write_relu(folder / "relu.gguf", keys=fuzz_models.BPE, **SIZES)
     moe_layer = write_llama(
         folder / "moe_layer.gguf", keys=fuzz_models.BPE, head_dim=16, experts=(4, 2), type_of=q8, **SIZES
@@ -166,7 +168,7 @@ def attack(
 ) -> tuple[int, int]:
     """Cases while more(number of the case); how many there were, and how many went wrong.
 
-    on_problem: told the number of the case, its folder, and what was changed and went wrong.
+    on_problem: called with the number of the case, its folder, and what was changed and went wrong.
     """
     rng = np.random.default_rng(seed)
     n_cases = n_failed = 0

@@ -41,7 +41,7 @@ from synthetic import SHAPES, Shape
 from hotset import _core
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement import channel_rates, detect, machine
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.profile import Profile, profile_path
@@ -75,7 +75,7 @@ def write_models(folder: Path) -> None:
     path = folder / "llama-7b.gguf"
     _write(path, "llama", SHAPES["7b"], GGMLType.Q4_0)
     with open_gguf(path) as model:
-        layers = (LayerCutoffs(gate=0.1, attn_in=0.2),) * SHAPES["7b"].layers
+        layers = (LayerThresholds(gate=0.1, attn_in=0.2),) * SHAPES["7b"].layers
         kept = [{"gate": 0.3, "attn_in": 0.5, "down_in": 0.3}] * len(layers)
         Thresholds(Calibrated.of(model), layers, measured={"kept": kept}).save(thresholds_path(path))
     _write(folder / "moe-30b.gguf", "llama", SHAPES["qwen3-30b"], GGMLType.Q4_K)

@@ -43,7 +43,7 @@ def load(path: Path, **options: Any) -> hotset.Model:
 def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> None:
     model = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256)
     name = "blk.0.ffn_up.weight"
-    if type_ == T(77):  # nobody knows its size
+    if type_ == T(77):  # its size is unknown
         data = model.read_bytes()
         at = data.index(name.encode()) + len(name) + 4 + 16
         model.write_bytes(data[:at] + bytes([77]) + data[at + 1 :])

@@ -55,8 +55,8 @@ def test_a_router_before_attention_begins_the_reads(tmp_path: Path) -> None:
     expected = logits_of(whole, ids, [], PAGES)
     for share in (0.0, 0.3, 0.7):
         backend, weights = streaming(gguf, share)
-        for cuts in ([], list(range(1, 40))):
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        for splits in ([], list(range(1, 40))):
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
         assert weights.counts().misses > 0
         names = ("blk.1.ffn_route", "blk.0.attn_out", "blk.1.ffn_act")
         step = batch([(ids, 0, PAGES)], tuple(n for n in names if n in {v.name for v in graph.values}))
@@ -73,8 +73,10 @@ def test_what_all_tokens_share_is_computed_while_experts_are_read(tmp_path: Path
     assert all(a < b < c - 1 for a, b, c in zip(attention, begin, experts, strict=True))
     whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
     backend, _ = streaming(gguf, 0.4)
-    for cuts in ([], list(range(1, 20))):
-        np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), logits_of(whole, ids, [], PAGES))
+    for splits in ([], list(range(1, 20))):
+        np.testing.assert_array_equal(
+            logits_of(backend, ids, splits, PAGES), logits_of(whole, ids, [], PAGES)
+        )
 
 
 @pytest.mark.parametrize("predictor", ["svd", None])
@@ -89,8 +91,8 @@ def test_a_predictor_before_attention_begins_the_reads(
     expected = logits_of(cpu(gguf, "predicted", predictor), ids, [], PAGES)
     for share in (0.0, 0.3):
         backend, weights = stored(gguf, "predicted", share, predictor=predictor)
-        for cuts in ([], list(range(1, 24))):
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        for splits in ([], list(range(1, 24))):
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
         assert weights.counts().misses > 0
         backend.close()
 

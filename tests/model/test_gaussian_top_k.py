@@ -49,8 +49,8 @@ def test_exact_is_dense(tmp_path: Path, type_: GGMLType) -> None:
     for isa in _core.available_isas():
         for n_threads in (1, 2):
             exact = cpu(gguf, "exact", n_threads=n_threads, isa=isa)
-            for cuts in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-                np.testing.assert_array_equal(logits_of(exact, ids, cuts, pages), expected)
+            for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
+                np.testing.assert_array_equal(logits_of(exact, ids, splits, pages), expected)
     parts = [(tokens(n, seed=n), [n % 8]) for n in (1, 2, 3, 5)]
     alone = [logits_of(cpu(gguf, "exact", n_threads=1), part, [], pages) for part, pages in parts]
     together = cpu(gguf, "dense").step(batch([(part, 0, pages) for part, pages in parts])).logits

@@ -78,7 +78,7 @@ class Covered:
             )
         else:
             around = _function_of(fault.file, fault.line)
-            # At import a line runs for whoever imports first: what it decides is used by all of the file.
+            # At import a line runs for the first importer: what it decides is used by all of the file.
             found = self._of(fault.file, [fault.line]) if around else set()
             found = found or self._of(fault.file, around or self.lines.get(fault.file, {}))
         found = {context for context in found if "::" in context} or {

@@ -154,7 +154,7 @@ store.allocate(n_rows * row // 2)
 before = is_given and anonymous_bytes()
 store.touch_ahead()
 store.preload(0, np.arange(8, dtype=np.int32))
-assert store.counts()[1] == 0  # nobody asked
+assert store.counts()[1] == 0  # nothing was requested
 until = time.monotonic() + 30
 while is_given and anonymous_bytes() - before < n_rows * row * 0.4:
     assert time.monotonic() < until, "the memory was never given"
@@ -205,8 +205,8 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
     for mode in ("dense", "exact"):
         for share in (0.0, 0.4, 1.0):
             backend, weights = stored(gguf, mode, share)
-            for cuts in ([], ONE_BY_ONE):
-                np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+            for splits in ([], ONE_BY_ONE):
+                np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
             if mode == "exact":  # of what was there and what had to be read together
                 for name in ("selected", "active", "gate_rows"):
                     mine, theirs = (getattr(one.stats(), name) for one in (backend, whole))
@@ -237,9 +237,9 @@ def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -
     whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
     for share in (0.0, 0.3, 1.0):
         backend, weights = stored(gguf, "predicted", share, predictor="svd", ring=ring)
-        for cuts in (ONE_BY_ONE, []):
+        for splits in (ONE_BY_ONE, []):
             np.testing.assert_array_equal(
-                logits_of(backend, ids, cuts, pages), logits_of(whole, ids, cuts, pages)
+                logits_of(backend, ids, splits, pages), logits_of(whole, ids, splits, pages)
             )
             mine, theirs = backend.stats(), whole.stats()
             assert mine is not None
@@ -260,8 +260,8 @@ def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> Non
     expected = logits_of(whole, ids, [], pages)
     for share in (0.0, 0.4, 1.0):
         backend, weights = stored(gguf, "dense", share)
-        for cuts in (ONE_BY_ONE, []):
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+        for splits in (ONE_BY_ONE, []):
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
         assert (weights.counts().misses > 0) == (share < 1)  # else all is read at first
     names = tuple(value.name for value in graph.values)
     step = batch([(ids, 0, pages)], names)
@@ -292,8 +292,8 @@ def test_a_step_that_needs_more_than_usual_borrows(
     assert some
     if mode == "predicted":  # no group is read whole
         assert staging < min(group.nbytes for group in groups) / 4
-    for cuts in ([20], list(range(20, 40)), [20]):
-        np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+    for splits in ([20], list(range(20, 40)), [20]):
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
     one, missed = batch([(ids[:1], 0, pages)]), []
     for step in (one, one, one, batch([(ids, 0, pages)]), one):
         before = weights.store.counts()[1]
@@ -310,12 +310,12 @@ def test_an_embedding_is_read_by_the_row(tmp_path: Path) -> None:
     [embedding] = embeddings_of(graph, ready.weights.tensors, 8)
     assert embedding.names == ("token_embd.weight",)
     assert (embedding.usual, embedding.at_once) == (8, 8) < (embedding.n_rows,) * 2
-    ids, cuts = tokens(30), [8, 16, 24]
+    ids, splits = tokens(30), [8, 16, 24]
     expected = logits_of(cpu(gguf, "exact"), ids, [], [2])
     for ring in {False, _core.ring_allowed()}:
         backend, weights = stored(gguf, "exact", 0.5, max_batch=8, step=8, ring=ring)
         assert not weights.shares.whole
-        np.testing.assert_array_equal(logits_of(backend, ids, cuts, [2]), expected)
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, [2]), expected)
         assert weights.store is not None
         mine, rows = weights.counts(), weights.store.counts()
         assert (mine.hits, mine.misses) == rows[:2]

@@ -40,8 +40,8 @@ def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: b
     streamed = []
     for share in (0.0, 0.1, 0.3, 0.6, 0.9, 1.0):
         backend, weights = streaming(gguf, share, ring=ring)
-        for cuts in (list(range(1, 20)), [], [7]):
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        for splits in (list(range(1, 20)), [], [7]):
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
         streamed.append(weights.shares.streamed)
         assert (weights.counts().bytes_streamed > 0) == (streamed[-1] > 0)
         assert weights.resident.nbytes <= weights.shares.resident + 64
@@ -71,8 +71,8 @@ def test_a_moe_streams_what_its_router_does_not_name(tmp_path: Path, form: str) 
     expected = logits_of(whole, ids, [], PAGES)
     backend, weights = streaming(gguf, 0.0)
     assert weights.shares.streamed > 0
-    for cuts in (list(range(1, 20)), []):
-        np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+    for splits in (list(range(1, 20)), []):
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
     names = tuple(value.name for value in graph.values)
     for step in (batch([(ids, 0, PAGES)], names), batch([(ids, 0, PAGES)])):
         mine, others = backend.step(step), whole.step(step)
@@ -164,7 +164,7 @@ def test_rows_have_little_where_weights_stream(tmp_path: Path) -> None:
 
 
 def test_a_process_that_closes_nothing_ends_in_silence(tmp_path: Path) -> None:
-    """What streams is held by arrays that native code holds: at the end nothing is told as a leak."""
+    """What streams is held by arrays that native code holds: at the end nothing is reported as a leak."""
     dense(tmp_path, n_layer=2).close()
     program = f"""
 import hotset

@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cutoff_models import EVERY, thresholds_of, with_kept, write
+from threshold_models import EVERY, thresholds_of, with_kept, write
 from tiny_gguf import write_llama
 
 import hotset
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds
 from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelPlan, ChannelRates, Workload, plan_channels
 from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
 T = GGMLType
-KEPT = dict.fromkeys(CUTOFF_NAMES, 0.5)
+KEPT = dict.fromkeys(THRESHOLD_NAMES, 0.5)
 
 
 def planned(
-    gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, by_channel: float = 1e9
+    gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, input_major: float = 1e9
 ) -> ChannelPlan:
-    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=thresholds.layers)
-    rates = dict.fromkeys(T, ChannelRates(rows, by_channel))
+    graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=thresholds.layers)
+    rates = dict.fromkeys(T, ChannelRates(rows, input_major))
     return plan_channels(graph, gguf.tensors, thresholds, rates)
 
 
@@ -48,34 +48,36 @@ def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
 def test_a_matrix_that_would_not_gain_stays(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [{**KEPT, "attn_in": 0.9}, {**KEPT, "attn_out": 0.1}]
-    plan = planned(gguf, with_kept(gguf, kept, replace(EVERY, gate=0)), by_channel=0.5e9)
+    plan = planned(gguf, with_kept(gguf, kept, replace(EVERY, gate=0)), input_major=0.5e9)
     assert plan.chosen == ("blk.1.attn_output.weight",)
-    assert planned(gguf, with_kept(gguf, kept), by_channel=0.01e9).chosen == ()
+    assert planned(gguf, with_kept(gguf, kept), input_major=0.01e9).chosen == ()
 
 
 def test_of_up_rows_are_left_out_where_those_are_less(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
     plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.05}, {**KEPT, "gate": 0.9}]))
     of_up = {gain.tensor: gain for gain in plan.gains if "ffn_up" in gain.tensor}
-    assert [of_up[f"blk.{i}.ffn_up.weight"].by_neuron for i in range(2)] == [True, False]
+    assert [of_up[f"blk.{i}.ffn_up.weight"].neuron_major for i in range(2)] == [True, False]
     assert "blk.0.ffn_up.weight" not in plan.chosen
     assert plan.whole == {"blk.1.ffn_up.weight"}
 
 
 def test_rows_of_up_are_left_out_only_where_that_pays_for_the_second_pass(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
-    only_gate = LayerCutoffs(gate=0.3)
+    only_gate = LayerThresholds(gate=0.3)
     plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], only_gate))
     assert plan.whole == {"blk.0.ffn_up.weight"}
     assert [gain.pays for gain in plan.gains if "ffn_up" in gain.tensor] == [False, True]
-    assert planned(gguf, thresholds_of(gguf, cutoffs=only_gate)).whole == frozenset()  # each step decides
+    assert (
+        planned(gguf, thresholds_of(gguf, layer_thresholds=only_gate)).whole == frozenset()
+    )  # each step decides
 
 
 def test_rows_of_experts_are_left_out_where_that_pays(tmp_path: Path) -> None:
     """Bytes are those of the experts that a token has."""
     file = write_llama(tmp_path / "model.gguf", experts=(4, 2), type_of=lambda name: T.Q4_0)
     gguf = open_gguf(file)
-    plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], LayerCutoffs(gate=0.3)))
+    plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], LayerThresholds(gate=0.3)))
     assert [gain.pays for gain in plan.gains] == [False, True]
     assert plan.whole == {"blk.0.ffn_up_exps.weight"}
     assert plan.chosen == ()
@@ -130,22 +132,22 @@ def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGML
 
 def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0, n_embd=512, n_ff=3000 // 32 * 32)
-    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=[EVERY, EVERY])
+    graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=[EVERY, EVERY])
     assert Workload.of(graph, gguf.tensors) == (Workload(T.Q4_0, 512, 4 << 20),)
     attention = describe(
-        config_from_gguf(gguf), gguf.tensors, cutoffs=[replace(LayerCutoffs(), attn_in=1.0)] * 2
+        config_from_gguf(gguf), gguf.tensors, layer_thresholds=[replace(LayerThresholds(), attn_in=1.0)] * 2
     )
     assert [work.n_bytes for work in Workload.of(attention, gguf.tensors)] == [1 << 20]
 
 
 def test_rates_are_of_each_type(tmp_path: Path) -> None:
-    """That of a type which has no layout by channel is Q4_0's."""
+    """That of a type without an input-major layout is Q4_0's."""
 
     def type_of(name: str) -> GGMLType:
         return T.Q6_K if "attn_v" in name else T.Q5_0 if "ffn_up" in name else T.Q4_K
 
     gguf = write(tmp_path, n_embd=256, n_ff=512, type_of=type_of)
-    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=[EVERY, EVERY])
+    graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=[EVERY, EVERY])
     assert {work.type for work in Workload.of(graph, gguf.tensors)} == {T.Q4_K, T.Q6_K, T.Q4_0}
     rates = {T.Q4_K: ChannelRates(1e9, 1e9), T.Q6_K: ChannelRates(1e9, 0.1e9), T.Q4_0: ChannelRates(1e9, 1e9)}
     plan = plan_channels(graph, gguf.tensors, with_kept(gguf, [KEPT, KEPT]), rates)
@@ -165,4 +167,6 @@ def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pyte
         assert copies == {"blk.1.attn_output_c.blocks"}
         plan = model.decided.channels
         assert plan is not None
-        assert plan.told().startswith("cutoffs: zeros of 1 of 14 matrices are left out; a token is expected")
+        assert plan.summary().startswith(
+            "cutoffs: zeros of 1 of 14 matrices are left out; a token is expected"
+        )

@@ -64,7 +64,7 @@ def test_a_matrix_takes_as_many_bytes_on_a_device_as_was_planned(type: GGMLType)
     ("architecture", "dialect", "type"),
     [
         ("llama", "powerinfer", GGMLType.F16),
-        ("llama", "gguf", GGMLType.Q8_0),  # the down matrices in planes
+        ("llama", "gguf", GGMLType.Q8_0),  # neuron-major down matrices
         ("bamboo", "powerinfer", GGMLType.Q4_0),
         ("falcon", "powerinfer", GGMLType.F32),
         ("opt", "powerinfer", GGMLType.F16),
@@ -320,7 +320,7 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.sync < 1
     assert found.context == 0
     assert 0 < found.cpu_many < 1e14
-    assert found.link == found.link_busy == 0  # the stand-in reads nothing over a link
+    assert found.link == found.link_busy == 0  # the simulated device reads nothing over a link
     assert found.misses is None
     assert Rates((found, replace(found, cpu_read=1.0))).cpu_read == found.cpu_read
 

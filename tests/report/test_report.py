@@ -34,11 +34,11 @@ def profile_of(*counts: Any, n_tokens: int = 100) -> Profile:
     return Profile(tuple(np.array(count, np.uint64) for count in counts), n_tokens, "m", ("d",))
 
 
-def observed(*layers: np.ndarray, cuts: tuple[int, ...] = (), **how: Any) -> Observer:
-    """One sequence in which neurons fire as told (bool [n_tokens, n_ff]), in steps that end at `cuts`."""
+def observed(*layers: np.ndarray, splits: tuple[int, ...] = (), **how: Any) -> Observer:
+    """One sequence in which neurons fire as given (bool [n_tokens, n_ff]), in steps that end at `cuts`."""
     observer = Observer([fires.shape[1] for fires in layers], **how)
     observer.start()
-    for start, end in zip((0, *cuts), (*cuts, len(layers[0])), strict=True):
+    for start, end in zip((0, *splits), (*splits, len(layers[0])), strict=True):
         observer.add(
             {f"blk.{i}.ffn_act": fires[start:end].astype(np.float32) for i, fires in enumerate(layers)}
         )
@@ -69,12 +69,12 @@ def test_neurons_that_are_alike_give_the_diagonal_and_none_gives_no_curve():
     assert (never.frequency == 0).all()
 
 
-@pytest.mark.parametrize("cuts", [(), (1, 50), (130, 131)])
-def test_overlap_is_that_of_active_sets(cuts: tuple[int, ...]):
+@pytest.mark.parametrize("splits", [(), (1, 50), (130, 131)])
+def test_overlap_is_that_of_active_sets(splits: tuple[int, ...]):
     rng = np.random.default_rng(0)
     fires = rng.random((200, 60)) < rng.uniform(0.01, 0.9, 60)
     fires[1::2] = fires[::2]  # every second token repeats the one before
-    run = observed(fires, cuts=cuts).result()
+    run = observed(fires, splits=splits).result()
     layer = run.layers[0]
     for lag, overlap in zip(LAGS, layer.overlap, strict=True):
         both = [(fires[t] & fires[t - lag]).sum() for t in range(lag, 200)]
@@ -108,7 +108,7 @@ def test_correlation_is_phi_and_brings_groups_together():
     groups = rng.random((500, 2)) < 0.4
     fires = groups[:, [0, 1, 0, 1, 0, 1]] ^ (rng.random((500, 6)) < 0.05)
     fires = np.concatenate([fires, np.zeros((500, 1), bool), np.ones((500, 1), bool)], axis=1)
-    layer = observed(fires, cuts=(100,)).result().layers[0]
+    layer = observed(fires, splits=(100,)).result().layers[0]
     assert sorted(layer.sampled) == list(range(6))  # those that never or always fire have no correlation
     expected = np.corrcoef(fires[:, layer.sampled].T)
     assert np.allclose(layer.correlation, expected)

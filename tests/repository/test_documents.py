@@ -110,7 +110,7 @@ class Shell:
     def _curl(self, command: Command) -> None:
         _, url, option, body = command.words
         assert option == "-d"
-        kind = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl says, and nobody means
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl sends it by default
         self._ask(lambda client: client.post(url, content=body, headers=kind))
 
     def _ask(self, request: Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]) -> None:
@@ -242,7 +242,7 @@ def test_inline_code_names_what_there_is(name: str) -> None:
     for place, span in documents.spans(DOCUMENTS[name]):
         program, *words = span.split()
         words = cli._as_options(words)
-        if program == "hotset" and words and words[0] not in ("VERB", "--help", "--version"):
+        if program == "hotset" and words and words[0] not in ("SUBCOMMAND", "--help", "--version"):
             assert words[0] in cli.SUBCOMMANDS, f"{place}: {span}"
             params = command_of(words[0]).params
             known = {name for param in params for name in (*param.opts, *param.secondary_opts)}

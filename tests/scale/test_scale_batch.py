@@ -1,6 +1,6 @@
 """Shards of a batch without a cluster: what is kept, what is missing, and the order at the end.
 
-Who answers is a stand-in; Ray's part stands in tests/cluster/.
+The engine is simulated; Ray's part is tested in tests/cluster/.
 """
 
 from __future__ import annotations

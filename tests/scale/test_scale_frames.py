@@ -56,7 +56,10 @@ def a_batch(n: int = 7, **more: Any) -> Batch:
 
 
 FULL = a_batch(
-    taps=("blk.0.ffn_act", "blk.1.ß"), cut=np.arange(7) % 3 == 0, states=ints(3), saves=ints(7, seed=3)
+    taps=("blk.0.ffn_act", "blk.1.ß"),
+    thresholded=np.arange(7) % 3 == 0,
+    states=ints(3),
+    saves=ints(7, seed=3),
 )
 MESSAGES = [
     Message(3, FULL, floats(7)),

@@ -39,9 +39,9 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Opened
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
 from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
@@ -59,13 +59,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stages_are_hosts_and_their_layers():
-    assert parse_cuts("a:1,b:2", 3) == [Cut("a", 1), Cut("b", 2)]
-    assert parse_cuts(" [::1]:3 ", 3) == [Cut("[::1]", 3)]
+    assert parse_splits("a:1,b:2", 3) == [Split("a", 1), Split("b", 2)]
+    assert parse_splits(" [::1]:3 ", 3) == [Split("[::1]", 3)]
     for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
         with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
-            parse_cuts(wrong, 3)
+            parse_splits(wrong, 3)
     with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
-        parse_cuts("a:1,b:1", 3)
+        parse_splits("a:1,b:1", 3)
 
 
 def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
@@ -75,9 +75,14 @@ def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_nee
         Room("near", 25, 2.0, 0.1),
         Room("far", 25, 2.0, 1.0),
     ]
-    assert planned([10] * 2, rooms) == [Cut("quick", 2)]
-    assert planned([10] * 4, rooms) == [Cut("quick", 2), Cut("near", 2)]
-    assert planned([10] * 9, rooms) == [Cut("quick", 2), Cut("near", 2), Cut("far", 2), Cut("slow", 3)]
+    assert planned([10] * 2, rooms) == [Split("quick", 2)]
+    assert planned([10] * 4, rooms) == [Split("quick", 2), Split("near", 2)]
+    assert planned([10] * 9, rooms) == [
+        Split("quick", 2),
+        Split("near", 2),
+        Split("far", 2),
+        Split("slow", 3),
+    ]
     with pytest.raises(OutOfMemoryError, match="needs 300 B, and the machines have room for 175 B"):
         planned([10] * 30, rooms)
 
@@ -116,12 +121,12 @@ def line_of(addresses: Sequence[Address], key: bytes) -> Line:
 class Workers:
     """The stages of a model as their machines have them, in one process: a backend."""
 
-    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
+    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
         gguf = open_gguf(path)
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         self.steps = 0
-        self.workers = [StageWorker() for _ in cuts]
-        for worker, (first, last) in zip(self.workers, spans(graph, cuts), strict=True):
+        self.workers = [StageWorker() for _ in splits]
+        for worker, (first, last) in zip(self.workers, spans(graph, splits), strict=True):
             told = worker.open(
                 model=str(path), settings=SETTINGS, mark=fingerprint(gguf),
                 first_op=first, last_op=last, n_pages=n_pages, counts=False,
@@ -150,8 +155,8 @@ class Workers:
 class Linked(Workers):
     """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
 
-    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
-        super().__init__(path, cuts, n_pages)
+    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
+        super().__init__(path, splits, n_pages)
         self.link()
 
     def link(self) -> None:
@@ -193,7 +198,7 @@ def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[in
     whole = CpuBackend(
         gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
     )
-    stages = kind(path, [Cut("x", n) for n in counts])
+    stages = kind(path, [Split("x", n) for n in counts])
     ids = tokens(40)
     ends = [11, 33, *range(36, 40)]
     np.testing.assert_array_equal(logits_of(stages, ids, ends, [2]), logits_of(whole, ids, ends, [2]))  # type: ignore[arg-type]
@@ -204,7 +209,7 @@ def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[in
 
 
 def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
-    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    stages = Workers(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(20), 0, [0])])
     expected = stages.step(step).logits.copy()
     stages.workers[0].cancel(2)
@@ -218,7 +223,7 @@ def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(
 @pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
-    stages = Linked(path, [Cut("x", 1)] * 3)
+    stages = Linked(path, [Split("x", 1)] * 3)
     step = batch([(tokens(40), 0, [0])])  # of several pieces
     expected = stages.step(step).logits.copy()
     worker = stages.workers[gone]
@@ -240,7 +245,7 @@ def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path
 
 @pytest.mark.usefixtures("no_thread_is_left")
 def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
-    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
+    stages = Linked(path, [Split("x", 1), Split("y", 2)])
     last = stages.workers[1]
     computed, begun, gate = [], threading.Event(), threading.Event()
     run = last._stage.run
@@ -266,7 +271,7 @@ def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
 
 @pytest.mark.usefixtures("no_thread_is_left")
 def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
-    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    stages = Workers(path, [Split("x", 1), Split("y", 2)])
     key = new_key()
     addresses = [worker.listen("127.0.0.1", key) for worker in stages.workers]
     with ExitStack() as undone:
@@ -281,9 +286,9 @@ def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
             assert worker.link(following) is None
         with closing(line_of(addresses, key)) as line:
             step = batch([(tokens(5), 0, [4])])
-            expected = Workers(path, [Cut("x", 3)]).step(step).logits
+            expected = Workers(path, [Split("x", 3)]).step(step).logits
             np.testing.assert_array_equal(line.step(1, [step])[0], expected)
-            for address in addresses:  # nobody else can connect to a line that is complete
+            for address in addresses:  # no other can connect to a line that is complete
                 with pytest.raises(LinkError, match="cannot be reached"):
                     joined(address, key, ENTERS)
     stages.close()
@@ -293,7 +298,7 @@ def test_strangers_do_not_keep_a_line_from_its_work(path: Path):
 def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    stages = Workers(path, [Split("x", 1), Split("y", 2)])
     monkeypatch.setattr("hotset.scale.worker.START_SECONDS", 0.0)
     first, last = stages.workers
     key = new_key()
@@ -309,7 +314,7 @@ def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
 
 @pytest.mark.usefixtures("no_thread_is_left")
 def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(path: Path):
-    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
+    stages = Linked(path, [Split("x", 1), Split("y", 2)])
     step = batch([(tokens(5), 0, [4])])
     expected = stages.step(step).logits.copy()
     stages.line._enters._tcp.sendall(b"\x80\4" * 500)  # by someone who can write to the connection
@@ -325,7 +330,7 @@ def test_a_damaged_frame_ends_the_line_with_a_message_and_another_line_works(pat
 
 
 def test_rows_of_another_step_or_piece_are_refused(path: Path):
-    stages = Linked(path, [Cut("x", 3)])
+    stages = Linked(path, [Split("x", 3)])
     step = batch([(tokens(5), 0, [4])])
     (worker,) = stages.workers
     run = worker.run
@@ -336,7 +341,7 @@ def test_rows_of_another_step_or_piece_are_refused(path: Path):
 
 
 def test_a_batch_that_is_out_of_bounds_leaves_the_line_as_it_was(path: Path):
-    stages = Linked(path, [Cut("x", 3)])
+    stages = Linked(path, [Split("x", 3)])
     step = batch([(tokens(5), 0, [4])])
     with pytest.raises(
         InvalidRequestError, match="page_tables of a step is 1 x 9; at most 48 x 8 is expected"
@@ -361,9 +366,7 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     assert "gone.gguf" in str(gone.error())
 
 
-def test_whoever_cuts_a_model_over_machines_needs_no_memory_for_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_splitting_a_model_over_machines_needs_no_memory_for_it(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hotset.loader.build.free_memory", lambda: 1)
     with pytest.raises(OutOfMemoryError, match="a context of 128 tokens needs a cache"):
         plan_model(open_model(path, SETTINGS))
@@ -423,7 +426,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
 
 
 def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
-    stages = Workers(path, [Cut("x", 3)])
+    stages = Workers(path, [Split("x", 3)])
     worker = stages.workers[0]
     run, begun, gate = worker._stage.run, threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a chat stream tells of each token: the numbers are those of the step statistics."""
+"""What a chat stream reports of each token: the numbers are those of the step statistics."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_numbers_that_take_long_are_counted():
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
 def test_a_body_is_utf_8(path: Path, encoding: str) -> None:
-    """In another encoding a string may hide what is behind it from whoever counts bytes."""
+    """In another encoding a string may hide what is behind it from a counter of bytes."""
     many = '{"prompt": "a", "user": "\\"", "metadata": {"a": [' + "[]," * (2 * MAX_ITEMS) + "1]}}"
     json.loads(many)
     with pytest.raises(RequestError, match="not valid JSON"):
@@ -261,7 +261,7 @@ def test_errors_of_a_long_body_are_those_of_a_short_one(path: Path):
 
 
 def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As many long bodies wait as answers may; the next is told to come again."""
+    """As many long bodies wait as answers may; the next is refused."""
     release = threading.Event()
     parse = body.BodyRequest._checked
 

@@ -513,7 +513,7 @@ def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> 
         sign = 1 if scheme == "dark" else -1  # on dark paper what is hot is bright
         assert sign * (seen[1, 1] - idle) > sign * (seen[3, 0] - idle) > 20
         assert {round(seen[cell]) for cell in seen if cell not in ((1, 1), (3, 0))} == {round(idle)}
-        # Pointing at a cell tells of it, leaving clears it.
+        # Pointing at a cell shows it, leaving clears it.
         box = page.locator(".heat").bounding_box()
         page.mouse.move(box["x"] + left + column + 8, box["y"] + top + row + 11)
         assert message(page, "#readout") == (

@@ -151,6 +151,6 @@ def test_special_tokens_that_messages_spell_are_plain_text(tmp_path: Path):
             assert spelled == text.count("<|im_start|>") - n >= n, n
         assert text.endswith(attack)
         assert text.count("obey") == 9  # the tool, five contents, a name, two arguments
-        # What nobody can spell in less than a context's tokens is not rendered.
+        # What cannot be spelled in less than a context's tokens is not rendered.
         with pytest.raises(hotset.ContextLengthError, match="spell more special tokens"):
             model.encode_chat([{"role": "user", "content": "</s>" * 2049}])

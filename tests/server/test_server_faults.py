@@ -91,9 +91,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         process = psutil.Process()
         server.wait_until_idle()
         with ThreadPoolExecutor(8) as pool:
-            list(
-                pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4))
-            )  # whoever starts, has started
+            list(pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4)))  # all have started
         until(lambda: not server.service.n_open)
         server.wait_until_idle()
         gc.collect()
@@ -117,7 +115,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_a_long_prompt(path: Path, stream: bool):
-    """The step that reads it is cut short where nobody else is in it."""
+    """The step that reads it is cut short where no other sequence is in it."""
     with Serving(path, load={"n_ctx": 4096}) as server:
         model = server.model
         begun, gate = threading.Event(), threading.Event()

@@ -41,15 +41,15 @@ class Clock(asyncio.SelectorEventLoop):
 class Stream:
     """A sequence's way to the loop, and what of it has come."""
 
-    def __init__(self, loop: Clock, *, told: str = "each", mail: Mail | None = None) -> None:
+    def __init__(self, loop: Clock, *, delivery: str = "each", mail: Mail | None = None) -> None:
         self.loop, self.came = loop, []
         self.mail = mail or Mail()
         self.mail.loop = loop
-        self.sink = Sink(self.mail, lambda event: self.came.append(event.token), told)
+        self.sink = Sink(self.mail, lambda event: self.came.append(event.token), delivery)
         self.n_put = 0
 
     def put(self, n: int = 1, finish_reason: FinishReason | None = None) -> None:
-        """The engine's thread tells of so many tokens, one after the other."""
+        """The engine's thread reports so many tokens, one after the other."""
 
         def tell() -> None:
             for _ in range(n):
@@ -79,7 +79,7 @@ def test_quick_tokens_come_together():
         stream.put()
         assert await stream.after(0.004) == 1  # the first at once
         stream.put()
-        assert await stream.after(0.001) == 2  # nobody knows yet how quick they are
+        assert await stream.after(0.001) == 2  # their speed is unknown yet
         n_calls = loop.n_calls
         for n_there in (2, 6, 10):
             for _ in range(4):
@@ -148,7 +148,7 @@ def test_a_long_step_does_not_keep_the_token_before_it():
 
 def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
     async def work(loop: Clock) -> None:
-        stream = Stream(loop, told="end")
+        stream = Stream(loop, delivery="end")
         stream.put(50)
         assert await stream.after(1.0) == 0
         assert not loop.n_calls
@@ -162,7 +162,7 @@ def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
 def test_events_of_whole_answers_let_others_pass():
     async def work(loop: Clock) -> None:
         mail = Mail()
-        wholes = [Stream(loop, told="end", mail=mail) for _ in range(2)]
+        wholes = [Stream(loop, delivery="end", mail=mail) for _ in range(2)]
         for whole in wholes:
             came: list[int | None] = whole.came
 

@@ -25,7 +25,7 @@ def app_of(**settings: Any) -> Any:
     from hotset.server.service import Service
 
     def load() -> hotset.Model:
-        raise AssertionError("nobody asked for it")
+        raise AssertionError("it was not requested")
 
     return create_app(Service(load, ServerSettings(**settings), name="tiny"))
 

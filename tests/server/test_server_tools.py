@@ -253,7 +253,7 @@ def test_reasoning_is_apart(tmp_path: Path):
 
 
 def test_how_much_is_thought(tmp_path: Path):
-    """The template of the first has no say in it, and the second writes down what it was told."""
+    """The template of the first has no say in it, and the second writes down what it got."""
 
     async def refused(client: httpx.AsyncClient, service: Service) -> None:
         body = {"messages": MESSAGES, "reasoning_effort": "low"} | PARAMS

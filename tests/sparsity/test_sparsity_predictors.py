@@ -377,7 +377,7 @@ def test_texts_that_a_model_writes(tmp_path: Path) -> None:
 
 
 def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
-    """What prepare does without being told: the CPU backend writes a text and taps it."""
+    """What prepare does by default: the CPU backend writes a text and taps it."""
     pytest.importorskip("hotset._core")
     gguf = model(tmp_path / "model.gguf", "bamboo", n_head=2, n_head_kv=1)
     config = config_from_gguf(gguf)

@@ -151,7 +151,7 @@ def test_a_profile_that_makes_no_sense_costs_a_sentence(
 def test_a_profile_with_the_name_of_a_model_and_not_its_neurons(
     counts: list[list[int]], tmp_path: Path
 ) -> None:
-    """The fingerprint in a profile is only what somebody wrote there."""
+    """The fingerprint in a profile is only what was written there."""
     path = write_relu(tmp_path / "model.gguf")
     with open_gguf(path) as gguf:
         config, forged = config_from_gguf(gguf), profile_of(*counts, model=sidecar.fingerprint(gguf))

@@ -11,10 +11,10 @@ from tiny_gguf import write_relu
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
-LAYERS = (LayerCutoffs(gate=0.5, attn_in=0.25), LayerCutoffs(down_in=1e-3, ffn_in=2.0, attn_out=1.0))
+LAYERS = (LayerThresholds(gate=0.5, attn_in=0.25), LayerThresholds(down_in=1e-3, ffn_in=2.0, attn_out=1.0))
 
 
 def model(folder: Path, **options: Any) -> GGUFFile:
@@ -46,7 +46,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_is_absent_is_zero(tmp_path: Path) -> None:
     path = written(tmp_path, layers=[{}, {"gate": 1}], mode=..., prompts=..., text=..., measured=...)
     read = Thresholds.open(path)
-    assert read.layers == (LayerCutoffs(), LayerCutoffs(gate=1.0))
+    assert read.layers == (LayerThresholds(), LayerThresholds(gate=1.0))
     assert (read.mode, read.prompts, read.text, read.measured) == ("dense", False, {}, {})
 
 
@@ -64,8 +64,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"layers": []}, "layers must be a list"),
     "layers in an object": ({"layers": {"0": {}}}, "layers must be a list"),
     "a layer that is a number": ({"layers": [1]}, "layer 0 must be an object"),
-    "an unknown cutoff": ({"layers": [{}, {"up": 1}]}, "layer 1 has 'up'"),
-    "a cutoff below zero": ({"layers": [{"gate": -1}]}, "gate of layer 0 must be between"),
+    "an unknown threshold": ({"layers": [{}, {"up": 1}]}, "layer 1 has 'up'"),
+    "a threshold below zero": ({"layers": [{"gate": -1}]}, "gate of layer 0 must be between"),
     "one without end": ({"layers": [{"gate": 10**400}]}, "gate of layer 0 must be a finite number"),
     "one above float32": ({"layers": [{"gate": 1e300}]}, "gate of layer 0 must be between"),
     "one that is a text": ({"layers": [{"gate": "1"}]}, "gate of layer 0 must be a finite number"),
@@ -105,7 +105,7 @@ def test_thresholds_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_not_written(tmp_path: Path) -> None:
-    made = Thresholds(Calibrated("m", 1, ""), (LayerCutoffs(gate=float("nan")),))
+    made = Thresholds(Calibrated("m", 1, ""), (LayerThresholds(gate=float("nan")),))
     with pytest.raises((HotsetError, ValueError)):
         made.save(tmp_path / "some.json")
     assert not (tmp_path / "some.json").exists()

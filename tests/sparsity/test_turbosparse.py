@@ -84,8 +84,8 @@ def test_every_operation_is_the_references(model: tuple[Path, Any], tmp_path: Pa
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids, [20, 21, 27], [3])
     tapped = logits_of(cpu(gguf), ids, [20, 21, 27], [1])
     for sparse in (False, True):
-        for cuts in ([], [1, 30], [*range(1, 40)]):
-            np.testing.assert_array_equal(logits_of(cpu(gguf, sparse=sparse), ids, cuts, [1]), tapped)
+        for splits in ([], [1, 30], [*range(1, 40)]):
+            np.testing.assert_array_equal(logits_of(cpu(gguf, sparse=sparse), ids, splits, [1]), tapped)
 
 
 def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -> None:

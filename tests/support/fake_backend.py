@@ -2,8 +2,8 @@
 
 It stores token ids in pages and reads them back through the page table, so a wrong page, position or order
 changes the logits. With slots for states it keeps in each all tokens before a position, and refuses a step
-where pages and state tell of different ones. The logits of a token are a function of all tokens up to it and
-of nothing else. Its statistics are a function of the number of tokens and of the step.
+where pages and state belong to different ones. The logits of a token are a function of all tokens up to it
+and of nothing else. Its statistics are a function of the number of tokens and of the step.
 """
 
 from __future__ import annotations

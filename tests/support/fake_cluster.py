@@ -1,4 +1,4 @@
-"""A cluster that is none: the machines of `hotset.scale` without Ray, which die when they are told to."""
+"""A cluster that is none: the machines of `hotset.scale` without Ray, which die on request."""
 
 from types import ModuleType
 

@@ -40,7 +40,7 @@ class FakeCpuWorker:
         self.closed = False
 
     @contextmanager
-    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> Iterator[None]:
+    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> Iterator[None]:
         assert self._n_tokens == 0
         assert 1 <= n_tokens <= self.max_batch
         self._n_tokens = n_tokens
@@ -85,7 +85,7 @@ class FakeCpuWorker:
         return np.zeros(len(self.layers))
 
     def cancel(self, reason: str) -> None:
-        raise AssertionError("the fake waits for nobody")
+        raise AssertionError("the fake never waits")
 
     def close(self) -> None:
         self.closed = True

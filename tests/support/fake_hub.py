@@ -40,7 +40,7 @@ class FakeHub:
 
             def do_GET(self) -> None:
                 hub.requests.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
-                with suppress(ConnectionError):  # whoever asked has heard enough
+                with suppress(ConnectionError):  # the client has gone
                     hub.answer(self)
 
             def log_message(self, *_: object) -> None:
@@ -127,9 +127,9 @@ class FakeHub:
             request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         request.send_header("Content-Length", str(len(data) - start))
         request.end_headers()
-        cuts = self.cut_after.get(path)
-        if cuts:
-            request.wfile.write(data[start : start + cuts.pop(0)])
+        splits = self.cut_after.get(path)
+        if splits:
+            request.wfile.write(data[start : start + splits.pop(0)])
             request.wfile.flush()
             request.close_connection = True
             return

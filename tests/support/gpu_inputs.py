@@ -39,10 +39,10 @@ def randn(*shape: int, seed: int = 0) -> np.ndarray:
     return rng_of(*shape, seed).standard_normal(shape).astype(np.float32)
 
 
-def by_channel(type_: GGMLType, widths: Sequence[int], n_in: int) -> tuple[DeviceMatrix, np.ndarray]:
-    """Matrices of one input by channel, and their values [n_in, sum of widths]."""
+def input_major(type_: GGMLType, widths: Sequence[int], n_in: int) -> tuple[DeviceMatrix, np.ndarray]:
+    """Input-major matrices of one input, and their values [n_in, sum of widths]."""
     parts = [matrix(type_, n, n_in, seed) for seed, n in enumerate(widths)]
-    made = DeviceMatrix.by_channel(n_in, widths, lambda i: parts[i][0])
+    made = DeviceMatrix.input_major(n_in, widths, lambda i: parts[i][0])
     return made, np.concatenate([w for _, w in parts]).T
 
 
@@ -53,9 +53,9 @@ def matrix(type_: GGMLType, n_rows: int, n_cols: int, seed: int = 0) -> tuple[De
     return m, dequantize(data, type_, (n_cols, n_rows)).astype(np.float64)
 
 
-def cut_tokens(n: int, threshold: float) -> fallback.Cut:
+def token_threshold(n: int, threshold: float) -> fallback.TokenThreshold:
     """Every third token keeps its small values."""
-    return fallback.Cut(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
+    return fallback.TokenThreshold(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
 
 
 class Cache:

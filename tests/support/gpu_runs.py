@@ -54,10 +54,10 @@ def split(
     return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
 
 
-def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), at: int = 0) -> np.ndarray:
+def run(stage: GpuStage, ids: np.ndarray, splits: Sequence[int] = (), at: int = 0) -> np.ndarray:
     """Logits of every token of a sequence that goes on at position `at`, in steps that end at `cuts`."""
     rows, done = [], 0
-    for end in [*cuts, len(ids)]:
+    for end in [*splits, len(ids)]:
         rows.append(stage.run(batch([(ids[done:end], at + done, [2, 0])])).numpy().copy())
         done = end
     return np.concatenate(rows)

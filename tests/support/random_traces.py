@@ -18,7 +18,7 @@ EXPERTS = (8, 3)
 
 
 def moe_layer(path: Path, **options: Any) -> Path:
-    """A random mixture of three layers with a tokenizer."""
+    """A random MoE model of three layers with a tokenizer."""
     options = {"experts": EXPERTS, "n_layer": 3, "n_vocab": N_VOCAB, "n_ctx": 512} | options
     keys = {**vocabulary(), **options.pop("keys", {})}
     return write_llama(path, keys=keys, **options)

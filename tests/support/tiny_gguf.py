@@ -130,7 +130,7 @@ def write_llama(  # noqa: C901
     tied: bool = False,
     experts: tuple[int, int] | None = None,
     one_by_one: bool = False,
-    down_by_neuron: bool = False,
+    down_neuron_major: bool = False,
     n_ff_shared: int = 0,
     biased: bool = False,
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
@@ -142,8 +142,8 @@ def write_llama(  # noqa: C901
     """A random model of the llama family. tied: without a matrix of its own for the output.
 
     experts: how many there are, and how many a token has, of n_ff neurons each. one_by_one: in a tensor each,
-    with the same values. down_by_neuron: their down matrices have a row per neuron. n_ff_shared: of what all
-    tokens share. biased: experts and router have biases.
+    with the same values. down_neuron_major: their down matrices have a row per neuron. n_ff_shared: of what
+    all tokens share. biased: experts and router have biases.
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
     vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) /
     sqrt(columns). Without it those of float types are, with 1.5, and others are random valid blocks.
@@ -222,7 +222,7 @@ def write_llama(  # noqa: C901
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", data, GGMLType.F32)
             if biased:
                 bias(f"blk.{i}.ffn_gate_inp", n_expert)
-            down = (n_ff, n_embd) if down_by_neuron else (n_embd, n_ff)
+            down = (n_ff, n_embd) if down_neuron_major else (n_embd, n_ff)
             for name, shape in (("gate", (n_ff, n_embd)), ("up", (n_ff, n_embd)), ("down", down)):
                 of_experts(f"blk.{i}", f"ffn_{name}", *shape, n_embd if name == "down" else n_ff)
         if n_ff_shared:

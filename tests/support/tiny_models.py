@@ -86,7 +86,7 @@ def use_fatrelu(model: torch.nn.Module) -> None:
 
 
 class DeepseekExperts(torch.nn.Module):
-    """The FFN of DeepSeek's first mixture: six experts, of which a token has three, and a shared one."""
+    """The FFN of DeepSeek's first MoE model: six experts, of which a token has three, and a shared one."""
 
     def __init__(self, n_embd: int) -> None:
         super().__init__()
@@ -683,7 +683,7 @@ EXPERTS: dict[str, TinyModel] = {
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
     ),
 }  # fmt: skip
-"""Mixtures of experts."""
+"""MoE models."""
 
 
 def first_of_each_architecture() -> list[str]:

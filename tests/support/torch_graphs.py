@@ -15,16 +15,16 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
-from hotset.training.thresholds import every_cutoff
+from hotset.training.thresholds import every_threshold
 
 
-def cut_graph(gguf: GGUFFile, predictor: Predictor | None = None) -> Graph:
+def thresholded_graph(gguf: GGUFFile, predictor: Predictor | None = None) -> Graph:
     config = config_from_gguf(gguf)
-    return describe(config, gguf.tensors, predictor, every_cutoff(config))
+    return describe(config, gguf.tensors, predictor, every_threshold(config))
 
 
 def same_as_reference(gguf: GGUFFile, predictor: Predictor | None = None) -> None:
-    graph = cut_graph(gguf, predictor)
+    graph = thresholded_graph(gguf, predictor)
     ids = np.random.default_rng(0).integers(0, graph.result.width, 40)
     step = batch([(ids.tolist(), 0, [0])])
     if graph.recurrent:  # from a state of zeros, which nothing is kept of

@@ -117,7 +117,7 @@ def test_forced_text_comes_in_the_tokens_of_the_model(kind: str):
 
 
 def test_a_space_of_sentencepiece_is_one_only_where_the_grammar_has_it():
-    """The token "▁the" is " the"; a text does not begin with a space that nobody asked for."""
+    """The token "▁the" is " the"; a text does not begin with a space of its own."""
     tokenizer = grammars("sentencepiece").tokenizer
     rule = grammars("sentencepiece").constraint("regex", "the")
     allowed = ids_of(rule.mask(), tokenizer)
@@ -197,7 +197,7 @@ def text_of(sequence: Sequence, kind: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_two_hundred_answers_are_json_of_their_schemas(kind: str, name: str):
-    """Ten schemas, ten draws each, in both kinds of vocabulary; whoever is at the limit of tokens says so."""
+    """Ten schemas, ten draws each, in both kinds of vocabulary; an answer at the limit of tokens says so."""
     schema = SCHEMAS[name]
     for sequence in answers(kind, {"json_schema": schema}, range(10), max_tokens=400):
         text = text_of(sequence, kind)
@@ -421,7 +421,7 @@ def test_what_goes_wrong_while_a_mask_is_found_is_told_where_it_is_wanted(monkey
 
 
 class Held(GrammarConstraint):
-    """One whose masks another thread finds when it is told to."""
+    """One whose masks another thread finds on request."""
 
     gate = threading.Event()
 

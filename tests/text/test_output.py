@@ -175,8 +175,8 @@ LETTERS = st.sampled_from(
 @given(st.sampled_from(list(FORM)), st.lists(LETTERS, max_size=25), st.data())
 def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str], data: st.DataObject):
     text = "".join(words)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    splits = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *splits, len(text)])]
     whole = read(form, [text])
     assert read(form, pieces) == whole
     assert read(form, list(text)) == whole

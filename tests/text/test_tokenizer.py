@@ -113,7 +113,7 @@ def test_every_pre_tokenizer_keeps_every_byte(pre):
         assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
 
 
-CUTS = {
+SPLITS = {
     "gpt-2": ["Ab", "1234", " 5", "'", "S", " it", "'s", " iPhone", "\n\n ", " x", ",.", "é你"],
     "smollm": [
         "Ab",
@@ -158,23 +158,23 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("pre", CUTS)
+@pytest.mark.parametrize("pre", SPLITS)
 def test_where_a_text_is_cut(pre):
     tokenizer = load_tokenizer(bpe_metadata(pre))
-    cuts = tokenizer._library.pre_tokenizer.pre_tokenize_str("Ab1234 5'S it's iPhone\n\n  x,.é你")
-    words = ["Ab1234 5'S it's iPhone\n\n  x,.é你"[begin:end] for _, (begin, end) in cuts]
-    assert words == CUTS[pre]
+    splits = tokenizer._library.pre_tokenizer.pre_tokenize_str("Ab1234 5'S it's iPhone\n\n  x,.é你")
+    words = ["Ab1234 5'S it's iPhone\n\n  x,.é你"[begin:end] for _, (begin, end) in splits]
+    assert words == SPLITS[pre]
 
 
 @pytest.mark.parametrize(("architecture", "pre"), [("opt", "gpt-2"), ("falcon", "falcon"), ("llama", "")])
 def test_without_a_name_the_architecture_says_where_a_text_is_cut(architecture, pre):
     """PowerInfer's files carry no tokenizer.ggml.pre."""
     text = "It's 12345 `x`, he said...\n"
-    cuts = [
+    splits = [
         load_tokenizer(metadata)._library.pre_tokenizer.pre_tokenize_str(text)
         for metadata in (bpe_metadata(None) | {"general.architecture": architecture}, bpe_metadata(pre))
     ]
-    assert cuts[0] == cuts[1]
+    assert splits[0] == splits[1]
 
 
 def test_an_unknown_pre_tokenizer_is_named():

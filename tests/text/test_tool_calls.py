@@ -188,9 +188,9 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
     @given(st.lists(words, max_size=12), st.data())
     def check(found: list[str], data: st.DataObject) -> None:
         text = "".join(found)
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+        splits = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
         whole = read(form, [text])
-        assert read(form, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == whole
+        assert read(form, [text[a:b] for a, b in itertools.pairwise([0, *splits, len(text)])]) == whole
         assert read(form, list(text)) == whole
         if not any(isinstance(part, CallStart | Reasoning) for part in whole) and form != "harmony":
             assert text_of(whole) == text, "text was lost"

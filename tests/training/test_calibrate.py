@@ -1,4 +1,4 @@
-"""Thresholds: what cutoffs would cost against what they cost, which are chosen, and `hotset calibrate`."""
+"""Thresholds: what thresholds would cost against what they cost, which are chosen, and `hotset calibrate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from byte_models import PRINTABLE
 from byte_models import write_model as write_bytes
 from cli_runs import inside
 from tiny_gguf import write_llama, write_relu
-from torch_graphs import cut_graph, same_as_reference
+from torch_graphs import same_as_reference, thresholded_graph
 
 import hotset
 from hotset.backends import decoded as weights
@@ -23,13 +23,13 @@ from hotset.backends.torch.graph import TorchGraph
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import dequantize
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.predictor import Predictor
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds
 from hotset.reporter import Reporter
 from hotset.sparsity.thresholds import Thresholds
 from hotset.training import thresholds as training
-from hotset.training.cut_choice import CutChoices, Cuts, SiteBytes, bytes_of_sites
-from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
+from hotset.training.threshold_choice import SiteBytes, ThresholdChoice, ThresholdChoices, bytes_of_sites
+from hotset.training.threshold_losses import LayerLosses, LossPass, sites_of
 from hotset.training.thresholds import (
     Measured,
     ThresholdSettings,
@@ -97,7 +97,7 @@ def test_mixtures_too(run_folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"one_by_one": True}, {"down_by_neuron": True}], ids=lambda m: [*m, ""][0]
+    "more", [{}, {"one_by_one": True}, {"down_neuron_major": True}], ids=lambda m: [*m, ""][0]
 )
 def test_experts_that_there_is_no_room_for_are_decoded_once_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
@@ -110,7 +110,7 @@ def test_experts_that_there_is_no_room_for_are_decoded_once_each(
 
     monkeypatch.setattr(weights, "dequantize", counted)
     with open_gguf(write_llama(tmp_path / "model.gguf", experts=(6, 3), **more)) as gguf:
-        graph, tokens = cut_graph(gguf), torch.arange(40)[None]
+        graph, tokens = thresholded_graph(gguf), torch.arange(40)[None]
         expected = TorchGraph(gguf, graph).logits(tokens)
         decoded.clear()
         found = TorchGraph(gguf, graph, room=0).logits(tokens)
@@ -120,7 +120,7 @@ def test_experts_that_there_is_no_room_for_are_decoded_once_each(
 
 def assert_gradient_of_attention(gguf: GGUFFile) -> None:
     """Of what enters it, against differences."""
-    graph = cut_graph(gguf)
+    graph = thresholded_graph(gguf)
     model = TorchGraph(gguf, graph)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 96, (1, 12), generator=generator)
@@ -159,7 +159,7 @@ def test_gradients_go_through_states_and_latent_vectors(run_folder: Path, name: 
 def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
     """Layer by layer, from kept streams, against one backward pass through everything."""
     with silu(tmp_path) as gguf:
-        graph = cut_graph(gguf)
+        graph = thresholded_graph(gguf)
         model = TorchGraph(gguf, graph)
         tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 96, (2, 20)))
         watched = [site.out for sites in sites_of(graph) for site in sites.values()]
@@ -214,22 +214,22 @@ def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
     for i, t in enumerate(offers["ffn_in"]):
         gone = x.abs() < t
         assert losses.loss["ffn_in"][i] == pytest.approx(half_square(gone), abs=1e-9)
-        assert losses.cut["ffn_in"][i] == gone.sum()
+        assert losses.zeroed["ffn_in"][i] == gone.sum()
     for i, t in enumerate(offers["gate"]):
-        assert losses.cut["gate"][i] == (gate.abs() < t).sum()
+        assert losses.zeroed["gate"][i] == (gate.abs() < t).sum()
         for j, u in enumerate(offers["down_in"]):
             gone = (gate.abs() < t) | (x.abs() < u)
             assert losses.loss["neurons"][i, j] == pytest.approx(half_square(gone), abs=1e-9)
-            assert losses.cut["neurons"][i, j] == gone.sum()
+            assert losses.zeroed["neurons"][i, j] == gone.sum()
     # What equals a threshold stays.
-    assert losses.cut["neurons"][0, 2] == 14 * 9 - 1
+    assert losses.zeroed["neurons"][0, 2] == 14 * 9 - 1
 
 
-@pytest.mark.parametrize("name", CUTOFF_NAMES)
+@pytest.mark.parametrize("name", THRESHOLD_NAMES)
 def test_an_estimate_is_near_what_a_cutoff_does(tmp_path: Path, name: str) -> None:
     """One site of one layer, cut a little: the KL of the cut model against the mean over drawn tokens."""
     with silu(tmp_path) as gguf:
-        graph = cut_graph(gguf)
+        graph = thresholded_graph(gguf)
         model = TorchGraph(gguf, graph)
         text = torch.from_numpy(np.random.default_rng(4).integers(0, 96, 48))
         losses = LossPass(model, text)
@@ -241,52 +241,52 @@ def test_an_estimate_is_near_what_a_cutoff_does(tmp_path: Path, name: str) -> No
         threshold = float(layer.thresholds[name][at])
         sums = layer.loss["neurons"] if name in ("gate", "down_in") else layer.loss[name]
         place = {"gate": (at, 0), "down_in": (0, at)}.get(name, at)
-        foreseen = float(sums[place]) / (n * 48)
+        predicted = float(sums[place]) / (n * 48)
         assert layer.n_tokens == n * 48
         site = losses.sites[0][name]
         before = model.logits(text[None]).double().log_softmax(-1)
         edit = {site.out.id: lambda x: torch.where(x.abs() < threshold, 0.0, x)}
-        cut = model.logits(text[None], model.edited(edit))
-        after = cut.double().log_softmax(-1)
+        thresholded = model.logits(text[None], model.edited(edit))
+        after = thresholded.double().log_softmax(-1)
         kl = float((before.exp() * (before - after)).sum(-1).mean())
         assert kl > 1e-6
-        assert foreseen == pytest.approx(kl, rel=0.35)
+        assert predicted == pytest.approx(kl, rel=0.35)
 
 
 # -- choices -------------------------------------------------------------------------------------
 
 
-def drawn_choices(seed: int) -> tuple[CutChoices, list[LayerLosses], list[SiteBytes]]:
+def drawn_choices(seed: int) -> tuple[ThresholdChoices, list[LayerLosses], list[SiteBytes]]:
     rng = np.random.default_rng(seed)
     losses, sizes = [], []
     for _ in range(2):
-        offers = {name: np.array([0.0, 1.0, 2.0]) for name in CUTOFF_NAMES}
+        offers = {name: np.array([0.0, 1.0, 2.0]) for name in THRESHOLD_NAMES}
         one = LayerLosses.empty(offers, dict.fromkeys(offers, 10))
         one.n_tokens = 4
         for name in one.loss:
             steps = rng.uniform(0, 1, one.loss[name].shape)
-            cut = rng.integers(1, 14, one.cut[name].shape)
+            zeroed = rng.integers(1, 14, one.zeroed[name].shape)
             for axis in range(steps.ndim):
-                steps, cut = steps.cumsum(axis), cut.cumsum(axis)
+                steps, zeroed = steps.cumsum(axis), zeroed.cumsum(axis)
             one.loss[name] = steps - steps.flat[0]
-            one.cut[name] = np.minimum(cut - cut.flat[0], 40)
-        one.cut["gate"] = np.array([0, 15, 30])
+            one.zeroed[name] = np.minimum(zeroed - zeroed.flat[0], 40)
+        one.zeroed["gate"] = np.array([0, 15, 30])
         losses.append(one)
         sizes.append(SiteBytes(*rng.integers(100, 1000, 5).tolist()))
-    return CutChoices(losses, sizes, [True, True]), losses, sizes
+    return ThresholdChoices(losses, sizes, [True, True]), losses, sizes
 
 
 def every_choice(losses: LayerLosses, size: SiteBytes) -> list[tuple[float, float]]:
     """(loss, bytes) of each way to cut a layer."""
     found = []
     for a, o, i, g, d in np.ndindex(3, 3, 3, 3, 3):
-        share = {name: losses.cut[name][at] / 40 for name, at in
+        share = {name: losses.zeroed[name][at] / 40 for name, at in
                  (("attn_in", a), ("attn_out", o), ("ffn_in", i), ("gate", g))}  # fmt: skip
         loss = losses.loss["attn_in"][a] + losses.loss["attn_out"][o] + losses.loss["ffn_in"][i]
         loss += losses.loss["neurons"][g, d]
         saved = share["attn_in"] * size.attn_in + share["attn_out"] * size.attn_out
         saved += share["ffn_in"] * size.gate + max(share["ffn_in"], share["gate"]) * size.up
-        saved += losses.cut["neurons"][g, d] / 40 * size.down
+        saved += losses.zeroed["neurons"][g, d] / 40 * size.down
         found.append((loss / 4, saved))
     return found
 
@@ -300,14 +300,14 @@ def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
     greatest = both[:, 0].max()
     seen = set()
     for part in (0.05, 0.2, 0.4, 0.7):
-        cuts = choices.with_loss(part * greatest)
-        seen.add(cuts.saved)
-        assert cuts.total_loss <= part * greatest
-        better = both[(both[:, 0] < cuts.total_loss - 1e-9) & (both[:, 1] > cuts.saved + 1e-9)]
+        choice = choices.with_loss(part * greatest)
+        seen.add(choice.saved)
+        assert choice.total_loss <= part * greatest
+        better = both[(both[:, 0] < choice.total_loss - 1e-9) & (both[:, 1] > choice.saved + 1e-9)]
         assert not len(better)
-        again = choices.with_share(cuts.saved - 1e-9)
-        assert again.saved >= cuts.saved - 1e-9
-        assert again.total_loss <= cuts.total_loss + 1e-9
+        again = choices.with_share(choice.saved - 1e-9)
+        assert again.saved >= choice.saved - 1e-9
+        assert again.total_loss <= choice.total_loss + 1e-9
     assert len(seen) > 1
     assert choices.with_loss(0.0).saved == choices.with_loss(0.0).total_loss == 0
     assert choices.with_share(0.999).saved == pytest.approx(both[:, 1].max())
@@ -316,13 +316,13 @@ def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
 def test_only_what_is_named_is_cut() -> None:
     _, losses, sizes = drawn_choices(0)
     for names in (("down_in",), ("gate",), ("attn_in", "ffn_in")):
-        choices = CutChoices([layer.only(names) for layer in losses], sizes, [True, True])
-        cuts = choices.with_share(0.9)
-        assert any(value for layer in cuts.layers for _, value in layer.items())
-        for layer in cuts.layers:
+        choices = ThresholdChoices([layer.only(names) for layer in losses], sizes, [True, True])
+        choice = choices.with_share(0.9)
+        assert any(value for layer in choice.layers for _, value in layer.items())
+        for layer in choice.layers:
             assert not any(value for name, value in layer.items() if name not in names)
         # With no choice left but the same sites, every layer loses what it lost among all.
-        assert cuts.total_loss == pytest.approx(sum(
+        assert choice.total_loss == pytest.approx(sum(
             one.loss[kind][-1, 0] / 4 if names == ("gate",) else
             one.loss[kind][0, -1] / 4 if names == ("down_in",) else one.loss[kind][-1] / 4
             for one in losses for kind in (names if len(names) == 2 else ("neurons",))
@@ -331,11 +331,13 @@ def test_only_what_is_named_is_cut() -> None:
 
 def test_uniform_cutoffs_cut_the_same_share_everywhere() -> None:
     _, losses, sizes = drawn_choices(1)
-    for names, share in ((("down_in",), 0.5), (CUTOFF_NAMES[1:], 0.25), (("gate",), 0.3)):
-        cuts = CutChoices([layer.only(names, share) for layer in losses], sizes, [True, True]).at_price(0.0)
-        for own, layer in zip(cuts.layers, losses, strict=True):
+    for names, share in ((("down_in",), 0.5), (THRESHOLD_NAMES[1:], 0.25), (("gate",), 0.3)):
+        choice = ThresholdChoices(
+            [layer.only(names, share) for layer in losses], sizes, [True, True]
+        ).at_price(0.0)
+        for own, layer in zip(choice.layers, losses, strict=True):
             for name, value in own.items():
-                counts = layer.cut["neurons"][0] if name == "down_in" else layer.cut[name]
+                counts = layer.zeroed["neurons"][0] if name == "down_in" else layer.zeroed[name]
                 nearest = int(np.argmin(np.abs(counts / (layer.n_tokens * layer.widths[name]) - share)))
                 assert value == (layer.thresholds[name][nearest] if name in names else 0)
 
@@ -350,12 +352,12 @@ def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
 
 
 def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of measurements that are twice, half or just what was foreseen, and the same KL more for anything."""
+    """Of measurements that are twice, half or just what was predicted, and the same KL more for anything."""
     _, losses, sizes = drawn_choices(2)
     for one in losses:
         for values in one.loss.values():  # the first step costs next to nothing
             values[(*np.zeros(values.ndim - 1, int), 1)] = 1e-3
-    choices = CutChoices(losses, sizes, [True, True])
+    choices = ThresholdChoices(losses, sizes, [True, True])
     truth = {"attn_in": 2.0, "attn_out": 0.5, "ffn_in": 1.0, "neurons": 1.0}
 
     def measured(self: Any, layers: Any, saved: float, n_windows: int, label: str) -> Measured:
@@ -370,24 +372,24 @@ def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> No
     search = object.__new__(training._Search)
     search.held, search.progress = np.zeros((3, 8), np.int32), None
     monkeypatch.setattr(training._Search, "_measure", measured)
-    cuts = choices.with_share(0.99)
-    assert all(loss > 0.1 for loss in cuts.loss.values())
-    search._measure_kinds(choices, cuts)
+    choice = choices.with_share(0.99)
+    assert all(loss > 0.1 for loss in choice.loss.values())
+    search._measure_kinds(choices, choice)
     assert choices.factors == pytest.approx(truth, rel=0.1)
 
 
 def test_cuts_of_one_kind() -> None:
-    layer = LayerCutoffs(gate=1, attn_in=2, attn_out=3, ffn_in=4, down_in=5)
-    cuts = Cuts((layer,), {}, 0.5)
-    assert cuts.only("neurons") == (LayerCutoffs(gate=1, down_in=5),)
-    assert cuts.only("ffn_in") == (LayerCutoffs(ffn_in=4),)
+    layer = LayerThresholds(gate=1, attn_in=2, attn_out=3, ffn_in=4, down_in=5)
+    choice = ThresholdChoice((layer,), {}, 0.5)
+    assert choice.only("neurons") == (LayerThresholds(gate=1, down_in=5),)
+    assert choice.only("ffn_in") == (LayerThresholds(ffn_in=4),)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon", "opt"])
 def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> None:
     more = {"n_head_kv": 1} if architecture == "falcon" else {}
     with open_gguf(write_relu(tmp_path / "m.gguf", architecture, dialect="gguf", **more)) as gguf:
-        for i, size in enumerate(bytes_of_sites(cut_graph(gguf), gguf)):
+        for i, size in enumerate(bytes_of_sites(thresholded_graph(gguf), gguf)):
             names = [f"blk.{i}.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv")]
             of = {name: info.nbytes for name, info in gguf.tensors.items()}
             assert size.attn_in == sum(of.get(name, 0) for name in names)
@@ -401,7 +403,7 @@ def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> N
 
 
 class Told(Reporter):
-    """Remembers what it is told; may end the run in the middle."""
+    """Records reports; may end the run in the middle."""
 
     def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
         self.stop_at = stop_at
@@ -439,11 +441,11 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
     assert found.thresholds == Thresholds.open(out)
     assert not found.thresholds.prompts
     for i, layer in enumerate(found.thresholds.layers):
-        for name, cutoff in layer.items():
+        for name, threshold in layer.items():
             kept = found.thresholds.kept(i, name)
             assert kept is not None
             assert 0 < kept <= 1
-            assert kept < 1 or not cutoff
+            assert kept < 1 or not threshold
     assert found.thresholds.measured["target"] == {"max_increase": 0.02}
     assert 0 < (found.thresholds.kept(0, "down_in") or 0) < 1  # what placement/channels.py reckons with
     assert not (tmp_path / "out.thresholds.json.work").exists()
@@ -451,12 +453,14 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
     assert ("losses", 0, n_layers) in told.seen
     assert ("losses", n_layers, n_layers) in told.seen
     # What is said is what the engine does, on the windows that were held out.
-    with hotset.load(path, n_ctx=32) as dense, hotset.load(path, n_ctx=32, thresholds=out) as cut:
+    with hotset.load(path, n_ctx=32) as dense, hotset.load(path, n_ctx=32, thresholds=out) as thresholded:
         _, held = windows_of(dense, text, 32)
         from hotset.engine.perplexity import compare_chunks
 
         tokens = held[:16].flatten().tolist()
-        *_, (_, other) = compare_chunks([dense.engine, cut.engine], tokens, n_ctx=32, n_neurons=[0, 0])
+        *_, (_, other) = compare_chunks(
+            [dense.engine, thresholded.engine], tokens, n_ctx=32, n_neurons=[0, 0]
+        )
     assert other.divergence is not None
     assert other.divergence.ppl_ratio - 1 == found.measured.increase
     assert other.divergence.kl == found.measured.kl > 0
@@ -545,21 +549,21 @@ def test_a_moe_is_cut(text: str, tmp_path: Path) -> None:
         assert not layer.ffn_in
         assert not layer.down_in
         assert kept.keys() == {"attn_in", "attn_out", "gate"}
-    with hotset.load(model, thresholds=out) as cut, hotset.load(model) as dense:
-        assert cut.sparsity.mode == "threshold"
-        _, other = hotset.compare([dense, cut], text[:400], n_ctx=32)
+    with hotset.load(model, thresholds=out) as thresholded, hotset.load(model) as dense:
+        assert thresholded.sparsity.mode == "threshold"
+        _, other = hotset.compare([dense, thresholded], text[:400], n_ctx=32)
     assert other.divergence is not None
     assert other.divergence.kl > 0
 
 
-@pytest.mark.parametrize("by_neuron", [False, True])
-def test_gates_of_experts_cost_what_is_foreseen(text: str, tmp_path: Path, by_neuron: bool) -> None:
-    model = write_bytes(tmp_path / "m.gguf", experts=(4, 2), down_by_neuron=by_neuron)
+@pytest.mark.parametrize("neuron_major", [False, True])
+def test_gates_of_experts_cost_what_is_predicted(text: str, tmp_path: Path, neuron_major: bool) -> None:
+    model = write_bytes(tmp_path / "m.gguf", experts=(4, 2), down_neuron_major=neuron_major)
     settings = ThresholdSettings(uniform=0.4, only=("gate",), **QUICK)
     found = calibrate_thresholds(model, text, tmp_path / "out.json", settings)
     measured = found.measured
     assert measured.kl > 0
-    assert 0.25 < found.foreseen["neurons"] / measured.kl < 4
+    assert 0.25 < found.predicted["neurons"] / measured.kl < 4
     for kept in found.thresholds.measured["kept"]:
         assert kept["gate"] == pytest.approx(0.6, abs=0.03)
     with open_gguf(model) as gguf:
@@ -567,8 +571,10 @@ def test_gates_of_experts_cost_what_is_foreseen(text: str, tmp_path: Path, by_ne
         others = [
             info.nbytes for info in gguf.tensors.values() if ".attn_" in info.name and "norm" not in info.name
         ]
-    cut = sum(experts) / 2 * (2 if by_neuron else 1) / 3  # half of the experts: up, and down by neuron
-    assert measured.saved == pytest.approx(0.4 * cut / (cut + sum(others)), rel=0.05)
+    thresholded = (
+        sum(experts) / 2 * (2 if neuron_major else 1) / 3
+    )  # half of the experts: up, and a neuron-major down
+    assert measured.saved == pytest.approx(0.4 * thresholded / (thresholded + sum(others)), rel=0.05)
 
 
 def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
@@ -582,7 +588,10 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
     assert not (tmp_path / "o.json").exists()
     moe_layer = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
     settings = ThresholdSettings(share=0.5, only=("ffn_in", "down_in"), **QUICK)
-    with pytest.raises(InvalidRequestError, match="nowhere to cut ffn_in, down_in: of experts gates alone"):
+    with pytest.raises(
+        InvalidRequestError,
+        match="no place for thresholds of ffn_in, down_in: experts have those of gates alone",
+    ):
         calibrate_thresholds(moe_layer, text, tmp_path / "o.json", settings)
 
 
@@ -646,13 +655,15 @@ def test_the_subcommand(path: Path, text: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["sparsity"] == "threshold"
     done = inside("calibrate", path, "-f", file, "--sparsity", "0.3", *quick)
     assert done.returncode == 0, done.stderr
-    assert "all of them cut" in done.stdout
+    assert "all thresholded" in done.stdout
     done = inside(
         "calibrate", path, "-f", file, "--uniform", "0.3", "--only", "down_in,gate", "--json", *quick
     )
     assert done.returncode == 0, done.stderr
-    cut = {name for layer in json.loads(done.stdout)["layers"] for name, value in layer.items() if value}
-    assert cut == {"gate", "down_in"}
+    thresholded = {
+        name for layer in json.loads(done.stdout)["layers"] for name, value in layer.items() if value
+    }
+    assert thresholded == {"gate", "down_in"}
     for wrong in (
         ("--max-ppl-increase", "1%%"), ("--sparsity", "half"), ("--sparsity", "-1"), ("--only", "down"),
     ):  # fmt: skip

@@ -403,7 +403,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
-        """A student with noise in one matrix finds back to the teacher, and the curve tells."""
+        """A student with noise in one matrix finds back to the teacher, and the curve shows it."""
         run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
         run.prepare()
         noisy = run.student.get("blk.0.attn_output.b")

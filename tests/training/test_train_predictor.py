@@ -46,7 +46,7 @@ QUICK = PredictorSettings(
 
 
 class Told(Reporter):
-    """Remembers what it is told; may end the run in the middle."""
+    """Records reports; may end the run in the middle."""
 
     def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
         self.lines: list[str] = []

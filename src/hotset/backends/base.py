@@ -30,7 +30,8 @@ class Batch:
     [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
     outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
     taps: names of graph values to hand out.
-    cut: bool [n_tokens], whose small values are zero where the graph has thresholds (operations.Cutoff);
+    thresholded: bool [n_tokens], whose small values are zero where the graph has thresholds
+    (operations.Threshold);
     None: of no token.
 
     Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
@@ -46,7 +47,7 @@ class Batch:
     page_tables: np.ndarray
     outputs: np.ndarray
     taps: tuple[str, ...] = ()
-    cut: np.ndarray | None = None
+    thresholded: np.ndarray | None = None
     states: np.ndarray | None = None
     saves: np.ndarray | None = None
 
@@ -107,8 +108,12 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> 
         raise InvalidRequestError(f"a step takes 1 to {max_batch} tokens, not {n}")
     if n != len(batch.positions) or n != len(batch.sequences):
         raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
-    if batch.cut is not None and (batch.cut.dtype != np.bool_ or batch.cut.shape != (n,)):
-        raise InvalidRequestError("which tokens of a batch are cut must be a truth for each of them")
+    if batch.thresholded is not None and (
+        batch.thresholded.dtype != np.bool_ or batch.thresholded.shape != (n,)
+    ):
+        raise InvalidRequestError(
+            "thresholded must be a boolean array with an element for each token of the batch"
+        )
     if batch.tokens.min() < 0 or batch.tokens.max() >= n_vocab:
         raise InvalidRequestError(f"a token id lies outside the vocabulary of {n_vocab}")
     if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
@@ -141,8 +146,8 @@ class StepStats:
     gate_rows, up_rows, down_rows: rows of the matrices that were read; the tokens of a step share them.
     predictor, ffn, attention: seconds. ffn covers its norm and its matrices without the predictor. other:
     seconds of the rest of the step. active_on_cpu: of the active neurons those that the CPU computed; None
-    where no device computes any. left_out: bytes of matrices by channel that were not read, as their inputs
-    are zero; None where nothing is cut.
+    where no device computes any. left_out: bytes of input-major matrices that were not read, as their inputs
+    are zero; None where there are no thresholds.
     """
 
     n_tokens: int
@@ -166,16 +171,16 @@ class StepStats:
         seconds: np.ndarray,
         other: float,
         *,
-        is_cut: bool,
+        has_thresholds: bool,
         active_on_cpu: np.ndarray | None = None,
     ) -> Self:
         """Of what was counted, int64 [n_layer, len(COUNTS)], and timed, float64 [n_layer, len(PARTS)]: of the
-        parts all but the last. is_cut: whether the model cuts small values."""
+        parts all but the last. has_thresholds: whether the model has activation thresholds."""
         selected, active, gate_rows, up_rows, down_rows, left_out = counts.T
         predictor, ffn, attention, _ = seconds.T
         return cls(
             n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other,
-            active_on_cpu, left_out if is_cut else None,
+            active_on_cpu, left_out if has_thresholds else None,
         )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class DecodedWeights(Generic[T]):
         data = self.source.data(name).reshape(op.n_expert, -1)[expert]
         return self.place(dequantize(data, info.type, info.shape[:2]).reshape(info.shape[1::-1]))
 
-    def by_neuron(self, op: TransposedLinear) -> T:
+    def neuron_major(self, op: TransposedLinear) -> T:
         """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
         if op.scales is None or op.weight in self.kept:
             return self.whole(op.weight)

@@ -72,7 +72,7 @@ class ChainBackend:
         self._runtime, self._notes = runtime, tuple(notes)
         self.n_threads = None if runtime is None else runtime.n_threads
         self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]
-        self._is_cut = any(stage.graph.is_cut for stage in stages)
+        self._has_thresholds = any(stage.graph.has_thresholds for stage in stages)
         self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
         self._cancelled = False
 
@@ -112,12 +112,14 @@ class ChainBackend:
         return StepResult(logits, taps)
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None where FFNs have no zeros and nothing is cut.
+        """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.
 
         Of a step with taps that lie inside an FFN there are no counts for it. Times are those of the stages;
         what they do not assign to a layer is `other`: on a GPU all of it, unless its stage is `timed`.
         """
-        if self._latest is None or not (self._is_cut or any(stage.has_neurons for stage in self.stages)):
+        if self._latest is None or not (
+            self._has_thresholds or any(stage.has_neurons for stage in self.stages)
+        ):
             return None
         n_tokens, total = self._latest
         counts = sum(
@@ -126,7 +128,9 @@ class ChainBackend:
         seconds = sum((stage.seconds() for stage in self.stages), np.zeros((self.n_layer, len(PARTS))))
         other = max(total - float(seconds[:, :3].sum()), 0.0)
         on_cpu = sum((stage.active_on_cpu() for stage in self.stages), np.zeros(self.n_layer, np.int64))
-        return StepStats.of(n_tokens, counts, seconds, other, is_cut=self._is_cut, active_on_cpu=on_cpu)
+        return StepStats.of(
+            n_tokens, counts, seconds, other, has_thresholds=self._has_thresholds, active_on_cpu=on_cpu
+        )
 
     @property
     def n_layer(self) -> int:

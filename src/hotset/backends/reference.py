@@ -27,7 +27,6 @@ from hotset.model.operations import (
     Add,
     AddStreams,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -49,6 +48,7 @@ from hotset.model.operations import (
     SelectOutputs,
     ShortConv,
     SoftCap,
+    Threshold,
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
@@ -143,7 +143,7 @@ class ReferenceBackend:
                 del values[id]
         self.weights.check()
         other = float(seconds[:, -1].sum())
-        self._stats = StepStats.of(len(batch.tokens), counts, seconds[:-1], other, is_cut=False)
+        self._stats = StepStats.of(len(batch.tokens), counts, seconds[:-1], other, has_thresholds=False)
         return StepResult(values[self.graph.result.id], taps)
 
     def stats(self) -> StepStats | None:
@@ -188,7 +188,7 @@ class ReferenceBackend:
                 out = values[op.x.id] @ weight[rows].T
                 return out if op.bias is None else out + self._weight(op.bias)[rows]
             case TransposedLinear():
-                out = values[op.x.id] @ self._weights.by_neuron(op)
+                out = values[op.x.id] @ self._weights.neuron_major(op)
                 return out if op.bias is None else out + self._weight(op.bias)
             case Heads():
                 return joined(op, values[op.x.id], None if op.shared is None else values[op.shared.id])
@@ -198,8 +198,8 @@ class ReferenceBackend:
                 return out.swapaxes(0, 1).reshape(-1, op.out.width)
             case Mask():
                 return np.where(selected(op, values[op.scores.id]), values[op.x.id], F32(0))
-            case Cutoff():
-                return cut(values[op.x.id], op.threshold, batch.cut)
+            case Threshold():
+                return zero_small(values[op.x.id], op.threshold, batch.thresholded)
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
@@ -289,7 +289,7 @@ class ReferenceBackend:
         for expert in np.unique(ids):
             of_it = ids == expert
             matrix = self._weights.expert(op, expert)
-            if isinstance(op, ExpertSum) and op.by_neuron:
+            if isinstance(op, ExpertSum) and op.neuron_major:
                 matrix = matrix.T
             out[of_it] = x[of_it] @ matrix[first : first + n_rows].T
             if op.bias is not None:
@@ -396,8 +396,8 @@ def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
     return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
 
 
-def cut(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np.ndarray:
-    """x [n_tokens, width] with zeros in place of small values, of those tokens that are cut."""
+def zero_small(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np.ndarray:
+    """x [n_tokens, width] with zeros in place of the small values of thresholded tokens."""
     if tokens is None:
         return x
     return np.where(tokens[:, None] & (np.abs(x) < F32(threshold)), F32(0), x)
@@ -492,8 +492,8 @@ def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray
 
 def gaussian_top_k(x: np.ndarray, multiplier: float) -> np.ndarray:
     """What each row has above its mean and `multiplier` times its deviation."""
-    cutoff = x.mean(axis=1, keepdims=True) + F32(multiplier) * x.std(axis=1, keepdims=True)
-    return np.maximum(F32(0), x - cutoff)
+    threshold = x.mean(axis=1, keepdims=True) + F32(multiplier) * x.std(axis=1, keepdims=True)
+    return np.maximum(F32(0), x - threshold)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

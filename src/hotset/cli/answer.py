@@ -42,7 +42,7 @@ def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) ->
 
 
 def closing_line(model: Model, last: Chunk) -> str:
-    """One line: sizes and speeds of prompt and answer, bytes touched, and what cut the answer short."""
+    """One line: sizes and speeds of prompt and answer, bytes touched, and what ended the answer early."""
     timings = last.timings
     parts = [f"prompt {timings.prompt_tokens} tokens"]
     if timings.reused_tokens:
@@ -72,13 +72,13 @@ def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
     if model.sparsity.mode == "dense":
         return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
     whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
-    if model.sparsity.mode == "threshold":  # what was cut of matrices' inputs is no share of neurons
+    if model.sparsity.mode == "threshold":  # zeros of matrices' inputs are no share of neurons
         return f"touched {size_of(touched, whole)} per token"
     return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
 
 
-def print_stats(stats: StatsSummary | None, foreseen: ChannelPlan | None = None) -> None:
-    """A table with a row for each layer, and a line for the whole, on stderr. foreseen: of cutoffs."""
+def print_stats(stats: StatsSummary | None, predicted: ChannelPlan | None = None) -> None:
+    """A table with a row for each layer, and a line for the whole, on stderr. predicted: of thresholds."""
     if stats is None:
         say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
         return
@@ -94,10 +94,10 @@ def print_stats(stats: StatsSummary | None, foreseen: ChannelPlan | None = None)
         f"{human_count(stats.flops)} FLOPs, {times}]",
         dim=True,
     )
-    if foreseen is not None and foreseen.left_out is not None:
+    if predicted is not None and predicted.left_out is not None:
         saved = stats.bytes_total_per_token - stats.bytes_touched_per_token
         say(
-            f"[zeros of cutoffs | {human_size(saved)} of weights left out per token, "
-            f"{human_size(foreseen.left_out)} foreseen]",
+            f"[zeros of thresholds | {human_size(saved)} of weights left out per token, "
+            f"{human_size(predicted.left_out)} predicted]",
             dim=True,
         )

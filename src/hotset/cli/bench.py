@@ -47,7 +47,7 @@ from hotset.units import human_count
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, StepStats
-    from hotset.engine.engine import CutTokens
+    from hotset.engine.engine import ThresholdedTokens
     from hotset.engine.sequence import Sequence
     from hotset.model.cost import KVType
     from hotset.offload.weight_store import StoredWeights
@@ -139,7 +139,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
             with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
                 facts = _facts(loaded, path, batch)
                 engine = loaded.engine
-                conditions = Conditions(repetitions, batch, engine.collect_stats, engine.cut)
+                conditions = Conditions(repetitions, batch, engine.collect_stats, engine.thresholded)
                 read = _bandwidth_reader(loaded, path, facts["n_threads"])
                 if first:
                     print_choice(loaded)
@@ -202,7 +202,7 @@ class Conditions:
     repetitions: int
     batch: int
     collect_stats: bool = False
-    cut: CutTokens = "none"
+    thresholded: ThresholdedTokens = "none"
 
 
 def measure(
@@ -220,7 +220,7 @@ def measure(
     """
     repetitions, collect_stats = conditions.repetitions, conditions.collect_stats
     on_run(0, repetitions + 1)
-    with closing(_RandomRequests(backend, test, conditions.batch, conditions.cut)) as run:
+    with closing(_RandomRequests(backend, test, conditions.batch, conditions.thresholded)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)
@@ -242,16 +242,18 @@ def measure(
 class _RandomRequests:
     """Requests of random tokens, one after the other, to an engine that is driven by its thread.
 
-    What is measured is what the engine takes from one event to another. Nobody waits for each token: on two
-    cores whoever is woken for one takes 2 to 4% of the speed from the step that computes the next
+    What is measured is what the engine takes from one event to another. No thread waits for each token: on
+    two cores a thread that is woken for one takes 2 to 4% of the speed from the step that computes the next
     (docs/decisions/021), and other engines' benchmarks have no such reader.
     """
 
-    def __init__(self, backend: Backend, test: Test, batch: int, cut: CutTokens) -> None:
+    def __init__(self, backend: Backend, test: Test, batch: int, thresholded: ThresholdedTokens) -> None:
         self.test = test
         self.n_vocab = backend.n_vocab
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
-        self.engine = Engine(backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf, cut=cut)
+        self.engine = Engine(
+            backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf, thresholded=thresholded
+        )
         self.stats: list[StepStats] = []  # of the steps of the latest request
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)

@@ -11,7 +11,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
-from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName
+from hotset.model.thresholds import THRESHOLD_NAMES, ThresholdName
 from hotset.report.bars import percent
 from hotset.storage import resolve
 
@@ -35,23 +35,25 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option("--sparsity", metavar="SHARE", help="Cut this share of the matrices' bytes: 0.5."),
+        typer.Option("--sparsity", metavar="SHARE", help="Leave out this share of the matrices' bytes: 0.5."),
     ] = None,
     uniform: Annotated[
         str | None,
-        typer.Option("--uniform", metavar="SHARE", help="Cut this share of values everywhere: no search."),
+        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values everywhere: no search."),
     ] = None,
     only: Annotated[
         str | None,
         typer.Option(
             "--only",
             metavar="NAMES",
-            help="Cut nothing but these: attn_in, attn_out, ffn_in, gate, down_in; several with commas.",
+            help="Thresholds of these alone: attn_in, attn_out, ffn_in, gate, down_in; several with commas.",
         ),
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option("--mode", help="Cut in addition to exact or predicted; default: the model's own mode."),
+        typer.Option(
+            "--mode", help="Thresholds in addition to exact or predicted; default: the model's own mode."
+        ),
     ] = None,
     n_tokens: Annotated[
         int, typer.Option("--tokens", "-n", min=1, help="Of the text, to estimate losses from.")
@@ -99,15 +101,17 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
     say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
 
 
-def _names(text: str | None) -> tuple[CutoffName, ...]:
+def _names(text: str | None) -> tuple[ThresholdName, ...]:
     """All of them where none is named, and in the order of the file."""
     if text is None:
-        return CUTOFF_NAMES
+        return THRESHOLD_NAMES
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in CUTOFF_NAMES:
-            raise typer.BadParameter(f"'{name}' is none of {', '.join(CUTOFF_NAMES)}.", param_hint="--only")
-    return tuple(name for name in CUTOFF_NAMES if name in names)
+        if name not in THRESHOLD_NAMES:
+            raise typer.BadParameter(
+                f"'{name}' is none of {', '.join(THRESHOLD_NAMES)}.", param_hint="--only"
+            )
+    return tuple(name for name in THRESHOLD_NAMES if name in names)
 
 
 def _share(text: str | None, option: str, *, percent: bool) -> float | None:
@@ -129,10 +133,10 @@ def _print(found: CalibratedThresholds) -> None:
         [str(i), *(f"{value:.3g}" for _, value in layer.items())]
         for i, layer in enumerate(found.thresholds.layers)
     ]
-    print_table([">layer", *(f">{name}" for name in CUTOFF_NAMES)], rows, tight=True)
+    print_table([">layer", *(f">{name}" for name in THRESHOLD_NAMES)], rows, tight=True)
     one = found.measured
     print(
         f"{percent(one.saved)} of the bytes of layers saved; perplexity {one.ppl_dense:.3f} → {one.ppl:.3f}: "
         f"{one.increase:+.2%} ± {one.increase_error:.2%}, KL {one.kl:.4f}, likeliest token the same for "
-        f"{one.same_top:.1%} ({one.n_scored} held-out tokens, all of them cut)"
+        f"{one.same_top:.1%} ({one.n_scored} held-out tokens, all thresholded)"
     )

@@ -3,14 +3,15 @@
     --compare exact --compare svd:256          two modes of MODEL
     --compare OTHER.gguf                       MODEL against another file
     --compare OTHER.gguf,exact,cache-type=q8_0 a file, its mode, a setting
-    --compare thresholds=FILE                  MODEL against itself, cut by a file of thresholds
+    --compare thresholds=FILE                  MODEL against itself with a file of thresholds
 
 A side is a list of words with commas between: a mode (dense, exact, predicted, threshold), a predictor
 (svd:256, or predicted:svd:256), a setting (NAME=VALUE), or else a model. What it leaves out is as on the rest
 of the command line; but what is said there of MODEL itself (mode, predictor, profile, activation) is not said
 of another file, and a mode, a predictor or thresholds take the place of the mode and the predictor there.
 
-A file that --thresholds names is that of the sides that say `threshold`. Where none does it cuts MODEL.
+A file that --thresholds names is that of the sides that say `threshold`. Where none does, it is that of
+MODEL.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SETTINGS = {
     "profile": "profile",
     "thresholds": "thresholds",
 }
-_OF_CUTOFFS = ("thresholds", "sparse_prompts")
-_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index", *_OF_CUTOFFS)
+_OF_THRESHOLDS = ("thresholds", "sparse_prompts")
+_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index", *_OF_THRESHOLDS)
 _OF_THE_GPU = ("device", "vram_budget", "n_gpu_layers", "gpu_index")
 
 
@@ -137,7 +138,7 @@ def _side(text: str, model: str, settings: LoadSettings, thresholds: Path | None
         if changed.get("sparsity") == "threshold":
             changed = {"thresholds": thresholds or settings.thresholds} | changed
         elif not words.names_thresholds:
-            unsaid += _OF_CUTOFFS
+            unsaid += _OF_THRESHOLDS
     if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
         unsaid += _OF_THE_GPU
     plain = type(settings)()

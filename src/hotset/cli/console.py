@@ -35,7 +35,7 @@ def say(text: str, *, dim: bool = False, column: int = 0) -> None:
 
 
 def warn(text: str) -> None:
-    """A message on stderr that somebody should read."""
+    """A warning on stderr."""
     typer.secho(prefix := "warning: ", fg="yellow", err=True, nl=False)
     say(text, column=len(prefix))
 
@@ -53,8 +53,8 @@ def print_choice(model: Model) -> None:
         say(f"sparsity {model.sparsity.reason}", dim=True)
     for note in model.notes:
         say(note, dim=True)
-    if (foreseen := model.decided.channels) is not None:
-        say(foreseen.told(), dim=True)
+    if (predicted := model.decided.channels) is not None:
+        say(predicted.summary(), dim=True)
 
 
 def print_memory(model: Model) -> None:
@@ -121,7 +121,7 @@ def print_table(
     from rich.table import Table
 
     console = Console(stderr=err, markup=False, emoji=False)
-    if not console.is_terminal:  # a pipe has no width: never wrap or cut
+    if not console.is_terminal:  # a pipe has no width: never wrap or truncate
         console = Console(stderr=err, markup=False, emoji=False, width=400)
     title = None if title is None else escaped(title, limit)
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=tight)

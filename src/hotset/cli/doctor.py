@@ -53,7 +53,7 @@ def doctor(json: options.Json = False) -> None:
             f"{cpu['usable_cores']} usable by this process, of {cpu['physical_cores']} physical "
             f"and {cpu['logical_cores']} logical",
         ],
-        ["instruction sets", ", ".join(cpu["features"]) or "not told by this system"],
+        ["instruction sets", ", ".join(cpu["features"]) or "not reported by this system"],
         ["kernels", f"{kernels['chosen'] or 'none'}: {kernels['why']}"],
         ["memory", f"{human_size(memory['usable'])} usable, {human_size(memory['available'])} free now"],
         [

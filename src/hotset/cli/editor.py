@@ -79,7 +79,7 @@ class Editor:
         finally:
             self._session.output.enable_bracketed_paste()  # for what is pasted during an answer
             self._session.output.flush()
-            self._history.tell()
+            self._history.report()
 
     def __enter__(self) -> Self:
         return self
@@ -114,13 +114,13 @@ def _bindings() -> KeyBindings:
 class _History(History):
     """The messages of all chats, the newest last: a JSON string a line. What is no such line is skipped.
 
-    A file that cannot be read or written is told once, and changes nothing else.
+    A file that cannot be read or written is reported once, and changes nothing else.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._problem = ""
-        self._is_told = False
+        self._is_reported = False
 
     def load_history_strings(self) -> list[str]:
         try:
@@ -145,10 +145,10 @@ class _History(History):
         except (HotsetError, OSError) as error:
             self._problem = str(error)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Says what was wrong with the file, where nothing is drawn."""
-        if self._problem and not self._is_told:
-            self._is_told = True
+        if self._problem and not self._is_reported:
+            self._is_reported = True
             say(f"Messages are not kept for later chats: {self._problem}", dim=True)
 
 

@@ -48,7 +48,7 @@ def evaluate(
     """Answer multiple-choice questions by log-likelihood: accuracy with its standard error."""
     if output not in OUTPUTS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(OUTPUTS)}.", param_hint="-o")
-    # Cut at \n alone: JSON may hold other separators of lines.
+    # Split at \n alone: JSON may hold other separators of lines.
     lines = read_text(file, "FILE").encode().split(b"\n")
     of_lines = None if labels is None else read_text(labels, "--labels").encode().split(b"\n")
     questions = read_questions(lines, str(file), of_lines)[:limit]

@@ -1,6 +1,6 @@
 """The `hotset` command: one module per subcommand, and one place where every error becomes a message.
 
-Exit codes: 0 done; 1 a user's mistake or a failure, told in one message; 2 wrong usage; 130 Ctrl-C.
+Exit codes: 0 done; 1 a user's mistake or a failure, with one error message; 2 wrong usage; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -103,38 +103,38 @@ class _Group(TyperGroup):
             raise _escaped(error) from None
 
     def invoke(self, ctx: Any) -> Any:
-        cut_before = _cut_files()
+        truncated_before = _truncated_files()
 
-        def tell(message: str) -> None:
-            _tell(_truncated_message(cut_before) or message)
+        def print_message(message: str) -> None:
+            _print_message(_truncated_message(truncated_before) or message)
 
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
-            if message := _truncated_message(cut_before):
+            if message := _truncated_message(truncated_before):
                 raise FormatError(message)
             return result
         except _OutputError as error:
             _leave(error)
         except HotsetError as error:
-            tell(str(error))
+            print_message(str(error))
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
         except OSError as error:
             if error.filename is None:
-                tell(_fault(error))
+                print_message(_fault(error))
             else:
-                tell(f"{error.filename} cannot be used ({error.strerror or error})")
+                print_message(f"{error.filename} cannot be used ({error.strerror or error})")
             sys.exit(1)
         except MemoryError:
-            _tell("There is not enough memory: use a smaller model, or a smaller context with -c.")
+            _print_message("There is not enough memory: use a smaller model, or a smaller context with -c.")
             sys.exit(1)
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own: wrong usage, an early exit
                 _flush()
                 raise _escaped(error) from None
-            tell(_fault(error))
+            print_message(_fault(error))
             sys.exit(1)
 
 
@@ -163,7 +163,7 @@ def _flush() -> None:
 def _leave(error: _OutputError) -> NoReturn:
     if error.is_closed_pipe:  # `hotset ... | head`: the reader has what it wanted
         sys.exit(0)
-    _tell(str(error))
+    _print_message(str(error))
     sys.exit(1)
 
 
@@ -174,18 +174,18 @@ def _escaped(error: Exception) -> Exception:
     return error
 
 
-def _cut_files() -> frozenset[Any]:
+def _truncated_files() -> frozenset[Any]:
     mapped = sys.modules.get("hotset.formats.mapped")  # a subcommand that reads no model does not load it
-    return mapped.cut_files() if mapped is not None else frozenset()
+    return mapped.truncated_files() if mapped is not None else frozenset()
 
 
 def _truncated_message(before: frozenset[Any]) -> str:
-    """What is the matter where a mapped file was cut since `before`: whatever went wrong follows from it."""
-    cut = _cut_files() - before
-    return str(sys.modules["hotset.formats.mapped"].cut_error(min(cut)[1])) if cut else ""
+    """The error message where a mapped file was truncated since `before`: any other error follows from it."""
+    truncated = _truncated_files() - before
+    return str(sys.modules["hotset.formats.mapped"].truncated_error(min(truncated)[1])) if truncated else ""
 
 
-def _tell(message: str) -> None:
+def _print_message(message: str) -> None:
     if os.environ.get("HOTSET_DEBUG") == "1":
         import traceback
 
@@ -264,7 +264,7 @@ class _Stream(io.TextIOWrapper):
         self.failed(error)
 
     def failed(self, error: OSError) -> None:
-        """Where nobody can read the messages the work goes on."""
+        """Where stderr cannot be written the work goes on."""
 
 
 class _Output(_Stream):

@@ -331,7 +331,7 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
     try:
         found = Thresholds.open(path)
         found.check_model(gguf, config.n_layer)
-        graph = describe(config, gguf.tensors, cutoffs=found.layers)
+        graph = describe(config, gguf.tensors, layer_thresholds=found.layers)
     except HotsetError as error:
         return {"path": str(path), "reason": str(error)}
     facts: dict[str, Any] = {"path": str(path), "mode": found.mode, "prompts": found.prompts, "gain": None}
@@ -342,7 +342,7 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
             "matrices": len(plan.gains),
             "left_out": plan.left_out,
             "saved_s": plan.saved,
-            "told": plan.told(),
+            "told": plan.summary(),
         }
     return facts
 
@@ -409,11 +409,11 @@ def _sparsity_rows(facts: dict[str, Any]) -> list[list[str]]:
             ]
         )
     if thresholds := facts["thresholds"]:
-        told = (
+        gained = (
             thresholds.get("reason")
             or (thresholds["gain"] or {"told": "what they gain was not measured"})["told"]
         )
-        rows.append(["thresholds", f"{thresholds['path']} (--sparsity threshold): {told}"])
+        rows.append(["thresholds", f"{thresholds['path']} (--sparsity threshold): {gained}"])
     if facts.get("n_always"):
         rows.append(["hot head", f"{_range(facts['n_always'])} neurons of a layer need no prediction"])
     rows += [["activation counts", facts.get("activation_counts")], ["GPU index", facts.get("gpu_index")]]

@@ -68,7 +68,7 @@ ThresholdsFile = Annotated[
     _option("--thresholds", "Of 'hotset calibrate'; default: beside the model.", _ENGINE, dir_okay=False),
 ]
 SparsePrompts = Annotated[
-    bool, _option("--sparse-prompts", "Cut small values of prompts too, not of answers alone.", _ENGINE)
+    bool, _option("--sparse-prompts", "Apply thresholds to prompts too, not to answers alone.", _ENGINE)
 ]
 BackendName = Annotated[
     str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
@@ -122,7 +122,7 @@ RayAddress = Annotated[
     str | None, scale_option("--ray", "Address of a Ray cluster; auto: this machine's; default: begins one.")
 ]
 Stages = Annotated[
-    str | None, scale_option("--stages", "Cut the model over machines: HOST:LAYERS,HOST:LAYERS or auto.")
+    str | None, scale_option("--stages", "Split the model over machines: HOST:LAYERS,HOST:LAYERS or auto.")
 ]
 
 File = Annotated[
@@ -296,7 +296,7 @@ class ModelOptions(SparsityOptions, GPUOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
-    """Where a model runs that is cut over machines."""
+    """Where a model runs that is split over machines."""
 
     stages: Stages = None
     ray: RayAddress = None

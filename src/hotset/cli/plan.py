@@ -125,7 +125,7 @@ def _card(
         raise typer.BadParameter(
             "it plans for a GPU that need not be here; leave out --device.", param_hint="--gpu"
         )
-    if settings.cuts:
+    if settings.asks_for_thresholds:
         raise typer.BadParameter(
             "how much faster a GPU is with thresholds is measured on itself; leave them out.",
             param_hint="--gpu",
@@ -202,7 +202,7 @@ def _print_experts(facts: dict[str, Any], json: bool) -> None:
         f"{human_size(experts['token_cycle'])}",
         dim=True,
     )
-    say("How often a cache would hit is told by 'hotset trace'.", dim=True)
+    say("'hotset trace' reports how often a cache would hit.", dim=True)
 
 
 def _masks(planned: Placement) -> list[np.ndarray]:

@@ -189,7 +189,7 @@ def _run_experts(
 @dataclass(frozen=True)
 class _Seen:
     """A model, how often its neurons fire and where that is from, and what a run of a text showed: of a
-    mixture which experts its tokens have, of another which neurons fire together. curves: none where every
+    MoE model which experts its tokens have, of another which neurons fire together. curves: none where every
     neuron fires.
     """
 

@@ -115,7 +115,7 @@ def serve(
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
-    """Serve a model over HTTP, in OpenAI's dialect and others."""
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()

@@ -371,7 +371,7 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
     last: list[Evaluation] = []
     with ProgressBar() as bar:
 
-        def told(evaluation: Evaluation) -> None:
+        def report(evaluation: Evaluation) -> None:
             last.append(evaluation)
             layers = evaluation.idle_per_layer
             bar.say(
@@ -393,7 +393,7 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
         run.prepare(bar if show else None)
         stepped(run)
-        run.run(eval_every=eval_every, save_every=save_every, on_step=stepped, on_eval=told)
+        run.run(eval_every=eval_every, save_every=save_every, on_step=stepped, on_eval=report)
     return last[-1] if last else None
 
 

@@ -91,7 +91,7 @@ def record_text(
     sparsity: str | None,
     predictor: str | None,
 ) -> Trace:
-    """What a text needs in the mode that `run` would choose, in sequences as `profile` cuts them."""
+    """What a text needs in the mode that `run` would choose, in sequences as `profile` splits them."""
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:

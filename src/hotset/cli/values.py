@@ -1,7 +1,7 @@
 """Values of options that need no library to be understood.
 
-Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that
-nobody gave: to import pydantic and make them took a seventh of the time to the first token. Here a value that
+Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that were
+not given: to import pydantic and make them took a seventh of the time to the first token. Here a value that
 is nothing, a text or a plain number within its bounds is taken as it is. For all others, and so for every
 mistake and its message, the library is asked.
 """
@@ -28,7 +28,7 @@ def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter
 
 
 def take_no_value(option: Any) -> Any:
-    """The same option, which is there to be called: as long as nobody gives it, it does nothing."""
+    """The same option, which is there to be called: as long as it is not given, it does nothing."""
     if option is not None and not isinstance(option.process_value, _Taking):
         option.process_value = _Taking(option, NoneType)
     return option

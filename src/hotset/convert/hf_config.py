@@ -1774,7 +1774,7 @@ class HFConfig:
 
     def _ropes(self, layers: str) -> dict[str, Any]:
         """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
-        where it tells them apart, or in all."""
+        where it distinguishes them, or in all."""
         rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
         if rope is None:
             rope = self.hf_class.defaults.get("rope_parameters", {})

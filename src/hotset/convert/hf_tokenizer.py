@@ -22,7 +22,7 @@ from hotset.text.tokenizer import WHOLE_TEXT_KEY
 NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# Values of tokenizer.ggml.pre that are written: of several names of one way to cut, the one that most know.
+# Values of tokenizer.ggml.pre that are written: of several names of one way to split, the best known.
 _WRITTEN = (
     "gpt-2",
     "smollm",
@@ -37,7 +37,7 @@ _WRITTEN = (
     "deepseek-coder",
     "deepseek-v3",
 )
-# What steps of a tokenizer.json cut that are no Split.
+# What steps of a tokenizer.json split that are no Split.
 _BYTE_LEVEL = PRE_TOKENIZERS["gpt-2"].patterns[0]
 _PUNCTUATION = PRE_TOKENIZERS["falcon"].patterns[0]
 _DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
@@ -52,7 +52,7 @@ def _names() -> dict[tuple[tuple[str, ...], bool], str]:
     """Patterns, and whether a word that is a token is taken whole whatever the merges say → the name."""
     rows = {name: PRE_TOKENIZERS[name] for name in _WRITTEN}
     found = {(tuple(map(_spelled, row.patterns)), row.ignore_merges): name for name, row in rows.items()}
-    # Falcon 7B's cuts " 12" into " " and "12" as well: it has no merge across that cut.
+    # Falcon 7B's splits " 12" into " " and "12" as well: it has no merge across that split.
     found[(_PUNCTUATION, _BYTE_LEVEL, _DIGITS, _THREE_DIGITS), False] = "falcon"
     return found
 
@@ -191,7 +191,7 @@ def _steps(step: Any, inner: str) -> list[Any]:
 
 
 def _patterns(step: Any) -> Iterator[str]:
-    """Where a tokenizer.json's pre-tokenizer cuts, as the engine has it (text/pretokenizers.py)."""
+    """Where a tokenizer.json's pre-tokenizer splits, as the engine has it (text/pretokenizers.py)."""
     in_bytes = False  # text has become a letter for each byte: only ASCII is as it was
     for one in _steps(step, "pretokenizers"):
         kind, pattern = one.get("type"), None

@@ -11,17 +11,17 @@ from hotset.engine.scheduler import Chunks
 class BatchBuilder:
     """Fills arrays that live as long as it does; a Batch is a view of them, valid until the next one.
 
-    max_batch: tokens. max_sequences: rows of the page table. cuts: whether the graph has activation
+    max_batch: tokens. max_sequences: rows of the page table. has_thresholds: whether the graph has activation
     thresholds. has_states: whether it has recurrent layers.
     """
 
-    def __init__(self, max_batch: int, max_sequences: int, *, cuts: bool, has_states: bool) -> None:
-        self._cuts, self._has_states = cuts, has_states
+    def __init__(self, max_batch: int, max_sequences: int, *, has_thresholds: bool, has_states: bool) -> None:
+        self._has_thresholds, self._has_states = has_thresholds, has_states
         self._tokens = np.zeros(max_batch, np.int32)
         self._positions = np.zeros(max_batch, np.int32)
         self._sequences = np.zeros(max_batch, np.int32)
         self._outputs = np.zeros(max_batch, np.int32)
-        self._cut = np.zeros(max_batch, np.bool_)
+        self._thresholded = np.zeros(max_batch, np.bool_)
         self._states = np.full(max_sequences, -1, np.int32)
         self._saves = np.full(max_batch, -1, np.int32)
 
@@ -40,8 +40,10 @@ class BatchBuilder:
                 tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
                 positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
                 sequences[n_tokens : n_tokens + n] = sequence.slot
-            if self._cuts:
-                self._cut[n_tokens : n_tokens + n] = np.arange(start, start + n) >= sequence.n_dense
+            if self._has_thresholds:
+                self._thresholded[n_tokens : n_tokens + n] = (
+                    np.arange(start, start + n) >= sequence.first_thresholded_token
+                )
             if self._has_states:
                 self._states[sequence.slot] = sequence.states[start] if start else -1
                 self._saves[n_tokens : n_tokens + n] = -1
@@ -62,7 +64,7 @@ class BatchBuilder:
             page_tables,
             outputs[:n_outputs],
             tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
-            self._cut[:n_tokens] if self._cuts else None,
+            self._thresholded[:n_tokens] if self._has_thresholds else None,
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,
         )

@@ -1,4 +1,4 @@
-"""What an engine has done since it was made, and how full it is: numbers for whoever watches."""
+"""What an engine has done since it was made, and how full it is: numbers for monitoring."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The thread that drives an engine, so that no consumer of an answer has to.
 
-Whoever wants an answer submits a sequence and takes its events; the thread computes whether they are taken or
+A caller submits a sequence and takes its events; the thread computes whether they are taken or
 not. It lives while there is work and a moment longer. Others may have the engine to themselves between two
 steps (`exclusive`): scores, taps and comparisons drive it in their own thread then, and what runs goes on
 with their steps.
@@ -32,7 +32,7 @@ class EngineThread:
     """Drives `engine` in a thread of its own. Every method may be called from any thread.
 
     max_waiting: how many sequences may wait beside as many as run at once (`Engine.max_sequences`); None: any
-    number. Whoever serves others sets it.
+    number. Servers set it.
 
     In a forked process, where the thread is not, a new one takes over an engine without sequences; what the
     parent asked for stays with the parent.
@@ -52,7 +52,7 @@ class EngineThread:
         self._inbox: deque[Sequence] = deque()
         self._guests = 0  # who want the engine between two steps, or have it
         self._thread: threading.Thread | None = None
-        self._turn = threading.Lock()  # held by whoever drives the engine
+        self._turn = threading.Lock()  # held by the thread that drives the engine
         self._driver: int | None = None  # the id of that thread
 
     @property
@@ -64,7 +64,7 @@ class EngineThread:
     def submit(self, sequence: Sequence, events: EventSink | None = None) -> None:
         """Queues a sequence of `Engine.prepare`; its events come from `next_event`, or go to `events`.
 
-        events: told by the thread that computes, which must not wait there. Raises InvalidRequestError once
+        events: called by the thread that computes, which must not wait there. Raises InvalidRequestError once
         it was closed, QueueFullError where too many wait, OutOfMemoryError where no thread can be started.
         """
         self._after_fork()
@@ -112,7 +112,7 @@ class EngineThread:
     def wait_for_end(self, sequence: Sequence) -> None:
         """Waits until every event of a submitted sequence is there.
 
-        For whoever has no use for a token before the last: to be woken for each takes a core from the step
+        For callers without use for a token before the last: to be woken for each takes a core from the step
         that computes the next one, a twentieth of the speed of a small model on two cores.
         """
         while not sequence.all_notified.wait(timeout=_LOOK_SECONDS):
@@ -217,7 +217,7 @@ class EngineThread:
             return False
 
     def _take_in(self) -> None:
-        """Hands the inbox to the engine; whoever has the turn does it."""
+        """Hands the inbox to the engine; the thread that has the turn does it."""
         while self._inbox:
             self.engine.enqueue(self._inbox[0])  # it is in both for a moment: never in neither
             self._inbox.popleft()

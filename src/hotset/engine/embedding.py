@@ -134,7 +134,7 @@ def embed(
 
 class _Nowhere:
     def put(self, event: object) -> None:
-        """Nobody takes the events of a text: its vector is what is asked for."""
+        """The events of a text are not taken: its vector is wanted."""
 
 
 def _check(sequence: EngineSequence) -> None:

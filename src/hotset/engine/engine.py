@@ -23,7 +23,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.counters import Counters
-from hotset.engine.kv_cache import NONE_CUT
+from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams
 from hotset.engine.scheduler import Chunks, Scheduler
@@ -36,7 +36,7 @@ from hotset.errors import (
     StepCancelledError,
 )
 
-CutTokens = Literal["none", "answers", "all"]
+ThresholdedTokens = Literal["none", "answers", "all"]
 
 # How long a step waits for masks of constraints: for all of them together, where one sequence is alone, and
 # where all sequences wait.
@@ -61,8 +61,8 @@ class Engine:
     prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
     less than a step of answers takes; inf: as long as they like, as where one sequence runs at once
     (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
-    cut: whose small values are zero where the graph has thresholds (operations.Cutoff): those of generated
-    tokens, or of prompts too. It is a fact of a token, whatever step it is in.
+    thresholded: whose small values are zero where the graph has thresholds (operations.Threshold): those of
+    generated tokens, or of prompts too. It is a fact of a token, whatever step it is in.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
@@ -76,7 +76,7 @@ class Engine:
         max_batch: int | None = None,
         collect_stats: bool = False,
         prompt_seconds: float = PROMPT_SECONDS,
-        cut: CutTokens = "none",
+        thresholded: ThresholdedTokens = "none",
         flops: Callable[[float], float] | None = None,
     ) -> None:
         if n_ctx < 1:
@@ -97,7 +97,7 @@ class Engine:
                 )
             max_sequences = min(max_sequences, backend.n_states // 2 - 1)
         self.max_sequences = max_sequences
-        self.cut = cut
+        self.thresholded = thresholded
         self.step_stats: StepStats | None = None
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
@@ -106,7 +106,7 @@ class Engine:
             backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted
         )
         self._batches = BatchBuilder(
-            max_batch, max_sequences, cuts=cut != "none", has_states=bool(backend.n_states)
+            max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
         )
         self._forget_requests()
 
@@ -215,15 +215,15 @@ class Engine:
         """A sequence of checked tokens; every one is made here. n_tokens_max: with what is generated."""
         sequence = Sequence(tokens, n_tokens_max or len(tokens), owner or Owner())
         sequence.reuse_prefix = reuse_prefix
-        match self.cut:
+        match self.thresholded:
             case "none":
-                sequence.n_dense = NONE_CUT
+                sequence.first_thresholded_token = NONE_THRESHOLDED
             case "answers":
-                sequence.n_dense = 0 if as_answer else len(tokens)
+                sequence.first_thresholded_token = 0 if as_answer else len(tokens)
             case "all":
-                sequence.n_dense = 0
+                sequence.first_thresholded_token = 0
             case _:
-                assert_never(self.cut)
+                assert_never(self.thresholded)
         return sequence
 
     def enqueue(self, sequence: Sequence) -> Sequence:
@@ -251,8 +251,8 @@ class Engine:
     def interrupt(self, sequence: Sequence | None, *, spare_others: bool = False) -> None:
         """Cancels a sequence (None: all) from any thread, and ends the step in flight if it is in there.
 
-        spare_others: only if nobody else is left in it, whose work would be undone. The sequence is over when
-        whoever drives the engine comes to its next step, or calls `end_interrupted`. A step that was just
+        spare_others: only if no other sequence is left in it, whose work would be undone. The sequence is
+        over when the driving thread comes to its next step, or calls `end_interrupted`. A step that was just
         about to begin is not ended: until the sequence's finish_reason is set, call again.
         """
         self._interrupted.add(sequence)
@@ -278,7 +278,7 @@ class Engine:
             self.cancel_step()
 
     def cancel_step(self) -> None:
-        """Ends the step in flight, whoever's it is, from any thread, where the backend can."""
+        """Ends the step in flight, from any thread, where the backend can."""
         self.backend.cancel()
 
     def end_interrupted(self) -> None:
@@ -381,13 +381,13 @@ class Engine:
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         changed = self._collect(chunks, result, now)
-        # Whoever reads rows of logits does so in here, and everyone else waits for it.
+        # Rows of logits are read in here, and all other sequences wait for it.
         seconds = (time.perf_counter() if n_rows else now) - begun
         self.scheduler.prompt_share.note(units, n_answers, seconds, n_rows)
         return changed
 
     def _collect(self, chunks: Chunks, result: StepResult, now: float) -> list[Sequence]:
-        """Samples, hands out rows, makes full pages findable, ends what is finished, and tells of it."""
+        """Samples, hands out rows, makes full pages findable, ends what is finished, and reports it."""
         changed = []
         row = token = 0
         until = time.perf_counter() + _MASK_SECONDS
@@ -430,7 +430,7 @@ class Engine:
                     self._finish(sequence, "length")
             if n_rows or is_last:
                 changed.append(sequence)
-        # Last of all: who is told may wake another thread, for which this one would have to wait.
+        # Last of all: a report may wake another thread, for which this one would have to wait.
         for sequence in changed:
             if sequence.finish_reason is None:
                 sequence.notify()

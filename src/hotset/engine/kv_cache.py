@@ -4,8 +4,8 @@ The backend owns the memory; this module owns the numbering. A page holds PAGE_S
 sequence. Only full pages are shared, and a full page never changes, so nothing is ever copied.
 
 A full page is found again by what was computed into it: the serial number of the page before it, its own
-token ids, and from which of them on small values were cut (a prompt's are not, an answer's may be). The
-dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up, and a serial
+token ids, and the first of them that is thresholded (those of a prompt are not, those of an answer may be).
+The dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up, and a serial
 number is never used twice, so a page whose parent was evicted can no longer be reached.
 """
 
@@ -21,14 +21,14 @@ from hotset.engine.states import StatePool
 from hotset.errors import InvalidRequestError
 
 ROOT = 0  # the serial number that stands before the first page of every sequence
-NONE_CUT = 1 << 62  # tokens of a sequence in which nothing is cut
+NONE_THRESHOLDED = 1 << 62  # of a sequence without thresholded tokens
 
 _Key = tuple[int, int, bytes]
 
 
-def dense_in_page(n_dense: int, index: int) -> int:
-    """How many tokens of page `index` are among the first n_dense of their sequence."""
-    return min(max(n_dense - index * PAGE_SIZE, 0), PAGE_SIZE)
+def n_unthresholded_in_page(first_thresholded_token: int, index: int) -> int:
+    """How many tokens of page `index` come before the first thresholded token of their sequence."""
+    return min(max(first_thresholded_token - index * PAGE_SIZE, 0), PAGE_SIZE)
 
 
 class PagePool:
@@ -78,14 +78,14 @@ class PagePool:
         tokens: Sequence[int],
         max_pages: int,
         *,
-        n_dense: int = NONE_CUT,
+        first_thresholded_token: int = NONE_THRESHOLDED,
         first: int = 0,
         parent: int = ROOT,
     ) -> tuple[list[int], int]:
         """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most; with states, the
         longest behind which one was kept.
 
-        n_dense: tokens before it are computed with small values, those from it on without.
+        first_thresholded_token: tokens before it are computed with small values, those from it on without.
         Of a sequence whose first pages are there already: those after its `first` pages, the last of which
         has the serial number `parent`. Returns the pages, each now referenced once more, and the serial
         number of the last (see `register`).
@@ -97,7 +97,7 @@ class PagePool:
         n_whole = 0  # pages up to a state
         data = np.asarray(tokens[first * PAGE_SIZE : max_pages * PAGE_SIZE], dtype=np.int32)
         for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
-            n = dense_in_page(n_dense, first + start // PAGE_SIZE)
+            n = n_unthresholded_in_page(first_thresholded_token, first + start // PAGE_SIZE)
             page = self._pages.get((serial, n, data[start : start + PAGE_SIZE].tobytes()))
             if page is None:
                 break
@@ -112,13 +112,16 @@ class PagePool:
             self._references[page] += 1
         return pages, self._serials[pages[-1]] if pages else parent
 
-    def register(self, page: int, parent: int, tokens: Sequence[int], n_dense: int = PAGE_SIZE) -> int:
+    def register(
+        self, page: int, parent: int, tokens: Sequence[int], n_unthresholded: int = PAGE_SIZE
+    ) -> int:
         """Makes a page that was just filled with `tokens` findable after `parent`; returns its serial number.
 
-        n_dense: how many of them were computed with small values (dense_in_page). Where another page already
-        holds the same prefix, that one stays the one to find, and its number is returned.
+        n_unthresholded: how many of them were computed with small values (n_unthresholded_in_page). Where
+        another page already holds the same prefix, that one stays the one to find, and its number is
+        returned.
         """
-        key = (parent, n_dense, np.asarray(tokens, dtype=np.int32).tobytes())
+        key = (parent, n_unthresholded, np.asarray(tokens, dtype=np.int32).tobytes())
         known = self._pages.get(key)
         if known is not None:
             return self._serials[known]

@@ -24,7 +24,7 @@ def log_likelihoods(engine: Engine, continuations: Sequence[Continuation]) -> np
     """float64 [n]: of each, Σ ln p(token i | the tokens before it) over its tokens from `first` on.
 
     They run side by side, and what they have in common is computed once where it fills pages; no number
-    depends on the others. Where generated tokens are thresholded (operations.Cutoff) all of them are.
+    depends on the others. Where generated tokens are thresholded (operations.Threshold) all of them are.
     Raises ContextLengthError for one that does not fit, before any is computed.
     """
     sums = np.zeros(len(continuations))

@@ -1,7 +1,7 @@
 """How much of which prompt a step takes: so much that answers and short prompts need not wait for long ones.
 
 What a token takes grows with what stands before it, so a step is measured in units of a prompt's first token.
-A token whose logits somebody reads (the scores of a prompt) takes more: the output matrix, and the reading.
+A token whose logits are read (the scores of a prompt) takes more: the output matrix, and the reading.
 Bits do not depend on chunks, so nothing here changes a text.
 """
 
@@ -15,7 +15,7 @@ PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
 _FIRST = 64.0  # units, until something was measured
 _FEWEST = 16.0  # a prompt must come to its end, on whatever machine
-_FEWEST_ROWS = 4.0  # beside answers, however long somebody took to read one
+_FEWEST_ROWS = 4.0  # beside answers, however long reading one took
 _FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
 _REST = (
@@ -51,8 +51,8 @@ def weigher(flops: Callable[[float], float] | None) -> Callable[[int], float]:
 
 
 class PromptShare:
-    """How many units of prompts a step takes: whoever waits for its end (the next token of a running answer,
-    a request that comes meanwhile) shall not wait long.
+    """How many units of prompts a step takes: what waits for its end (the next token of a running answer, a
+    request that comes meanwhile) shall not wait long.
 
     beside: answers that run; alone: where none does.
     seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long, and
@@ -107,7 +107,8 @@ class PromptShare:
     def _paying(self, share: float) -> float:
         """A share of that size, or one as large as doubling it still pays.
 
-        A step costs something and each unit in it, so that sizes that were seen tell what the next will gain.
+        A step costs something and each unit in it, so that sizes that were seen predict what the next will
+        gain.
         """
         if share == math.inf:
             return share
@@ -155,7 +156,7 @@ def divide(missing: Sequence[Chunk], budget: float, n_max: int) -> list[int]:
         return given
     left = n_max - sum(given)
     oldest = min(others)
-    given[oldest] = 1  # nobody is left behind for ever
+    given[oldest] = 1  # no sequence is left behind for ever
     units = budget / 8 if ends else budget
     first = missing[oldest].weight
     units -= first + _give(given, missing, [oldest], units / 2 - first, -(-left // 2) - 1)

@@ -1,9 +1,9 @@
 """Perplexity by the protocol of llama-perplexity, of one model or of several side by side.
 
-The tokens are cut into chunks of n_ctx, each computed on its own with BOS in place of its first token where
+The tokens are split into chunks of n_ctx, each computed on its own with BOS in place of its first token where
 the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
 the standard error of the mean negative log-likelihood, carried through the exponential. Where small values of
-answers are cut (operations.Cutoff) those of all tokens are: what is measured is how answers are predicted.
+answers are thresholded (operations.Threshold) all tokens are: the measure is of how answers are predicted.
 
 Side by side, every engine sees the same tokens, and each is measured against the first: what it predicts for
 a token is compared over the whole vocabulary while both rows of logits are there, so that nothing of the
@@ -289,7 +289,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _together(streams: Sequence[Iterator[np.ndarray]]) -> Iterator[list[np.ndarray]]:
-    """Rows of the same positions from every stream; streams may cut them into steps differently."""
+    """Rows of the same positions from every stream; streams may split them into steps differently."""
     ahead: list[np.ndarray | None] = [None] * len(streams)
     while True:
         for i, stream in enumerate(streams):

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Client(Protocol):
-    """Whoever waits. client: for whom; any key."""
+    """What waits in a queue. client: its owner; any key."""
 
     client: str | None
 
@@ -20,7 +20,7 @@ class WaitingQueue(Generic[T]):
     """Sequences of several clients, the next of each in turn; within one, as they came.
 
     Those that were running already (`push_front`) come before all others. Iterating yields them in an order
-    that is theirs if nobody comes.
+    that is theirs if no other arrives.
     """
 
     def __init__(self) -> None:

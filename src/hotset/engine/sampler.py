@@ -66,7 +66,7 @@ class Constraint(Protocol):
         """Whether the answer is complete and nothing can follow: it ends without a token that says so."""
 
     def look_ahead(self) -> None:
-        """Tells that the mask is wanted soon: the step whose logits it is for begins."""
+        """Announces that the mask is wanted soon: the step whose logits it is for begins."""
 
     @property
     def is_slow(self) -> bool:
@@ -106,7 +106,7 @@ class SamplingParams:
     frequency_penalty, presence_penalty: subtracted from the logit of a recent token, per occurrence and once.
     penalty_last_n: how many tokens, of prompt and answer, are recent; -1 means all, 0 none.
     logit_bias: token id → number added to its logit; -inf forbids the token.
-    seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` tells which).
+    seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` is that one).
     logprobs: None for none, n for those of the chosen token and of the n most likely.
     max_tokens: None runs to the end of the context.
     stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
@@ -279,7 +279,7 @@ class Sampler:
             self._count(token)
 
     def _new_draw(self) -> _core.Draw | None:
-        """None where the largest of groups would not tell: what a constraint allows is of any group, and
+        """None where the largest of groups would not decide: what a constraint allows is of any group, and
         without top-k the sum of all logits is needed."""
         params, n_vocab = self.params, self._n_vocab
         by_k = params.temperature == 0 or 0 < params.top_k < n_vocab
@@ -313,7 +313,7 @@ class Sampler:
         self._counts[token] += 1
 
     def look_ahead(self) -> None:
-        """Tells that `sample` will be called soon, with the logits of a step that begins."""
+        """Announces that `sample` will be called soon, with the logits of a step that begins."""
         if self.constraint is not None:
             self.constraint.look_ahead()
 
@@ -353,7 +353,7 @@ class Sampler:
                 self._check_largest(-math.inf)
             return logits[mask.ids], mask.ids
         n = min(logits.size, 8 * len(mask.bits))
-        with np.errstate(invalid="ignore"):  # an infinite logit becomes no number, which is told of
+        with np.errstate(invalid="ignore"):  # an infinite logit becomes no number, which is reported
             # (`take` copies rows ten times as fast as an index of arrays does)
             np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
         self._scratch[n:] = -math.inf

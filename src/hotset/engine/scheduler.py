@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.engine.counters import Counters
-from hotset.engine.kv_cache import PagePool, dense_in_page
+from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page
 from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
@@ -152,7 +152,9 @@ class Scheduler:
         while self.waiting and self.free_slots:
             sequence = self.waiting.first()
             pages, chain = self.pool.match(
-                sequence.tokens, sequence.n_reusable_pages, n_dense=sequence.n_dense
+                sequence.tokens,
+                sequence.n_reusable_pages,
+                first_thresholded_token=sequence.first_thresholded_token,
             )
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
@@ -181,7 +183,8 @@ class Scheduler:
         if sequence.n_computed != n * PAGE_SIZE:
             return
         pages, chain = self.pool.match(
-            sequence.tokens, sequence.n_reusable_pages, n_dense=sequence.n_dense,
+            sequence.tokens, sequence.n_reusable_pages,
+            first_thresholded_token=sequence.first_thresholded_token,
             first=n, parent=sequence.chain,
         )  # fmt: skip
         if not pages:
@@ -211,7 +214,7 @@ class Scheduler:
         page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(page) < PAGE_SIZE:
             return False
-        key = (sequence.chain, dense_in_page(sequence.n_dense, n), page)
+        key = (sequence.chain, n_unthresholded_in_page(sequence.first_thresholded_token, n), page)
         if key in coming and n < sequence.n_reusable_pages and sequence.n_computed == n * PAGE_SIZE:
             return True
         coming.add(key)
@@ -234,8 +237,8 @@ class Scheduler:
     def register_pages(self, sequence: Sequence) -> None:
         for i in range(sequence.n_registered, sequence.n_computed // PAGE_SIZE):
             tokens = sequence.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            n_dense = dense_in_page(sequence.n_dense, i)
-            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens, n_dense)
+            n_unthresholded = n_unthresholded_in_page(sequence.first_thresholded_token, i)
+            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens, n_unthresholded)
             sequence.n_registered = i + 1
             if self.states is not None and sequence.n_registered * PAGE_SIZE in sequence.states:
                 self.states.keep(sequence.states[sequence.n_registered * PAGE_SIZE], sequence.chain)

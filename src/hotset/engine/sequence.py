@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, StepStats
-from hotset.engine.kv_cache import NONE_CUT, ROOT
+from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
 from hotset.parameters import real_number
 
@@ -70,7 +70,8 @@ class Sequence:
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
     (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
     waited), or "error" (then `error` holds the exception).
-    n_dense: tokens before it are computed as they are, those from it on without their small values.
+    first_thresholded_token: tokens before it are computed as they are, those from it on without their small
+    values.
     client, deadline: those of its Owner.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
@@ -89,11 +90,11 @@ class Sequence:
         "events",
         "finish_reason",
         "first_output",
+        "first_thresholded_token",
         "first_token",
         "last_token",
         "logprobs",
         "n_computed",
-        "n_dense",
         "n_notified",
         "n_prompt",
         "n_registered",
@@ -119,7 +120,7 @@ class Sequence:
     def __init__(self, tokens: list[int], n_tokens_max: int, owner: Owner) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
-        self.n_dense = NONE_CUT
+        self.first_thresholded_token = NONE_THRESHOLDED
         self.sampler: Sampler | None = None
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()

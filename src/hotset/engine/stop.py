@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches a stream of text for the first stop string, across the borders of its pieces.
 
-    The string whose last character comes first wins, so the result does not depend on how the text is cut.
+    The string whose last character comes first wins, so the result does not depend on how the text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ where they are smaller. What is in them is said by keys, in the order of the rec
     hotset.bundle.columns  values of a row
     hotset.bundle.rows     rows of an expert; 0 of neurons
 
-Whoever opens such a file finds the matrices under their names (`TensorInfo.stride`).
+In such a file the matrices are found under their names (`TensorInfo.stride`).
 """
 
 from __future__ import annotations

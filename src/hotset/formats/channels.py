@@ -1,12 +1,12 @@
-"""Matrices of a plain GGUF file, laid out again by channel = input, so that channels whose input is zero need
+"""Matrices of a plain GGUF file, laid out again input-major, so that channels whose input is zero need
 not be read.
 
-As planes of down projections are by neuron (formats/planes.py): a block of 32 inputs of one output is split
-in codes by input and scales by 32 inputs, every number the file's own, so that sums are the same to the bit.
+As neuron-major down projections (formats/planes.py): a block of 32 inputs of one output is split
+in codes by input and scales by 32 inputs, every number the file's own, so that sums are bitwise identical.
 
     <name>_c.blocks  int8 [n_groups, bytes]   n_groups: n_in / 32, of K-quants n_in / 256
 
-Outputs are cut into tiles (tile_of), one after the other. For each 32 channels a tile has the scales of its
+Outputs are split into tiles (tile_of), one after the other. For each 32 channels a tile has the scales of its
 outputs (F16), of Q4_1 then what is added to scale * code (F16), and for each of the channels the codes:
 
     Q8_0              a byte an output
@@ -19,7 +19,7 @@ outputs (F16), of Q4_1 then what is added to scale * code (F16), and for each of
 K-quants have scales of a byte instead (unpacked), and then their minimums, of Q6_K the scales of the second
 16 channels; and before each 256 channels what all of these are multiplied with (d and dmin, F16).
 
-So whoever computes a tile reads one stream of memory, of which long pieces are left out: in narrower tiles
+So a tile is computed from one stream of memory, of which long pieces are left out: in narrower tiles
 this takes up to twice as long (docs/decisions/015).
 """
 
@@ -67,13 +67,13 @@ _FORMATS = {
 TYPES_BY_CHANNEL = frozenset(_FORMATS)
 
 
-def can_be_by_channel(info: TensorInfo) -> bool:
-    """Whether a matrix of this type and shape is laid out by channel: its outputs are taken 32 at a time."""
+def can_be_input_major(info: TensorInfo) -> bool:
+    """Whether a matrix of this type and shape can be input-major: its outputs are taken 32 at a time."""
     return info.type in _FORMATS and len(info.shape) == 2 and info.shape[1] % PLANE_GROUP == 0
 
 
 def copy_bytes(info: TensorInfo) -> tuple[int, int]:
-    """Of a matrix by channel: bytes of its codes, and of its scales and minimums."""
+    """Of an input-major matrix: bytes of its codes, and of its scales and minimums."""
     n_in, n_out = info.shape
     of = _FORMATS[info.type]
     halves, own = n_out * 2 * len(of.halves), 2 * n_out
@@ -84,7 +84,7 @@ def copy_bytes(info: TensorInfo) -> tuple[int, int]:
 
 
 def copy_shape(info: TensorInfo) -> tuple[int, int]:
-    """Of the tensor that a matrix by channel is."""
+    """Of the tensor that an input-major matrix is."""
     n_groups = info.shape[0] // (_K_GROUP if _FORMATS[info.type].grouped else PLANE_GROUP)
     return sum(copy_bytes(info)) // n_groups, n_groups
 
@@ -92,7 +92,7 @@ def copy_shape(info: TensorInfo) -> tuple[int, int]:
 def break_even(info: TensorInfo, rate: float) -> float:
     """The share of channels below which reading these is quicker than reading all rows.
 
-    rate: bytes per second by channel over those by row.
+    rate: bytes per second input-major over those by row.
     """
     codes, scales = copy_bytes(info)
     return min(max((rate * info.nbytes - scales) / codes, 0.0), 1.0)
@@ -106,9 +106,9 @@ def tile_of(n_out: int) -> int:
 
 
 def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
-    """Adds the matrix `<name>.weight` by channel, under `<name>_c`; built when it is written.
+    """Adds the input-major copy of the matrix `<name>.weight`, under `<name>_c`; built when it is written.
 
-    can_be_by_channel must say yes. What is written is refused (UnsupportedModelError) where a scale is not
+    can_be_input_major must say yes. What is written is refused (UnsupportedModelError) where a scale is not
     finite: zero times it is no zero, and would have to be read.
     """
     writer.add_tensor(

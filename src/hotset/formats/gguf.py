@@ -47,7 +47,7 @@ from hotset.errors import (
 from hotset.files import check_target, open_regular, replacing
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE, encode
-from hotset.formats.mapped import MappedFile, check_unharmed, cut_error, cut_files
+from hotset.formats.mapped import MappedFile, check_unharmed, truncated_error, truncated_files
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.units import human_size
 
@@ -248,10 +248,10 @@ def _read_shard(path: Path, index: int) -> _Shard:
         shard = _parse(buffer, path, index)
         buffer.check()
     except Exception:
-        cut = buffer.is_cut  # then what it found wrong is a consequence
+        truncated = buffer.is_truncated  # then what it found wrong is a consequence
         buffer.close()
-        if cut:
-            raise cut_error(path) from None
+        if truncated:
+            raise truncated_error(path) from None
         raise
     except BaseException:
         buffer.close()
@@ -431,15 +431,16 @@ class GGUFFile:
         return copy
 
     def check(self) -> None:
-        """Raises FormatError where what was read of the files may be anything: one was cut meanwhile."""
+        """Raises FormatError where what was read of the files may be anything: one was truncated
+        meanwhile."""
         for mapped in self._maps:
             mapped.check()
 
     def advise(self, name: str, start: int, stop: int, *, needed: bool) -> None:
-        """Tells the system that bytes start..stop of a tensor will be read soon, or not again.
+        """Advises the system that bytes start..stop of a tensor will be read soon, or not again.
 
         A file that is read once, piece by piece, then streams from the disk and takes no memory of the
-        process. (Nothing happens where the system cannot be told.)
+        process. (Nothing happens where the system takes no advice.)
         """
         info = self.tensors[name]
         stop = min(stop, info.nbytes)
@@ -607,7 +608,7 @@ class GGUFWriter:
         self._type_ids = {t: id for id, t in POWERINFER_TYPES.items()} if dialect == "powerinfer" else {}
         self._values: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
-        self._cut_before = cut_files()
+        self._truncated_before = truncated_files()
         self.add("general.architecture", architecture)
         if alignment != DEFAULT_ALIGNMENT:
             self.add("general.alignment", alignment)
@@ -711,9 +712,11 @@ class GGUFWriter:
                 self._write_to(file, progress)
                 file.flush()
             except OSError:
-                check_unharmed(self._cut_before)  # the system, too, cannot read what is gone: a bad address
+                check_unharmed(
+                    self._truncated_before
+                )  # the system, too, cannot read what is gone: a bad address
                 raise
-            check_unharmed(self._cut_before)  # what was read meanwhile may be anything
+            check_unharmed(self._truncated_before)  # what was read meanwhile may be anything
 
     def _write_to(self, file: BinaryIO, progress: Reporter | None) -> None:
         file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))

@@ -1,8 +1,8 @@
 """Mapped files that another program may cut short while they are in use.
 
 To read a page that is gone would end the process (SIGBUS); csrc/mapped.cpp puts zeros there instead. What was
-read since is anything: so whoever has read asks `check`, and whoever writes a file from it `check_unharmed`,
-before the result leaves their hands.
+read since may be anything: so a reader calls `check`, and a writer of a file from it `check_unharmed`, before
+it returns the result.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from hotset.errors import FormatError
 
-Cut = tuple[int, Path]  # serial number of the map, since a name may come again
+Truncated = tuple[int, Path]  # serial number of the map, since a name may come again
 
 _open: weakref.WeakSet[MappedFile] = weakref.WeakSet()
-_cut: set[Cut] = set()  # of those that are closed
+_truncated: set[Truncated] = set()  # of those that are closed
 _serial = itertools.count()
 
 
@@ -54,14 +54,14 @@ class MappedFile(mmap.mmap):
         return True
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether the file has become shorter than its map, or a page could not be read; not when closed."""
-        return self._core is not None and self._core.is_cut(self._guard)
+        return self._core is not None and self._core.is_truncated(self._guard)
 
     def check(self) -> None:
-        """Raises FormatError where what was read may be anything, since the file was cut."""
-        if self.is_cut:
-            raise cut_error(self.path)
+        """Raises FormatError where what was read may be anything, since the file was truncated."""
+        if self.is_truncated:
+            raise truncated_error(self.path)
 
     def map_cached(self, begin: int, end: int) -> None:
         """Maps what the system's cache has of bytes begin..end, whose first use then costs no fault.
@@ -82,23 +82,25 @@ class MappedFile(mmap.mmap):
     def _release(self) -> None:
         core, self._core = self._core, None
         if core is not None:
-            if core.is_cut(self._guard):
-                _cut.add((self.number, self.path))
+            if core.is_truncated(self._guard):
+                _truncated.add((self.number, self.path))
             core.unguard_file(self._guard)
 
 
-def cut_files() -> frozenset[Cut]:
-    """Files that were cut while this process had them open."""
-    return frozenset(_cut) | {(mapped.number, mapped.path) for mapped in list(_open) if mapped.is_cut}
+def truncated_files() -> frozenset[Truncated]:
+    """Files that were truncated while this process had them open."""
+    return frozenset(_truncated) | {
+        (mapped.number, mapped.path) for mapped in list(_open) if mapped.is_truncated
+    }
 
 
-def check_unharmed(before: Collection[Cut]) -> None:
-    """Raises FormatError where a file has been cut that is not among those of `before`."""
-    for _, path in cut_files().difference(before):
-        raise cut_error(path)
+def check_unharmed(before: Collection[Truncated]) -> None:
+    """Raises FormatError where a file has been truncated that is not among those of `before`."""
+    for _, path in truncated_files().difference(before):
+        raise truncated_error(path)
 
 
-def cut_error(path: Path) -> FormatError:
+def truncated_error(path: Path) -> FormatError:
     """The message."""
     return FormatError(
         f"{path} was cut short, or could not be read, while it was in use; put the whole file there and load "

@@ -58,7 +58,7 @@ class Overlay:
             file.let_go()
 
     def check(self) -> None:
-        """Raises FormatError where a file was cut while it was open (GGUFFile.check)."""
+        """Raises FormatError where a file was truncated while it was open (GGUFFile.check)."""
         for file in self._files:
             file.check()
 

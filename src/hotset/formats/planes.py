@@ -2,7 +2,7 @@
 
 A plain file stores `ffn_down` by output: a quantised block holds 32 *neurons* of one output, and what one
 neuron adds to all outputs is spread over the whole matrix. Decoding and encoding again would change values,
-so the blocks are split in planes instead, in which every number is the file's own:
+so the blocks are split into planes instead, in which every number is the file's own:
 
     blk.N.ffn_down_t.codes   int8 [n_ff, bytes per neuron]  the codes of a neuron, one output after the other
       Q4_0: for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16] << 4; value = scale * (code - 8)
@@ -38,7 +38,8 @@ _TILE_ROWS, _TILE_BYTES = 512, 64  # of a transposition: both sides stay in the 
 
 
 def layout_of(info: TensorInfo) -> Layout | None:
-    """How an `ffn_down` of this type and shape is laid out by neuron; None where its values would change."""
+    """How an `ffn_down` of this type and shape is laid out neuron-major; None where its values would
+    change."""
     if info.type in _FLOATS:
         return "transposed"
     # A row of codes is taken, and that of Q4_0 is packed, 32 outputs at a time.
@@ -48,7 +49,8 @@ def layout_of(info: TensorInfo) -> Layout | None:
 
 
 def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
-    """Adds the matrix `<name>.weight` of `gguf`, by neuron, under `<name>_t`; built when it is written.
+    """Adds the neuron-major copy of the matrix `<name>.weight` of `gguf`, under `<name>_t`; built when it is
+    written.
 
     Its layout_of must not be None.
     """
@@ -124,7 +126,7 @@ def scales_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...], field: s
 
 
 def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values of planes: float32 [n_ff, n_embd], to the bit those that the file's matrix decodes to.
+    """The values of planes: float32 [n_ff, n_embd], bitwise those that the file's matrix decodes to.
 
     codes: int8 or uint8 [n_ff, n_embd / 2] (Q4_0) or [n_ff, n_embd] (Q8_0).
     scales: float16 [n_ff / 32, n_embd].

@@ -24,5 +24,5 @@ class WeightSource(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises FormatError where what was read may be anything: a file was cut meanwhile."""
+        """Raises FormatError where what was read may be anything: a file was truncated meanwhile."""
         ...

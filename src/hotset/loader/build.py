@@ -4,7 +4,7 @@
     decided = plan_model(opened)
     decided, backend = build(decided)
 
-What is decided on the way, decide.py says. Whoever calls them closes what they gave.
+What is decided on the way is in decide.py. The caller closes what they return.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
     choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
-    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, by_channel=False)
+    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, input_major=False)
     try:
         machine = MachineFacts(math.inf if mapped else free_memory(), own_memory())
         decided = decide(opened, choice, prepared, machine)
@@ -117,8 +117,8 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
 
 
 def build(decided: Decided) -> tuple[Decided, Backend]:
-    """The backend that computes what was decided; without the placement, where nobody asked for a device and
-    that which was found cannot be used. `weights` and file stay the caller's."""
+    """The backend that computes what was decided; without the placement, where no device was requested and
+    the one that was found cannot be used. `weights` and file stay the caller's."""
     placement, settings = decided.placement, decided.settings
     options: dict[str, Any] = {
         "n_pages": decided.n_pages,
@@ -174,8 +174,8 @@ def _stored(decided: Decided) -> StoredWeights | None:
 
 
 def _ready(decided: Decided, backend: Backend) -> Backend:
-    """Vectors, and devices, have copies of what was read: of a file that was cut meanwhile they are wrong.
-    What is read from now on are large matrices."""
+    """Vectors, and devices, have copies of what was read: of a file that was truncated meanwhile they are
+    wrong. What is read from now on are large matrices."""
     try:
         decided.weights.check()
         if decided.ram is None:
@@ -209,7 +209,7 @@ def open_backend(
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:
     """With what goes on which device, and what this machine's memory is for. Beside devices a context that
-    nobody asked for is the default, or, where a budget has no room for that, the smallest."""
+    was not requested is the default, or, where a budget has no room for that, the smallest."""
     may_shrink = bool(devices) and decided.settings.n_ctx is None
     placed = replace(decided, placement=_placement(decided, devices, profile))
     if decided.limit is None:
@@ -225,8 +225,8 @@ def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profil
 
 
 def _plan_ram(decided: Decided) -> RamPlan | None:
-    """What of the limit of memory is for what; None where nobody asked for a budget, and the model does not
-    fit in what is free."""
+    """How the memory limit is divided; None where no budget was requested, and the model does not fit in what
+    is free."""
     from hotset.placement.disk import measure_disk
 
     settings, limit, host = decided.settings, decided.limit, _host_memory(decided)
@@ -298,7 +298,7 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Car
 
 
 def _with_channels(decided: Decided) -> Decided:
-    """With what is left out of the inputs of which matrices, and the copies by channel that the CPU reads;
+    """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
     under a budget of its memory, which has no room for them, without these."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
     if thresholds is None:
@@ -320,11 +320,11 @@ def _with_channels(decided: Decided) -> Decided:
 
 
 def _thresholds(opened: Opened) -> Thresholds | None:
-    """Those that were asked for; None where the mode does not cut.
+    """Those that were asked for; None where the mode has no thresholds.
 
     Raises ModelNotFoundError, FormatError, and InvalidRequestError for those of another model.
     """
-    if not opened.settings.cuts:
+    if not opened.settings.asks_for_thresholds:
         return None
     found = Thresholds.open(opened.settings.thresholds or thresholds_path(opened.gguf.path))
     found.check_model(opened.gguf, opened.config.n_layer)
@@ -332,7 +332,7 @@ def _thresholds(opened: Opened) -> Thresholds | None:
 
 
 def _say_unplaced(error: HotsetError) -> None:
-    """A GPU that nobody asked for and that cannot be used costs a line, and the CPU computes alone."""
+    """A GPU that was not requested and cannot be used costs a line, and the CPU computes alone."""
     _warn(f"the GPU is not used: {error} (--no-gpu: without this line)")
 
 

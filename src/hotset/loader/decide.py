@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.engine.engine import CutTokens
+from hotset.engine.engine import ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
@@ -36,7 +36,7 @@ DEFAULT_N_CTX = 4096
 SMALLEST_DEFAULT_N_CTX = 512
 _KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
 _SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
-_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
+_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where its length was not given
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Decided:
     a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
-    the weights that were read then, once it is built. channels: what leaving out the zeros of cutoffs is
+    the weights that were read then, once it is built. channels: what leaving out the zeros of thresholds is
     expected to gain.
     """
 
@@ -104,9 +104,9 @@ class Decided:
         return self.choice.mode != "dense"
 
     @property
-    def cut(self) -> CutTokens:
-        """Which tokens lose their small values (engine.Engine)."""
-        if not self.graph.is_cut:
+    def thresholded(self) -> ThresholdedTokens:
+        """Which tokens are thresholded (engine.Engine)."""
+        if not self.graph.has_thresholds:
             return "none"
         thresholds = self.choice.thresholds
         prompts = self.settings.sparse_prompts or (thresholds is not None and thresholds.prompts)
@@ -118,13 +118,13 @@ class Decided:
         return replace(changed, cost=Cost(changed.graph, weights.tensors))
 
     def with_thresholds(self, thresholds: Thresholds) -> Decided:
-        """The same model with its small values cut, in addition to the mode that it has."""
+        """The same model with activation thresholds, in addition to the mode that it has."""
         return self.changed(choice=replace(self.choice, mode="threshold", thresholds=thresholds))
 
     def changed(self, **changes: Any) -> Decided:
         """With other facts, and the graph that they describe."""
         new = replace(self, **changes)
-        graph = describe(new.config, new.weights.tensors, new.predictor, new.choice.cutoffs)
+        graph = describe(new.config, new.weights.tensors, new.predictor, new.choice.layer_thresholds)
         return replace(new, graph=graph)
 
     def with_context(self, n_ctx: int) -> Decided:
@@ -143,7 +143,7 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     prepared: for the choice. Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError.
     """
     settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
-    graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
+    graph = describe(config, weights.tensors, prepared.predictor, choice.layer_thresholds)
     cost, limit = Cost(graph, weights.tensors), ram_limit(settings, gguf.nbytes, machine.free)
     n_ctx = context(settings, config, cost, machine.free, gguf.nbytes if limit is None else 0)
     decided = Decided(
@@ -215,8 +215,8 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 def with_channels(
     decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
-    """With what leaving out the zeros of cutoffs is expected to gain where each layer is. of_devices: of each
-    device of the placement; none where none of its matrices has zeros."""
+    """With what leaving out the zeros of thresholds is expected to gain where each layer is. of_devices: of
+    each device of the placement; none where none of its matrices has zeros."""
     from hotset.placement.channels import plan_channels, with_devices
 
     graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement

@@ -402,7 +402,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between the layers of a model. For what is not told here see Architecture.
+    """What may differ between the layers of a model. For the rest see Architecture.
 
     n_ff: neurons of the FFN, or of one of its experts. experts: None: there are none.
     mixer: what stands in attention's place; None: attention does. attention_gate: see Architecture.

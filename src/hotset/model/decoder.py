@@ -23,7 +23,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     [blk.N.ffn_masked: 0 where it was not predicted]
     [blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp: of what all share,
     ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
-    [of values that are cut what is left: blk.N.attn_norm_cut  attn_cut  ffn_norm_cut  ffn_gate_cut  ffn_cut]
+    [behind thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
+    ffn_gate_thresholded  ffn_thresholded]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
     [several residual streams: altup_others  altup_sized  streams, and of a layer altup_inp
     altup_predict_router  altup_predict_coef  altup_predicted  inp: the first one  laurel_l  laurel_r  laurel
@@ -41,7 +42,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.channels import can_be_by_channel, copy_shape
+from hotset.formats.channels import can_be_input_major, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import (
@@ -54,7 +55,6 @@ from hotset.model.config import (
     LayerConfig,
     ModelConfig,
 )
-from hotset.model.cutoffs import CutoffName, LayerCutoffs
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,
@@ -63,7 +63,6 @@ from hotset.model.operations import (
     AddStreams,
     All,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -86,12 +85,14 @@ from hotset.model.operations import (
     SelectOutputs,
     ShortConv,
     SoftCap,
+    Threshold,
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
     Value,
 )
 from hotset.model.predictor import Predictor
+from hotset.model.thresholds import LayerThresholds, ThresholdName
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -114,27 +115,30 @@ def describe(
     config: ModelConfig,
     tensors: Mapping[str, TensorInfo],
     predictor: Predictor | None = None,
-    cutoffs: Sequence[LayerCutoffs] = (),
+    layer_thresholds: Sequence[LayerThresholds] = (),
 ) -> Graph:
     """The step of `config` over the weights in `tensors` (name → TensorInfo, shapes innermost first).
 
     With a predictor, each layer computes only the neurons that it selects; one whose mask is part of the
-    model is there in any case. cutoffs: of each layer, or none; what is 0 leaves the graph as it is.
+    model is there in any case. layer_thresholds: of each layer, or none; what is 0 leaves the graph as it is.
     Raises UnsupportedModelError where a tensor is missing, has another shape than the configuration says, is
     of a type that nothing computes with, or is not one that the architecture uses.
     """
     if config.masked and predictor is None:
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
     weights = _Weights(config, tensors)
-    graph = _describe(config, weights, predictor, cutoffs or [LayerCutoffs()] * config.n_layer)
+    graph = _describe(config, weights, predictor, layer_thresholds or [LayerThresholds()] * config.n_layer)
     weights.refuse_unused()
     return graph
 
 
 def _describe(
-    config: ModelConfig, weights: _Weights, predictor: Predictor | None, cutoffs: Sequence[LayerCutoffs]
+    config: ModelConfig,
+    weights: _Weights,
+    predictor: Predictor | None,
+    layer_thresholds: Sequence[LayerThresholds],
 ) -> Graph:
-    model = _Description(config, weights, cutoffs)
+    model = _Description(config, weights, layer_thresholds)
     x = model.embedding()
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     for i, layer in enumerate(config.layers):
@@ -151,7 +155,7 @@ def differences(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> tuple
     """Names of tensors that a model of `config` lacks in `tensors`, or has in another shape, and of those
     that it would not read."""
     weights = _Weights(config, tensors, missing=set())
-    _describe(config, weights, None, [LayerCutoffs()] * config.n_layer)
+    _describe(config, weights, None, [LayerThresholds()] * config.n_layer)
     assert weights.missing is not None
     return weights.missing, set(weights.unused())
 
@@ -162,8 +166,10 @@ class _Description:
     A method adds one part of the model and returns the stream behind it.
     """
 
-    def __init__(self, config: ModelConfig, weights: _Weights, cutoffs: Sequence[LayerCutoffs]) -> None:
-        self.config, self.weights, self.cutoffs = config, weights, cutoffs
+    def __init__(
+        self, config: ModelConfig, weights: _Weights, layer_thresholds: Sequence[LayerThresholds]
+    ) -> None:
+        self.config, self.weights, self.layer_thresholds = config, weights, layer_thresholds
         self.graph = Graph()
         self.where: dict[str, Any] = {}  # layer and part of what is added next
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
@@ -192,7 +198,7 @@ class _Description:
         h = x
         if layer.pre_norm:
             h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
-        h = self._cut(h, i, "attn_in")
+        h = self._thresholded(h, i, "attn_in")
         out = self._mixed(i, layer, h)
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_attention_norm")
@@ -250,7 +256,7 @@ class _Description:
         if gate is not None:
             gated = self.value(f"{blk}.attn_gated", attn.width)
             attn = self.add(Multiply(gated, attn, gate, **self.where))
-        attn = self._cut(attn, i, "attn_out")
+        attn = self._thresholded(attn, i, "attn_out")
         return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
     def _convolved(self, blk: str, mixer: ConvMixer, h: Value) -> Value:
@@ -304,9 +310,9 @@ class _Description:
         if layer.experts is not None:
             if predictor is not None and not config.masked:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
-            if self.cutoffs[i].ffn_in or self.cutoffs[i].down_in:
+            if self.layer_thresholds[i].ffn_in or self.layer_thresholds[i].down_in:
                 raise UnsupportedModelError(
-                    "of experts the activated gates can be cut and not the inputs of their matrices; make "
+                    "experts have thresholds of activated gates, not of the inputs of matrices; make "
                     "the thresholds anew with hotset calibrate"
                 )
             return self._mixture(i, layer, layer.experts, given, x, predictor)
@@ -511,19 +517,32 @@ class _Description:
         else:
             gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
         gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
-        gate_cut, multiply, neurons = self._cut_gate(blk, self.cutoffs[i], gate_act, multiply)
+        gate_threshold, multiply, neurons = self._gate_threshold(
+            blk, self.layer_thresholds[i], gate_act, multiply
+        )
         select: Select = route
         if wanted is not None and threshold is not None:
             masked = self.value(f"{blk}.ffn_masked", width)
             select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self.where))
             neurons = masked
-        by_neuron = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
-        rows = (d, n) if by_neuron else (n, d)
+        neuron_major = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
+        rows = (d, n) if neuron_major else (n, d)
         weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self.value(f"{blk}.ffn_down", d)
-        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self.where)
+        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, neuron_major, **self.where)
         return Ffn(
-            out, h, None, gate, up, gate_act, up_act, multiply, select, down, gate_cut=gate_cut, **self.where
+            out,
+            h,
+            None,
+            gate,
+            up,
+            gate_act,
+            up_act,
+            multiply,
+            select,
+            down,
+            gate_threshold=gate_threshold,
+            **self.where,
         )
 
     def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
@@ -565,9 +584,14 @@ class _Description:
         threshold: float,
         n_always: int,
     ) -> Ffn:
-        blk, n, h, cutoffs = f"blk.{i}", layer.n_ff, x if norm is None else norm.out, self.cutoffs[i]
-        in_cut = self._cut_op(h, cutoffs, "ffn_in", f"{blk}.ffn_norm_cut")
-        gate, up = self._gate_and_up(blk, layer, h if in_cut is None else in_cut.out)
+        blk, n, h, layer_thresholds = (
+            f"blk.{i}",
+            layer.n_ff,
+            x if norm is None else norm.out,
+            self.layer_thresholds[i],
+        )
+        in_threshold = self._threshold_op(h, layer_thresholds, "ffn_in", f"{blk}.ffn_norm_thresholded")
+        gate, up = self._gate_and_up(blk, layer, h if in_threshold is None else in_threshold.out)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
         top_k = None
         if layer.activation.top_k is not None:
@@ -577,17 +601,18 @@ class _Description:
                 self.value(f"{blk}.ffn_gate_top_k", n), gate.out, layer.activation.top_k, **self.where
             )
             gate_act = replace(gate_act, x=top_k.out)
-        gate_cut, product, neurons = self._cut_gate(blk, cutoffs, gate_act, product)
+        gate_threshold, product, neurons = self._gate_threshold(blk, layer_thresholds, gate_act, product)
         select: Select = All()
         if scores is not None:
             masked = self.value(f"{blk}.ffn_masked", n)
             select = Mask(masked, neurons, scores, threshold, n_always, **self.where)
             neurons = masked
-        down_cut = self._cut_op(neurons, cutoffs, "down_in", f"{blk}.ffn_cut")
-        down = self._down(blk, neurons if down_cut is None else down_cut.out)
+        down_threshold = self._threshold_op(neurons, layer_thresholds, "down_in", f"{blk}.ffn_thresholded")
+        down = self._down(blk, neurons if down_threshold is None else down_threshold.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
-            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, top_k=top_k, **self.where,
+            in_threshold=in_threshold, gate_threshold=gate_threshold, down_threshold=down_threshold,
+            top_k=top_k, **self.where,
         )  # fmt: skip
 
     def _activated(
@@ -610,15 +635,15 @@ class _Description:
         out = self.value(name, up.out.width)
         return gate_act, up_act, Multiply(out, gate_act.out, factor, **self.where)
 
-    def _cut_gate(
-        self, blk: str, cutoffs: LayerCutoffs, gate_act: Activate, product: Multiply | None
-    ) -> tuple[Cutoff | None, Multiply | None, Value]:
-        """The cutoff of what decides, the product with what is left of it, and the neurons."""
-        cut = self._cut_op(gate_act.out, cutoffs, "gate", f"{blk}.ffn_gate_cut")
-        fires = gate_act.out if cut is None else cut.out
+    def _gate_threshold(
+        self, blk: str, layer_thresholds: LayerThresholds, gate_act: Activate, product: Multiply | None
+    ) -> tuple[Threshold | None, Multiply | None, Value]:
+        """The threshold of what decides, the product with what is left of it, and the neurons."""
+        threshold = self._threshold_op(gate_act.out, layer_thresholds, "gate", f"{blk}.ffn_gate_thresholded")
+        fires = gate_act.out if threshold is None else threshold.out
         if product is None:
-            return cut, None, fires
-        return cut, replace(product, a=fires), product.out
+            return threshold, None, fires
+        return threshold, replace(product, a=fires), product.out
 
     def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
         """Two matrices, or one with the rows of the gate and then those of up; or up alone."""
@@ -644,8 +669,8 @@ class _Description:
             codes, scales = weights.planes(transposed, d, neurons.width)
             return TransposedLinear(out, neurons, codes, bias, scales, **self.where)
         matrix = weights.matrix(f"{blk}.ffn_down", neurons.width, d)
-        by_channel = weights.by_channel(f"{blk}.ffn_down", neurons.width)
-        return Linear(out, neurons, matrix, bias, by_channel=by_channel, **self.where)
+        input_major = weights.input_major(f"{blk}.ffn_down", neurons.width)
+        return Linear(out, neurons, matrix, bias, input_major=input_major, **self.where)
 
     def _low_rank_scores(
         self, blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
@@ -671,13 +696,15 @@ class _Description:
 
     # ---- small things
 
-    def _cut_op(self, x: Value, cutoffs: LayerCutoffs, of: CutoffName, name: str) -> Cutoff | None:
-        """None where nothing is cut."""
-        threshold = getattr(cutoffs, of)
-        return Cutoff(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
+    def _threshold_op(
+        self, x: Value, layer_thresholds: LayerThresholds, of: ThresholdName, name: str
+    ) -> Threshold | None:
+        """None where there are no thresholds."""
+        threshold = getattr(layer_thresholds, of)
+        return Threshold(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
 
-    def _cut(self, x: Value, layer: int, of: CutoffName) -> Value:
-        op = self._cut_op(x, self.cutoffs[layer], of, f"{x.name}_cut")
+    def _thresholded(self, x: Value, layer: int, of: ThresholdName) -> Value:
+        op = self._threshold_op(x, self.layer_thresholds[layer], of, f"{x.name}_thresholded")
         return x if op is None else self.add(op)
 
     def enter(self, layer: int, part: Part) -> None:
@@ -691,8 +718,8 @@ class _Description:
 
     def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
         weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
-        by_channel, out = self.weights.by_channel(tensor, x.width), self.value(name or tensor, width)
-        return Linear(out, x, weight, bias, by_channel=by_channel, **self.where)
+        input_major, out = self.weights.input_major(tensor, x.width), self.value(name or tensor, width)
+        return Linear(out, x, weight, bias, input_major=input_major, **self.where)
 
     def linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
         return self.add(self._linear_op(x, tensor, width, name))
@@ -701,9 +728,9 @@ class _Description:
         """Products that share one matrix, each with its rows, one after the other; by name of their value."""
         n_rows, first, parts = sum(widths.values()), 0, []
         weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
-        by_channel = self.weights.by_channel(tensor, x.width)
+        input_major = self.weights.input_major(tensor, x.width)
         for name, width in widths.items():
-            parts.append(Linear(self.value(name, width), x, weight, bias, first, by_channel, **self.where))
+            parts.append(Linear(self.value(name, width), x, weight, bias, first, input_major, **self.where))
             first += width
         return parts
 
@@ -894,7 +921,7 @@ class _Weights:
         return int(info.shape[axis]) if len(info.shape) >= -axis else 0
 
     def planes(self, name: str, n_out: int, n_neurons: int) -> tuple[str, str]:
-        """Codes and scales of a matrix in planes; the width of the codes says which type they are."""
+        """Codes and scales of a neuron-major matrix; the width of the codes says which type they are."""
         if n_out % PLANE_GROUP:  # their kernels take as many outputs at a time
             raise UnsupportedModelError(
                 f"the tensor {name}.codes is of {n_out} outputs, which planes cannot hold"
@@ -903,10 +930,10 @@ class _Weights:
         codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
         return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
 
-    def by_channel(self, name: str, n_in: int) -> str | None:
-        """The copy of a matrix by channel, where it was made."""
+    def input_major(self, name: str, n_in: int) -> str | None:
+        """The input-major copy of a matrix, where it was made."""
         copy, info = f"{name}_c.blocks", self.tensors.get(f"{name}.weight")
-        if copy not in self.tensors or info is None or not can_be_by_channel(info) or n_in % PLANE_GROUP:
+        if copy not in self.tensors or info is None or not can_be_input_major(info) or n_in % PLANE_GROUP:
             return None
         return self._ask(copy, copy_shape(info), _BYTES)
 

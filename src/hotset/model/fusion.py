@@ -1,6 +1,6 @@
 """Groups the operations of a graph that a backend runs as one.
 
-A norm and a cutoff go into the matrix products that read them; q, k and v become one operation; an
+A norm and a threshold go into the matrix products that read them; q, k and v become one operation; an
 activation goes into the product before it, a residual into the product or the FFN before it; head norms and
 rotation into attention. An FFN is a group of its own. A value that is asked for as a tap is kept, and what
 would fuse it away is not fused: an FFN of which a value inside is asked for is taken apart as far as needed.
@@ -17,7 +17,6 @@ from hotset.model.operations import (
     Activate,
     Add,
     Attention,
-    Cutoff,
     Ffn,
     LayerNorm,
     Linear,
@@ -27,6 +26,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     SelectOutputs,
+    Threshold,
     TransposedLinear,
     Value,
 )
@@ -124,7 +124,7 @@ class _Fusion:
         return groups
 
     def _private(self, value: Value, n_readers: int = 1) -> bool:
-        """Nobody but its n readers, all of them in the group, needs the value."""
+        """No operation but its n readers, all of them in the group, needs the value."""
         return len(self._readers[value]) == n_readers and value.name not in self._kept
 
     def _peek(self, ahead: int = 0) -> Op | None:
@@ -152,12 +152,12 @@ class _Fusion:
         return Fused(ops + tail, [], [tail[-1].out] if tail else [op.out for op in linears])
 
     def _head_of_linears(self, op: Op) -> list[Op]:
-        """A norm, a cutoff or both, if matrix products follow and nothing else reads them; else none."""
+        """A norm, a threshold or both, if matrix products follow and nothing else reads them; else none."""
         is_norm = isinstance(op, LayerNorm) or (isinstance(op, RMSNorm) and op.n_head == 1)
-        if not is_norm and not isinstance(op, Cutoff):
+        if not is_norm and not isinstance(op, Threshold):
             return []
         head, behind = [op], self._peek(1)
-        if is_norm and isinstance(behind, Cutoff) and behind.x == op.out and self._private(op.out):
+        if is_norm and isinstance(behind, Threshold) and behind.x == op.out and self._private(op.out):
             head.append(behind)
         out = head[-1].out
         readers = self._readers[out]

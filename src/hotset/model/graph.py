@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hotset.errors import InvalidRequestError
-from hotset.model.operations import NO_LAYER, Cutoff, Ffn, Linear, Op, Primitive, Recurrent, Value
+from hotset.model.operations import NO_LAYER, Ffn, Linear, Op, Primitive, Recurrent, Threshold, Value
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Graph:
         return tuple(op for op in self.ops if isinstance(op, Ffn) and not op.shared)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether small values are cut: then it matters which tokens are (Batch.cut)."""
-        return any(isinstance(op, Cutoff) for op in self.primitives)
+    def has_thresholds(self) -> bool:
+        """Whether there are activation thresholds: then Batch.thresholded says for which tokens."""
+        return any(isinstance(op, Threshold) for op in self.primitives)
 
     @property
     def recurrent(self) -> tuple[Recurrent, ...]:
@@ -72,10 +72,10 @@ class Graph:
                 after = index + 1
         return [*(starts[layer] for layer in sorted(starts)), after]
 
-    def cut(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
+    def split(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
         """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
 
-        A graph is cut between layers: the residual stream alone crosses. Raises InvalidRequestError
+        A graph is split between layers: the residual stream alone crosses. Raises InvalidRequestError
         elsewhere.
         """
         if not 0 <= first_op < last_op <= len(self.ops):
@@ -88,14 +88,14 @@ class Graph:
         leaving = {value for op in self.ops[last_op:] for value in op.inputs} & inner
         if len(entering) > 1 or leaving - {part.result}:
             raise InvalidRequestError(
-                f"a graph is cut between layers, where one value crosses, not at operations "
+                f"a graph is split between layers, where one value crosses, not at operations "
                 f"{first_op}:{last_op}"
             )
         return part, next(iter(entering), None)
 
 
-def cut_products(graph: Graph) -> list[Linear]:
-    """The matrix products, by output, whose inputs are cut, or are neurons of which some are."""
-    cut = {op.out for op in graph.primitives if isinstance(op, Cutoff)}
-    cut |= {ffn.selected for ffn in graph.ffns if ffn.gate_cut is not None}
-    return [op for op in graph.primitives if isinstance(op, Linear) and op.x in cut]
+def thresholded_products(graph: Graph) -> list[Linear]:
+    """The matrix products, by output, whose inputs are thresholded, or are neurons of which some are."""
+    thresholded = {op.out for op in graph.primitives if isinstance(op, Threshold)}
+    thresholded |= {ffn.selected for ffn in graph.ffns if ffn.gate_threshold is not None}
+    return [op for op in graph.primitives if isinstance(op, Linear) and op.x in thresholded]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, assert_never, get_args, get_type_hints
 
-from hotset.model.cutoffs import CutoffName
+from hotset.model.thresholds import ThresholdName
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -197,7 +197,7 @@ class Linear(Operation):
     """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
 
     A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
-    and bias. by_channel: the tensor of the whole weight once more, laid out by input
+    and bias. input_major: the tensor of the whole weight once more, in this layout
     (formats/channels.py), so that channels whose input is zero need not be read.
     """
 
@@ -206,7 +206,7 @@ class Linear(Operation):
     weight: Matrix
     bias: Vector | None = None
     first_row: int = 0
-    by_channel: str | None = None
+    input_major: str | None = None
 
     @property
     def multiplications(self) -> int:
@@ -223,7 +223,7 @@ class TransposedLinear(Operation):
 
     The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
     read or not: sums of float32 inputs times decoded weights have one order (csrc/ops/axpy.cpp).
-    With `scales` the weight is in planes (formats/planes.py): codes by neuron, scales by 32 neurons.
+    With `scales` the weight is stored as planes (formats/planes.py): codes by neuron, scales by 32 neurons.
     """
 
     out: Value
@@ -491,18 +491,18 @@ class Mask(Operation):
 
 
 @dataclass(frozen=True)
-class Cutoff(Operation):
-    """out = x, but of tokens that are cut (Batch.cut) 0 where |x| < threshold.
+class Threshold(Operation):
+    """out = x, but for thresholded tokens (Batch.thresholded) 0 where |x| < threshold.
 
     Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
     neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. site: which of
-    a layer's cutoffs it is, as model/cutoffs.py names them.
+    a layer's thresholds it is, as model/thresholds.py names them.
     """
 
     out: Value
     x: Value
     threshold: float
-    site: CutoffName
+    site: ThresholdName
 
 
 @dataclass(frozen=True)
@@ -601,12 +601,12 @@ class ExpertLinear(_OfExperts):
 class ExpertSum(_OfExperts):
     """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
 
-    x: n_used parts side by side, one for each expert of the route. by_neuron: matrices with a row per neuron
-    instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. The sum begins with
-    0, and each product is rounded before it is added.
+    x: n_used parts side by side, one for each expert of the route. neuron_major: matrices with a row per
+    neuron instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. The sum
+    begins with 0, and each product is rounded before it is added.
     """
 
-    by_neuron: bool = False
+    neuron_major: bool = False
 
 
 @dataclass(frozen=True)
@@ -648,11 +648,12 @@ class Ffn(Operation):
     up_act: g, or None. product: of gate and up. select: what is wanted of the neurons; the others add
     nothing. down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
 
-    With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
+    With a Route the neurons are split into experts, and a token has those of its own: gate and up are
     ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side. So it
     is with a MaskedRoute, whose route is no part of the FFN.
     shared: a network that every token passes beside the experts of its layer.
-    in_cut: what is left of h, gate_cut: of f, down_cut: of the neurons that down reads; None: all of it.
+    in_threshold: what is left of h, gate_threshold: of f, down_threshold: of the neurons that down reads;
+    None: all of it.
     top_k: what f reads of the gates, all of which must be known first; None: the gates.
     """
 
@@ -667,9 +668,9 @@ class Ffn(Operation):
     select: Select
     down: Linear | TransposedLinear | ExpertSum
     shared: bool = False
-    in_cut: Cutoff | None = None
-    gate_cut: Cutoff | None = None
-    down_cut: Cutoff | None = None
+    in_threshold: Threshold | None = None
+    gate_threshold: Threshold | None = None
+    down_threshold: Threshold | None = None
     top_k: GaussianTopK | None = None
 
     @property
@@ -677,8 +678,9 @@ class Ffn(Operation):
         """The same as operations in order, each with the value that it makes."""
         route = self.select if isinstance(self.select, Route) else None
         found = (
-            self.norm, self.in_cut, route, self.gate, self.up, self.top_k, self.gate_act, self.gate_cut,
-            self.up_act, self.product, self.mask, self.down_cut, self.down,
+            self.norm, self.in_threshold, route, self.gate, self.up, self.top_k, self.gate_act,
+            self.gate_threshold,
+            self.up_act, self.product, self.mask, self.down_threshold, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
@@ -726,7 +728,7 @@ class Ffn(Operation):
     @property
     def fires(self) -> Value:
         """f of the gate, or of up where there is no gate: where it is zero the neuron is."""
-        return self.gate_act.out if self.gate_cut is None else self.gate_cut.out
+        return self.gate_act.out if self.gate_threshold is None else self.gate_threshold.out
 
     @property
     def selected(self) -> Value:
@@ -753,17 +755,17 @@ class Ffn(Operation):
     @property
     def has_zeros(self) -> bool:
         """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
-        return self.fires_exactly or self.gate_cut is not None or self.down_cut is not None
+        return self.fires_exactly or self.gate_threshold is not None or self.down_threshold is not None
 
     @property
     def fires_exactly(self) -> bool:
-        """Whether f itself leaves neurons at zero, without a cutoff."""
+        """Whether f itself leaves neurons at zero, without a threshold."""
         return has_zeros(self.gate_act.kind) or self.top_k is not None
 
     @property
     def can_be_split(self) -> bool:
         """Whether neurons can be computed apart from the others, on another device."""
-        return self.has_zeros and self.by_neuron and self.top_k is None
+        return self.has_zeros and self.neuron_major and self.top_k is None
 
     @property
     def leaves_out(self) -> bool:
@@ -771,7 +773,7 @@ class Ffn(Operation):
         return self.has_zeros or self.route is not None
 
     @property
-    def by_neuron(self) -> bool:
+    def neuron_major(self) -> bool:
         """Whether down has a row per neuron: then neurons can be skipped there, and shared by devices."""
         return isinstance(self.down, TransposedLinear)
 
@@ -804,7 +806,7 @@ Primitive = (
     | MatchMagnitude
     | SoftCap
     | Mask
-    | Cutoff
+    | Threshold
     | Route
     | ExpertLinear
     | ExpertSum

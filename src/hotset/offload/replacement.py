@@ -5,11 +5,11 @@
     places = policy.lookup(layer, ids)        # what the step needs of a layer, before it computes that
     for id, slot in places.to_fill(ids): ...  # bring the expert into the slot; drop(layer, id) if that fails
 
-It knows slots by their number and nothing of devices, files or bytes: whoever has the memory allocates it
-once, in slots of one size, and fills those that it is told to. The policy is native (csrc/replacement.h says
-it whole), since a lookup stands between a router and its experts 48 times in a token; code in C++ uses the
-same class. What it does depends on the lookups alone: the same ones give the same places, on every machine.
-It is not for several threads at once.
+It knows slots by their number and nothing of devices, files or bytes: the owner of the memory allocates it
+once, in slots of one size, and fills those that are named. The policy is native (csrc/replacement.h says it
+whole), since a lookup stands between a router and its experts 48 times in a token; code in C++ uses the same
+class. What it does depends on the lookups alone: the same ones give the same places, on every machine. It is
+not for several threads at once.
 
 A *token cycle* is what one token needs: n_used experts of each layer. Layers come in turn, so a cache that
 all layers share and that is smaller than a cycle has always just evicted what comes next, and with LRU hits

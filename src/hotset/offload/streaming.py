@@ -48,7 +48,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Streamed:
-    """What a plan is told: a stream, and of each tensor that comes by it the piece and the part of this."""
+    """What a plan gets: a stream, and of each tensor that comes by it the piece and the part of this."""
 
     stream: _core.Stream
     places: Mapping[str, tuple[int, int]]
@@ -88,7 +88,7 @@ def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collecti
 def least_for(pieces: Sequence[Piece], buffers: int = 1) -> int:
     """The smallest number of bytes that works, where a ring holds so many of the largest that stream."""
     everything = sum(piece.nbytes for piece in pieces)
-    return min([everything, *(kept + buffers * room for kept, room in _cuts(pieces))])
+    return min([everything, *(kept + buffers * room for kept, room in _splits(pieces))])
 
 
 def arrange(pieces: Sequence[Piece], n_bytes: int) -> Streaming:
@@ -96,7 +96,7 @@ def arrange(pieces: Sequence[Piece], n_bytes: int) -> Streaming:
     if sum(piece.nbytes for piece in pieces) <= n_bytes:
         return Streaming((True,) * len(pieces), 0)
     buffers = 2 if least_for(pieces, 2) <= n_bytes else 1  # two: one is computed while the other is read
-    kept, largest = next(cut for cut in _cuts(pieces) if cut[0] + buffers * cut[1] <= n_bytes)
+    kept, largest = next(split for split in _splits(pieces) if split[0] + buffers * split[1] <= n_bytes)
     stays = [piece.room > largest for piece in pieces]
     smaller = [i for i, piece in enumerate(pieces) if not stays[i]]
     left = n_bytes - kept - buffers * largest
@@ -112,7 +112,7 @@ def arrange(pieces: Sequence[Piece], n_bytes: int) -> Streaming:
     return Streaming(tuple(stays), n_bytes - kept - taken)
 
 
-def _cuts(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+def _splits(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
     """Ways to let all pieces up to a size stream: bytes of the larger ones, and that size."""
     for room in sorted({piece.room for piece in pieces}):
         yield sum(piece.nbytes for piece in pieces if piece.room > room), room

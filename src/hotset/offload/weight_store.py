@@ -82,10 +82,10 @@ def groups_of(
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
                 names = list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
                 yield _row_group(names, tensors, op.route.n_used)
-        elif isinstance(op, Ffn) and op.fires_exactly:  # what cutoffs leave out has no rows here
+        elif isinstance(op, Ffn) and op.fires_exactly:  # what thresholds leave out has no rows here
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
-                by_output = matrix is op.down and not op.by_neuron  # as wide as it is high, perhaps
+                by_output = matrix is op.down and not op.neuron_major  # as wide as it is high, perhaps
                 if not by_output and _has_row_per_neuron(matrix, op.n_ff, tensors):
                     assert isinstance(matrix, Linear | TransposedLinear)
                     decides = matrix is op.decides

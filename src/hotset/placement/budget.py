@@ -18,7 +18,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType
 from hotset.model.cost import Cost, KVType, kv_bytes
-from hotset.model.graph import Graph, cut_products
+from hotset.model.graph import Graph, thresholded_products
 from hotset.model.operations import (
     NO_LAYER,
     Attention,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FFNMode = Literal["dense", "exact", "predicted"]
 
-INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
+INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales
 WORD_BYTES = 8  # of 32 neurons of a split layer: which of them are hot, and how many before them
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
@@ -91,7 +91,7 @@ class LayerFacts:
 
     On a device: fixed_bytes whatever its neurons (attention, norms, predictor; the FFN too where it cannot be
     split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (which these are;
-    scales, which 32 neurons of a matrix in planes share), kv_bytes of cache.
+    scales, which 32 neurons of a neuron-major matrix share), kv_bytes of cache.
     A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
     rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
     n_split: its neurons if they can be split, else 0.
@@ -169,12 +169,12 @@ def model_facts(
     parts: dict[int, list[Op]] = {}
     for op in graph.ops:
         parts.setdefault(op.layer, []).append(op)
-    by_channel = [0] * graph.n_layer  # at most: which of them are is decided when they have their places
-    for op in cut_products(graph):
-        by_channel[op.layer] += channel_bytes(op, tensors)
+    input_major = [0] * graph.n_layer  # at most: which of them are is decided when they have their places
+    for op in thresholded_products(graph):
+        input_major[op.layer] += channel_bytes(op, tensors)
     experts = Cost(graph, tensors).expert_bytes
     layers = tuple(
-        _layer_facts(parts[i], tensors, mode, kv_type, n_pages, experts[i]).with_fixed(by_channel[i])
+        _layer_facts(parts[i], tensors, mode, kv_type, n_pages, experts[i]).with_fixed(input_major[i])
         for i in range(graph.n_layer)
     )
     return ModelFacts(
@@ -208,7 +208,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
-    """What a matrix takes more that a device holds by channel (backends/gpu/matrix.py): an int32 for each
+    """What a matrix takes more that a device holds input-major (backends/gpu/matrix.py): an int32 for each
     input; of Q4_K two bytes for scale and minimum of 32 weights, which are one and a half in a file."""
     is_k = tensors[op.weight].type == GGMLType.Q4_K
     return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)

@@ -88,8 +88,8 @@ def open_placed(
 
     A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
     after all, names a smaller budget. weights: StoredWeights of the placement's host_part keep this machine's
-    memory within a budget; devices then read what is theirs past it. channels: of a graph with cutoffs, what
-    is left out of which matrices.
+    memory within a budget; devices then read what is theirs past it. channels: of a graph with thresholds,
+    what is left out of which matrices.
     """
     planned = placement.budget.devices if placement.budget else ()
     for device in planned:
@@ -100,7 +100,7 @@ def open_placed(
             return open_gpu(
                 _of_devices(weights), graph, device=placement.devices[0], sparse=sparse, needed=needed,
                 weight_bytes=_weight_bytes(planned),
-                by_channel=() if channels is None else channels.on_device, **options,
+                input_major=() if channels is None else channels.on_device, **options,
             )  # fmt: skip
         if placement.budget is not None and placement.budget.stream:
             options["stream_bytes"] = placement.budget.stream // 2
@@ -150,7 +150,7 @@ def open_chain(  # noqa: PLR0913
     of_cpu: dict[str, Any] = {}
     whole: Collection[str] = ()
     if channels is not None:
-        whole, options = channels.whole, {"by_channel": channels.on_device, **options}
+        whole, options = channels.whole, {"input_major": channels.on_device, **options}
         of_cpu = {"channel_rates": channels.rates, "whole": whole}
     stages: list[Stage] = []
     notes: list[str] = []
@@ -191,7 +191,7 @@ def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> 
 
 
 def mixed_layers(graph: Graph) -> set[int]:
-    """The layers whose FFN is a mixture of experts: of those a device asks the CPU."""
+    """The MoE layers, whose experts a device requests of the CPU."""
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
 
 

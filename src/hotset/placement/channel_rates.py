@@ -1,4 +1,4 @@
-"""How fast the CPU, and a device, read matrices by row and by channel: measured once, with the kernels that
+"""How fast the CPU, and a device, read matrices by row and input-major: measured once, with the kernels that
 run later, and kept in machine.json. Of the device cpu, which stands in for a GPU, it is decreed.
 """
 
@@ -61,7 +61,8 @@ def of_cpu(
         version = importlib.metadata.version("hotset")
     machine = [processor_name(), f"{n_threads} threads", isa()]
     return {
-        work.type: _once([*machine, _told(work), version], partial(_measure, n_threads, work), "this machine",
+        work.type: _once([*machine, _key_of(work), version], partial(_measure, n_threads, work),
+        "this machine",
                          work, progress, path)
         for work in works
     }  # fmt: skip
@@ -79,13 +80,14 @@ def of_device(
     if found.type == "cpu":
         return {work.type: ChannelRates(STAND_IN.read, _DECREED * STAND_IN.read) for work in works}
     return {
-        work.type: _once([device_key(found), _told(work)], partial(_measure_device, found, work), str(found),
+        work.type: _once([device_key(found), _key_of(work)], partial(_measure_device, found, work),
+        str(found),
                          work, progress, path)
         for work in works
     }  # fmt: skip
 
 
-def _told(work: Workload) -> str:
+def _key_of(work: Workload) -> str:
     """For a key of machine.json."""
     return f"channels {LAYOUT} {work.type.name}, {work.width} wide, {work.n_bytes >> 20} MB"
 
@@ -108,7 +110,7 @@ def _once(
 
 
 def _weights(type: GGMLType, width: int, n_matrices: int) -> HeldWeights:
-    """Matrices of one type and width with their copies by channel, and an input half of which is zero."""
+    """Matrices of one type and width with their input-major copies, and an input half of which is zero."""
     weights, zero = HeldWeights(), np.random.default_rng(0).random(width) >= _KEPT
     weights.add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
     info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
@@ -138,7 +140,7 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
     outs = []
     for i in range(n_matrices):
         out = graph.value(f"out {i}", width)
-        outs.append(graph.add(Linear(out, x, f"{i}.weight", by_channel=f"{i}_c.blocks")))
+        outs.append(graph.add(Linear(out, x, f"{i}.weight", input_major=f"{i}_c.blocks")))
     graph.add(SelectOutputs(graph.value("logits", width), outs[-1]))
     codes, scales = copy_bytes(weights.tensors["0.weight"])
     zero = np.zeros(1, np.int32)
@@ -153,7 +155,7 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
             )  # fmt: skip
             opened.append(backend)
             backend.step(batch)
-        # The least of each, in turn: whoever else is at work makes it no slower than it is.
+        # The least of each, in turn: other work on the machine only makes it slower.
         rows, channels = map(min, times_in_turn([partial(one.step, batch) for one in opened], _SECONDS))
     finally:
         for backend in opened:
@@ -175,7 +177,7 @@ def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
     n_bytes = row_bytes(work.type, n) * n
     data, n_matrices = _filled(n_bytes), max(2, work.n_bytes // n_bytes)
     by_row = [DeviceMatrix.from_bytes(data, work.type, n, n, device) for _ in range(n_matrices)]
-    by_channel = [DeviceMatrix.by_channel(n, [n], [m].__getitem__) for m in by_row]
+    input_major = [DeviceMatrix.input_major(n, [n], [m].__getitem__) for m in by_row]
     zero = np.random.default_rng(0).random((1, n)) >= _KEPT
     x = torch.from_numpy(np.where(zero, 0, 1).astype(np.float32)).to(device)
 
@@ -195,7 +197,7 @@ def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
 
         return run_and_wait
 
-    runs = [timed(kernels.linear, by_row), timed(kernels.linear_t, by_channel)]
+    runs = [timed(kernels.linear, by_row), timed(kernels.linear_t, input_major)]
     rows, channels = map(statistics.median, times_in_turn(runs, _SECONDS / 2))
     passed = _PASSES * n_matrices
     read = read_on_device(work.type, n * n, n_bytes, _KEPT)

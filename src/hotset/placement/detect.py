@@ -78,7 +78,7 @@ def _pack_memory() -> None:
 
 @dataclass(frozen=True)
 class GPU:
-    """vendor: NVIDIA or AMD. name: of its first device, where the driver tells without being started."""
+    """vendor: NVIDIA or AMD. name: of its first device, where the driver reports it without being started."""
 
     vendor: str
     name: str

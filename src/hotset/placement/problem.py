@@ -156,9 +156,9 @@ class Problem:
     # ---- greedy ----
 
     def greedy(self) -> Candidate | None:
-        """The best of one candidate for each number of layers on the CPU and two ways to cut the others.
+        """The best of one candidate for each number of layers on the CPU and two ways to split the others.
 
-        Within a cut, the bytes of a device go to the groups of neurons that save the CPU most seconds per
+        Within a split, the bytes of a device go to the groups of neurons that save the CPU most seconds per
         byte, as long as the CPU is the slower side of their layer.
         """
         best: tuple[float, Candidate] | None = None
@@ -167,7 +167,7 @@ class Problem:
             if n_more:
                 n_more -= 1
                 continue
-            found = [candidate for cut in self.cuts(n_cpu) for candidate in self._filled_cuts(cut)]
+            found = [candidate for split in self.splits(n_cpu) for candidate in self._filled_splits(split)]
             if found and step > 4:
                 break
             if found:
@@ -178,14 +178,14 @@ class Problem:
                     best = seconds, candidate
         return None if best is None else best[1]
 
-    def cuts(self, n_cpu: int) -> list[list[int]]:
+    def splits(self, n_cpu: int) -> list[list[int]]:
         """Device of each layer: in proportion to the devices' room, and as few devices as hold the least."""
-        cuts = []
+        splits = []
         total = sum(self.room[d] for d in self.usable)
         if total > 0:
             shares = np.cumsum([self.room[d] / total for d in self.usable])
             middles = (np.arange(self.n_layer - n_cpu) + 0.5) / (self.n_layer - n_cpu)
-            cuts.append([CPU] * n_cpu + [self.usable[i] for i in np.searchsorted(shares, middles)])
+            splits.append([CPU] * n_cpu + [self.usable[i] for i in np.searchsorted(shares, middles)])
         owners, taken, devices = [], self.facts.output_bytes, list(self.usable)
         for i in reversed(range(n_cpu, self.n_layer)):
             least = self._least_bytes(i)
@@ -193,11 +193,11 @@ class Problem:
                 devices.pop()
                 taken = 0
             if not devices:
-                return cuts
+                return splits
             owners.append(devices[-1])
             taken += least
         last = [CPU] * n_cpu + owners[::-1]
-        return cuts if last in cuts else [*cuts, last]
+        return splits if last in splits else [*splits, last]
 
     def _least_bytes(self, i: int) -> int:
         layer = self.facts.layers[i]
@@ -206,8 +206,9 @@ class Problem:
     def _stream(self, i: int) -> int:
         return self.facts.stream_bytes if self.is_split[i] else 0
 
-    def _filled_cuts(self, owners: list[int]) -> list[Candidate]:
-        """Two candidates of one cut: neurons shared out among its layers, and layers completed one by one."""
+    def _filled_splits(self, owners: list[int]) -> list[Candidate]:
+        """Two candidates of one split: neurons shared out among its layers, and layers completed one by
+        one."""
         empty = [
             LayerPlacement(d, np.zeros(layer.n_ff, bool) if d != CPU and is_split else None)
             for d, layer, is_split in zip(owners, self.facts.layers, self.is_split, strict=True)

@@ -82,7 +82,7 @@ def place_index(
         raise InvalidRequestError(
             "a GPU index names neurons, and this model's layers cannot be split; leave --gpu-index out"
         )
-    for owners in problem.cuts(0):
+    for owners in problem.splits(0):
         candidate = [
             LayerPlacement(d, None if hot.all() else hot) for d, hot in zip(owners, on_gpu, strict=True)
         ]

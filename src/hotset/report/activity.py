@@ -109,7 +109,7 @@ class Observer:
     """Watches which neurons fire, in every layer: `start` at each sequence, `add` at each of its steps.
 
     n_ff: neurons per layer. pilot: per layer how often each neuron fires, to choose those whose
-    co-activation is counted; None: the first step tells. Memory: for each layer a bit per neuron and token
+    co-activation is counted; None: as in the first step. Memory: for each layer a bit per neuron and token
     of the last 128, as bytes, and a byte for each sampled neuron and token of all.
     """
 

@@ -46,7 +46,7 @@ def connect(address: str | None) -> None:
     Raises HotsetError where there is none.
     """
     check_installed()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage is reported
     # Processes of a cluster take the interpreter and the packages of their machine.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray

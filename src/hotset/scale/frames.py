@@ -122,13 +122,13 @@ FIELDS = (  # those of four bytes first: so every array is aligned
     Field("states", "<i4", "n_sequences"),
     Field("saves", "<i4", "n_tokens"),
     Field("rows", "<f4", "n_tokens", "n_columns"),
-    Field("cut", "|u1", "n_tokens"),
+    Field("thresholded", "|u1", "n_tokens"),
     Field("taps", "|u1", "n_text"),  # names with \0 between them
     Field("error", "|u1", "n_text"),  # `Failed.kind`
     Field("message", "|u1", "n_text"),
 )
 _REQUIRED = ("tokens", "positions", "sequences", "page_tables", "outputs")  # of a batch
-_OPTIONAL = ("cut", "states", "saves")
+_OPTIONAL = ("thresholded", "states", "saves")
 _HEADER = struct.Struct("<4sHHQq" + "BII" * len(FIELDS))
 HEADER_BYTES = _HEADER.size
 
@@ -195,11 +195,11 @@ def _message_of(kind: Kind, step: int, arrays: Mapping[str, np.ndarray]) -> Mess
     if kind is Kind.PIECE:
         if missing := set(_REQUIRED) - present:
             raise LinkError(f"a frame has no field {min(missing)}")
-        cut = arrays.get("cut")
+        thresholded = arrays.get("thresholded")
         batch = Batch(
             **{name: arrays[name] for name in _REQUIRED},
             taps=tuple(_text(arrays["taps"]).split("\0")) if "taps" in arrays else (),
-            cut=None if cut is None else cut != 0,
+            thresholded=None if thresholded is None else thresholded != 0,
             states=arrays.get("states"),
             saves=arrays.get("saves"),
         )

@@ -44,7 +44,7 @@ class LostError(Exception):
 
 
 class Places(Protocol):
-    """Whoever knows the replicas (replicas.py)."""
+    """What knows the replicas (replicas.py)."""
 
     def hold(self, keys: list[str]) -> Any:
         """An asynchronous iterator: where the best replica for this prefix listens, and then nothing until
@@ -79,7 +79,7 @@ class Front:
             raise self.error
 
     def end_answers(self) -> None:
-        """Ends what runs; each is told that the server ends."""
+        """Ends what runs; each client gets an error that the server ends."""
         for one in list(self._open):
             one.end(NotReadyError("the server was shut down before the answer was complete"))
 

@@ -1,4 +1,4 @@
-"""Connections between the stages of a model that is cut over machines.
+"""Connections between the stages of a model that is split over machines.
 
 Ray starts the stages and notices when they die; but a call of it takes a millisecond, which each token would
 pay at each boundary. So the stages form a line of their own: the driver sends pieces of a step to the first,
@@ -305,7 +305,7 @@ def _tune(tcp: socket.socket) -> None:
         ("TCP_KEEPIDLE", _GONE_SECONDS // 2),
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", _GONE_SECONDS // 2),
-        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # where something was sent that nobody confirms
+        ("TCP_USER_TIMEOUT", 1000 * _GONE_SECONDS),  # where something was sent and is not confirmed
     ):
         if hasattr(socket, name):
             tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,7 +1,7 @@
 """`hotset profile --ray`: the sequences of a text in shards, counted on the machines of a cluster.
 
 Sequences know nothing of one another and counts are whole numbers, so that the profile is that of one
-machine, whoever counted what. What is done is kept as in a batch (shards.py).
+machine, however the counting is shared out. What is done is kept as in a batch (shards.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def profile_on_ray(
     """As `collect` of the tokens. target: the file that the profile is for, beside which parts are kept.
 
     tokens: int32 [n] or [n_sequences, n]. model: a name or path that each machine has; mark: the fingerprint
-    of the file that it must be. progress: told (tokens done, tokens of all).
+    of the file that it must be. progress: called with (tokens done, tokens of all).
     """
     check_installed("pyarrow", "pandas")
     shards = [tokens] if tokens.ndim == 1 else [tokens[i : i + _SHARD] for i in range(0, len(tokens), _SHARD)]
@@ -61,7 +61,7 @@ def profile_on_ray(
                 found.save(files[row["shard"]])
                 n_done += found.n_tokens
                 progress(n_done, tokens.size)
-        # Of a text that repeats itself shards have the same tokens, and are told apart by their place.
+        # Of a text that repeats itself shards have the same tokens, and are distinguished by their place.
         counted = [replace(Profile.open(file), data=(str(i),)) for i, file in enumerate(files)]
     return replace(reduce(Profile.merge, counted), data=(digest_of(tokens),))
 

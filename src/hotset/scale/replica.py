@@ -59,12 +59,12 @@ class Replica:
         self._error: BaseException | None = None
         bound = bound_socket(own.host, 0)
         app = FromFront(create_app(self._service), secret)
-        self._server = Server(self._service, bound, self._told, app)
+        self._server = Server(self._service, bound, self._report, app)
         self._thread = threading.Thread(target=self._serve, args=(bound,), name="hotset-replica", daemon=True)
         self._thread.start()
         self._loaded()
 
-    def _told(self, where: str) -> None:
+    def _report(self, where: str) -> None:
         self._where = where
         self._listens.set()
 
@@ -93,7 +93,7 @@ class Replica:
             raise HotsetError(f"the server of this replica has ended ({self._error})")
 
     async def hold(self, keys: list[str]) -> AsyncIterator[str]:  # noqa: ARG002
-        """Where this replica listens, and then nothing, until whoever asked goes. keys: for the router."""
+        """Where this replica listens, and then nothing, until the caller goes. keys: for the router."""
         yield self._where
         await asyncio.Event().wait()
 

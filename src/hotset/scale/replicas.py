@@ -48,7 +48,7 @@ def serve_replicas(
     names: tuple[str, ...],
     replicas: Replicas,
     address: str | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """As `listen`, with replicas on the Ray cluster at `address`.
 
@@ -61,7 +61,7 @@ def serve_replicas(
         places = _Serve(replicas, loading.max_sequences)
         secret = secrets.token_urlsafe(32)
         try:
-            front = asyncio.run(_listen(places, model, loading, settings, names, secret, bound, told))
+            front = asyncio.run(_listen(places, model, loading, settings, names, secret, bound, report))
         finally:
             places.close(settings.grace_seconds)
     if front.error is not None:
@@ -76,7 +76,7 @@ async def _listen(
     names: tuple[str, ...],
     secret: str,
     bound: Any,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Front:
     front = Front(places, settings, secret)
 
@@ -85,7 +85,7 @@ async def _listen(
             arguments = (model, replace(loading, progress=None), settings, names, secret)
             await asyncio.get_running_loop().run_in_executor(None, places.deploy, arguments, settings)
             front.ready.set()
-            told(f"{names[0]} is loaded by {len(await places.all())} replicas")
+            report(f"{names[0]} is loaded by {len(await places.all())} replicas")
         except Exception as error:
             front.error = (
                 error
@@ -96,7 +96,7 @@ async def _listen(
             )
 
     task = asyncio.create_task(deploy())
-    await Server(front, bound, lambda where: told(f"listening on {where}"), front.app()).serve(
+    await Server(front, bound, lambda where: report(f"listening on {where}"), front.app()).serve(
         sockets=[bound]
     )
     task.cancel()

@@ -1,6 +1,6 @@
 """To which replica a request goes: to the one that has the beginning of its prompt in its cache.
 
-Whoever routes has no tokenizer, and needs none: a prompt is taken as the text of what is asked, in pages of
+The router has no tokenizer, and needs none: a prompt is taken as the text of the request, in pages of
 so many characters, and a page's key is a hash of it and of all before it.
 """
 

@@ -1,4 +1,4 @@
-"""A model cut over machines: stages are actors of Ray, and between them goes the residual stream alone.
+"""A model split over machines: stages are actors of Ray, and between them goes the residual stream alone.
 
     model = load_staged("llama-70b", settings, "box:40,nas:40", "auto")     # as hotset.load
 
@@ -36,9 +36,9 @@ from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Decided
 from hotset.model.operations import PARTS
 from hotset.scale.cluster import Machine, connect, library, machine_named, machines
-from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
 from hotset.scale.frames import Bounds, Failed, Kind, LinkError, Message, encode
 from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
+from hotset.scale.splits import Room, Split, n_pieces, parse_splits, pieces, planned, spans
 from hotset.scale.worker import Gauge, Noted, StageWorker, row_bounds
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
@@ -75,22 +75,22 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         undone.callback(decided.weights.close)
         if decided.n_states:
             raise UnsupportedModelError(
-                "a model with recurrent layers is not cut over machines; leave out --stages"
+                "a model with recurrent layers is not split over machines; leave out --stages"
             )
         if decided.config.altup is not None:
             raise UnsupportedModelError(
                 "a model with several residual streams is not cut over machines; leave out --stages"
             )
         n_layer = decided.graph.n_layer
-        cuts = parse_cuts(stages, n_layer) if stages != AUTO else []
+        splits = parse_splits(stages, n_layer) if stages != AUTO else []
         connect(address)
-        if not cuts:
+        if not splits:
             n_bytes = decided.gguf.nbytes
             n_bytes += decided.n_pages * PAGE_SIZE * decided.cost.kv_bytes_per_token(settings.kv_type)
             width = next(op.out.width for op in decided.graph.ops)
             rooms = measured(settings.n_threads, width)
-            cuts = planned([n_bytes / n_layer] * n_layer, rooms)
-        backend = StagedBackend(model, decided, cuts)
+            splits = planned([n_bytes / n_layer] * n_layer, rooms)
+        backend = StagedBackend(model, decided, splits)
         undone.callback(backend.close)
         loaded = Model(decided, backend)
         undone.pop_all()
@@ -129,7 +129,7 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
 class _Stage:
     """One of them. machine: where it is; actor: of StageWorker."""
 
-    cut: Cut
+    split: Split
     machine: Machine
     span: tuple[int, int]
     actor: Any = None
@@ -145,14 +145,14 @@ class StagedBackend:
     name = "stages"
     n_states = 0
 
-    def __init__(self, model: str, decided: Decided, cuts: Sequence[Cut]) -> None:
+    def __init__(self, model: str, decided: Decided, splits: Sequence[Split]) -> None:
         settings = decided.settings
         self.max_batch, self.n_pages = settings.max_batch, decided.n_pages
         self.n_vocab = decided.graph.result.width
         self.n_threads: int | None = None
         self._n_layer = max(decided.graph.n_layer, 1)
-        self._is_cut = decided.graph.is_cut
-        self._counts = decided.config.leaves_out or self._is_cut
+        self._has_thresholds = decided.graph.has_thresholds
+        self._counts = decided.config.leaves_out or self._has_thresholds
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
         # Of what is sent to the first stage, which has no rows yet, and received from the last.
         self._entering = Bounds.of(Kind.PIECE, settings, self.n_pages, n_columns=0)
@@ -174,18 +174,19 @@ class StagedBackend:
         self._closed = False
         alive = machines()
         self._stages = [
-            _Stage(cut, machine_named(cut.host, alive), span)
-            for cut, span in zip(cuts, spans(decided.graph, cuts), strict=True)
+            _Stage(split, machine_named(split.host, alive), span)
+            for split, span in zip(splits, spans(decided.graph, splits), strict=True)
         ]
         try:
-            told = self._begin(self._stages)
+            replies = self._begin(self._stages)
             self._link()
         except BaseException:
             self.close()
             raise
         self.notes = tuple(
-            f"{stage.cut.n_layers} layers on {stage.cut.host}: {about['n_threads']} threads, {about['isa']}"
-            for stage, about in zip(self._stages, told, strict=True)
+            f"{stage.split.n_layers} layers on {stage.split.host}: "
+            f"{about['n_threads']} threads, {about['isa']}"
+            for stage, about in zip(self._stages, replies, strict=True)
         )
 
     # ---- a step ----
@@ -218,7 +219,7 @@ class StagedBackend:
         return StepResult(np.concatenate(rows), taps)  # type: ignore[arg-type]
 
     def _noted(self) -> list[Noted]:
-        """What the stages tell of the latest step."""
+        """What the stages report of the latest step."""
         ray = library()
 
         of_stages: list[list[Noted]] = ray.get([one.actor.noted.remote(self._step) for one in self._stages])
@@ -238,7 +239,7 @@ class StagedBackend:
             (one.seconds for one in noted if one.seconds is not None), np.zeros((self._n_layer, len(PARTS)))
         )
         other = max(total - float(seconds[:, :3].sum()), 0.0)
-        return StepStats.of(n_tokens, counts, seconds, other, is_cut=self._is_cut)
+        return StepStats.of(n_tokens, counts, seconds, other, has_thresholds=self._has_thresholds)
 
     def cancel(self) -> None:
         """Ends the step in flight on all machines, from any thread."""
@@ -282,16 +283,16 @@ class StagedBackend:
         found = []
         for stage, one in zip(stages, asked, strict=True):
             try:
-                told = ray.get(one, timeout=_START_SECONDS)
+                reply = ray.get(one, timeout=_START_SECONDS)
             except (GetTimeoutError, RayActorError, RayTaskError) as error:
                 raise DeviceError(
-                    f"the stage on {stage.cut.host} could not begin ({_last_line(error)})"
+                    f"the stage on {stage.split.host} could not begin ({_last_line(error)})"
                 ) from None
-            if isinstance(told, Failed):
-                refused = told.error()
+            if isinstance(reply, Failed):
+                refused = reply.error()
                 kind_of = type(refused) if isinstance(refused, HotsetError) else DeviceError
-                raise kind_of(f"the stage on {stage.cut.host}: {refused}")
-            found.append(told)
+                raise kind_of(f"the stage on {stage.split.host}: {refused}")
+            found.append(reply)
         return found
 
     def _recover(self, error: Exception) -> None:
@@ -306,7 +307,7 @@ class StagedBackend:
             try:
                 alive = stage.actor.alive.options(concurrency_group=_CONTROL).remote()
                 if refused := ray.get(alive, timeout=_LOOK_SECONDS):
-                    reasons.append(f"on {stage.cut.host}: {refused}")
+                    reasons.append(f"on {stage.split.host}: {refused}")
             except (GetTimeoutError, RayActorError, RayTaskError):
                 lost.append(stage)
         self._n_broken += not lost
@@ -343,10 +344,12 @@ class StagedBackend:
             asked = [stage.actor.listen.remote(stage.machine.address, key) for stage in self._stages]
             addresses: list[Address] = ray.get(asked, timeout=_LINK_SECONDS)
             following = zip(self._stages, [*addresses[1:], None], strict=True)
-            told = ray.get([stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS)
-            for stage, problem in zip(self._stages, told, strict=True):
+            replies = ray.get(
+                [stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS
+            )
+            for stage, problem in zip(self._stages, replies, strict=True):
                 if problem is not None:
-                    raise LinkError(f"{stage.cut.host}: {problem}")
+                    raise LinkError(f"{stage.split.host}: {problem}")
             self._line = Line(
                 addresses[0], addresses[-1], key, entering=self._entering, leaving=self._leaving
             )

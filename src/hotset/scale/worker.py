@@ -1,4 +1,4 @@
-"""One stage of a model that is cut over machines: what computes it where it is.
+"""One stage of a model that is split over machines: what computes it where it is.
 
     worker = StageWorker()                      # an actor of Ray in stages.py
     worker.open(model=..., first_op=..., ...)
@@ -36,7 +36,7 @@ log = logging.getLogger("hotset.scale")
 
 @dataclass(frozen=True)
 class Noted:
-    """What a stage tells of a step beside its rows: taps, and where they are wanted the counts of neurons
+    """What a stage reports of a step beside its rows: taps, and where they are wanted the counts of neurons
     and seconds by layer (backends/stage.py)."""
 
     tapped: dict[str, np.ndarray]
@@ -140,7 +140,7 @@ class StageWorker:
                 while len(ends) < 2:
                     end, channel = inlet.accept(until - time.monotonic())
                     ends[end] = undone.enter_context(channel)
-                inlet.close()  # nobody else has business here
+                inlet.close()  # no other connection is expected
                 entering, leaving = self._bounds(Kind.ROWS if is_last else Kind.PIECE)
                 while True:
                     found = ends[ENTERS].receive(entering)
@@ -188,7 +188,7 @@ class StageWorker:
         self._noted[1].append(Noted(tapped, counts, seconds))
 
     def noted(self, step: int) -> list[Noted]:
-        """What it has to tell of the pieces of a step, in their order; of the latest alone."""
+        """What it reports of the pieces of a step, in their order; of the latest alone."""
         return self._noted[1] if self._noted[0] == step else []
 
     def cancel(self, step: int) -> None:

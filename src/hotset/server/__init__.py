@@ -1,1 +1,2 @@
-"""The server: several API schemas of HTTP in front of one engine, whose steps nobody here waits for."""
+"""The server: several API schemas of HTTP in front of one engine, for whose steps the event loop never
+waits."""

@@ -65,15 +65,15 @@ class ActivityReport:
 
 
 class ActivityWatch:
-    """The tokens of an answer's generations, each told once."""
+    """The tokens of an answer's generations, each sent once."""
 
     def __init__(self, report: ActivityReport, generations: Sequence[Generation]) -> None:
         self._report = report
         self._generations = generations
-        self._n_told = [0] * len(generations)
+        self._n_sent = [0] * len(generations)
 
     def new(self, index: int) -> list[dict[str, Any]]:
         """Entries of the tokens that a generation took since the last call; in any thread, one at a time."""
-        generation, begin = self._generations[index], self._n_told[index]
-        end = self._n_told[index] = len(generation.token_times)
+        generation, begin = self._generations[index], self._n_sent[index]
+        end = self._n_sent[index] = len(generation.token_times)
         return [self._report.of_token(generation, i) for i in range(begin, end)]

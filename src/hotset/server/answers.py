@@ -233,8 +233,8 @@ class PreparedPrompt:
     scores: PromptLogprobs | None = None
 
 
-Told = Literal["each", "end"]  # events: as they come, or all with the last
-Submit = Callable[[EngineSequence, Callable[[Event], None], Told], None]
+Delivery = Literal["each", "end"]  # events: as they come, or all with the last
+Submit = Callable[[EngineSequence, Callable[[Event], None], Delivery], None]
 
 
 class Answer:
@@ -242,8 +242,8 @@ class Answer:
 
     prompts: as they were read. generations: one per answer, those to a prompt side by side. created: seconds
     since 1970.
-    submit: gives a sequence to the engine: `submit(sequence, take, told)` calls `take` with its events in
-    this loop; those that `told` does not name come with the end. closed: hears of the end.
+    submit: gives a sequence to the engine: `submit(sequence, take, delivery)` calls `take` with its events in
+    this loop; those that `delivery` does not name arrive with the end. closed: hears of the end.
     asked: when the request came, time.perf_counter() seconds.
     """
 
@@ -273,7 +273,7 @@ class Answer:
         self._submit = submit
         self._closed: Callable[[Answer], None] | None = closed
 
-    # ---- for whoever translates ----
+    # ---- for the API schemas ----
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas as they come; those of a consumer that is late come in larger pieces."""
@@ -352,7 +352,7 @@ class Answer:
                 self._generate(i)
 
     def fail(self, error: Exception) -> None:
-        """Ends all of it with an error; of one that nobody foresaw a client hears the kind."""
+        """Ends all of it with an error; for an unexpected one a client gets its kind alone."""
         if self._n_open and self._error is None:
             if not isinstance(error, HotsetError):
                 log.error("an answer failed", exc_info=error)
@@ -366,10 +366,12 @@ class Answer:
         if self._closed is None:  # the client went while its prompt was read
             return
         request = self.request
-        told: Told = "each" if request.stream or request.params.stop else "end"  # a stop string is found here
+        delivery: Delivery = (
+            "each" if request.stream or request.params.stop else "end"
+        )  # a stop string is found here
         for part in self._parts[prompt * request.n : (prompt + 1) * request.n]:
             if request.generates:
-                self._submit(part.generation.sequence, partial(self._take, part), told)
+                self._submit(part.generation.sequence, partial(self._take, part), delivery)
             else:
                 part.reason = "length"
                 self._n_open -= 1
@@ -401,7 +403,7 @@ class Answer:
             self._wake()
 
     def _add(self, delta: Delta) -> None:
-        """Makes it a part of what that answer had last, if nobody has taken it and it is of the same kind."""
+        """Makes it a part of what that answer had last, if it was not taken and is of the same kind."""
         last = next((one for one in reversed(self._ready) if one.index == delta.index), None)
         match delta, last:
             case (TextDelta(), TextDelta()) if len(last.logprobs) < MOST_LOGPROBS:
@@ -464,7 +466,7 @@ class _Part:
         found: list[Delta] = []
         for part in self._read(chunk.text, ends):
             if isinstance(part, CallStart) and part.call and not self._several:
-                ends = True  # the first call was whole: what comes is nobody's
+                ends = True  # the first call was whole: the rest is dropped
                 break
             found.append(self._delta(part))
         if ends:

@@ -309,7 +309,7 @@ def _template(body: PromptBody) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """The message of an answer as it grows, and the events that tell a client of it.
+    """The message of an answer as it grows, and the events that a client gets.
 
     omits_thinking: leaves out what the model thinks. manages_context: the request asked for edits of the
     conversation, and the message says that there were none.
@@ -334,13 +334,13 @@ class MessageWriter:
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
-        for told in self.start(answer.usage):
-            yield event(told, told["type"])
+        for one in self.start(answer.usage):
+            yield event(one, one["type"])
         async for delta in answer:
-            for told in self.push(delta):
-                yield event(told, told["type"])
-        for told in self.end(answer.usage):
-            yield event(told, told["type"])
+            for one in self.push(delta):
+                yield event(one, one["type"])
+        for one in self.end(answer.usage):
+            yield event(one, one["type"])
 
     def whole(self, choice: Choice, usage: Usage) -> dict[str, Any]:
         """The message of a finished answer."""
@@ -357,25 +357,25 @@ class MessageWriter:
     def push(self, delta: Delta) -> list[Event]:
         match delta:
             case TextDelta(text=text) if text:
-                told = self._open(shapes.TextReplyBlock.written(text=""))
+                events = self._open(shapes.TextReplyBlock.written(text=""))
                 self._blocks[-1]["text"] += text
-                return [*told, self._told({"type": "text_delta", "text": text})]
+                return [*events, self._event({"type": "text_delta", "text": text})]
             case ReasoningDelta(text=text) if text and not self._omits_thinking:
-                told = self._open(shapes.ThinkingReplyBlock.written(thinking=""))
+                events = self._open(shapes.ThinkingReplyBlock.written(thinking=""))
                 self._blocks[-1]["thinking"] += text
-                return [*told, self._told({"type": "thinking_delta", "thinking": text})]
+                return [*events, self._event({"type": "thinking_delta", "thinking": text})]
             case ToolCallStart():
                 return self._open(shapes.ToolUseReplyBlock.written(id=delta.id, name=delta.name, input={}))
             case ToolCallArguments(text=text) if text:
                 self._arguments += text
-                return [self._told({"type": "input_json_delta", "partial_json": text})]
+                return [self._event({"type": "input_json_delta", "partial_json": text})]
             case Finished():
                 self._finished = delta
         return []
 
     def end(self, usage: Usage) -> list[Event]:
         """usage: of the whole answer."""
-        told = self._close()
+        events = self._close()
         stop, counts = self._stop(usage), _usage(usage)
         self.message |= {**stop, "usage": counts, **self._edits}
         change = {
@@ -384,19 +384,19 @@ class MessageWriter:
             "usage": counts,
             **self._edits,
         }
-        return [*told, change, {"type": "message_stop"}]
+        return [*events, change, {"type": "message_stop"}]
 
-    def _told(self, delta: dict[str, Any]) -> Event:
+    def _event(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _open(self, block: dict[str, Any]) -> list[Event]:
         """Begins this block, unless the last one goes on: text and thinking do."""
         if self._blocks and self._blocks[-1]["type"] == block["type"] != "tool_use":
             return []
-        told = self._close()
+        events = self._close()
         self._blocks.append(block)
         start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
-        return [*told, start]
+        return [*events, start]
 
     def _close(self) -> list[Event]:
         if not self._blocks:

@@ -112,4 +112,4 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # which is not read

@@ -1,7 +1,7 @@
 """The JSON of a request on its way to a route: a long one is parsed and checked beside the event loop.
 
 To do so costs the time that its values take, up to a quarter of a second (json_limits.py), in which the loop
-would answer nobody. It is done for one body at a time, clients in turn.
+would answer no client. It is done for one body at a time, clients in turn.
 """
 
 from __future__ import annotations

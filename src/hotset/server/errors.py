@@ -51,7 +51,7 @@ class NotReadyError(RequestError):
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as a client is told of it; the fields are those of RequestError."""
+    """An error as a client gets it; the fields are those of RequestError."""
 
     status: int
     message: str
@@ -67,7 +67,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client is told of an error; of one that nobody foresaw its kind alone."""
+    """What a client gets of an error; of an unexpected one its kind alone."""
     match error:
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
@@ -121,7 +121,7 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_e
 
 
 def body_of(problem: Problem, path: str) -> dict[str, Any]:
-    """The JSON of an error for whoever asked at `path`."""
+    """The JSON of an error for a client of `path`."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
         return shapes.AnthropicErrorReply.written(

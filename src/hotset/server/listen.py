@@ -38,16 +38,16 @@ _CHECK_SECONDS = 1  # between two looks at what connections take too long for
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
-def listen(service: Service, told: Callable[[str], None]) -> None:
+def listen(service: Service, report: Callable[[str], None]) -> None:
     """Serves until SIGTERM or Ctrl-C, and a moment longer: answers that run may end, within a time.
 
-    A second signal ends them at once. told: hears where the server listens, once it does.
+    A second signal ends them at once. report: called with the address once the server listens.
     Raises what keeps it from listening, or the model from being loaded.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     bound_logs()
     with bound_socket(service.settings.host, service.settings.port) as bound:
-        asyncio.run(Server(service, bound, told, create_app(service)).serve(sockets=[bound]))
+        asyncio.run(Server(service, bound, report, create_app(service)).serve(sockets=[bound]))
     if service.error is not None:
         raise service.error
 
@@ -76,7 +76,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class Served(Protocol):
-    """What answers behind an application: a Service, or whoever stands before several."""
+    """What answers behind an application: a Service, or a front end of several."""
 
     settings: ServerSettings
     stopping: bool
@@ -85,14 +85,14 @@ class Served(Protocol):
         """Waits until it can answer. Raises what keeps it from that."""
 
     def end_answers(self) -> None:
-        """Ends what runs; each is told that the server ends."""
+        """Ends what runs; each client gets an error that the server ends."""
 
 
 class Server(uvicorn.Server):
     """uvicorn's, which bounds connections and lets the service end its answers when a signal comes."""
 
     def __init__(
-        self, service: Served, bound: socket.socket, told: Callable[[str], None], app: ASGIApp
+        self, service: Served, bound: socket.socket, report: Callable[[str], None], app: ASGIApp
     ) -> None:
         settings = service.settings
         limits = ConnectionLimits(settings.max_head_seconds, most_connections())
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(settings.grace_seconds) + _LAST_SECONDS,
             )
         )
-        self._service, self._bound, self._told = service, bound, told
+        self._service, self._bound, self._report = service, bound, report
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
         self._loop.set_exception_handler(log_loop_errors)
         self._tasks = [asyncio.create_task(work()) for work in (self._until_loaded, self._check_connections)]
         host, port = self._bound.getsockname()[:2]
-        self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        self._report(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def _until_loaded(self) -> None:
         try:

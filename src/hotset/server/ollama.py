@@ -287,15 +287,15 @@ class LineWriter:
     def __init__(self, model: str, tokenizer: Tokenizer, n_top: int | None, *, chat: bool) -> None:
         self._model, self._tokenizer, self._n_top, self._chat = model, tokenizer, n_top, chat
         self._began = time.perf_counter_ns()
-        self._call: ToolCall | None = None  # told when it is complete
+        self._call: ToolCall | None = None  # sent when it is complete
         self._n_calls = 0
         self._finished: Finished | None = None
 
     async def lines(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
         async for delta in answer:
-            for told in self.push(delta):
-                yield dumped(told) + b"\n"
+            for one in self.push(delta):
+                yield dumped(one) + b"\n"
         yield dumped(self._line() | self.end(answer)) + b"\n"
 
     def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
@@ -304,9 +304,9 @@ class LineWriter:
         for delta in choice.deltas():
             calls += [
                 call
-                for told in self.push(delta)
-                if "message" in told
-                for call in told["message"].get("tool_calls", ())
+                for one in self.push(delta)
+                if "message" in one
+                for call in one["message"].get("tool_calls", ())
             ]
         logprobs = self._logprobs(TextDelta(0, choice.text, choice.tokens, choice.logprobs))
         return self._line(choice.text, choice.reasoning, calls) | logprobs | self.end(answer)
@@ -318,9 +318,9 @@ class LineWriter:
             case ReasoningDelta(text=text) if text:
                 return [self._line(thinking=text)]
             case ToolCallStart():
-                told = self._called()
+                events = self._called()
                 self._call = ToolCall(delta.id, delta.name)
-                return told
+                return events
             case ToolCallArguments():
                 assert self._call is not None
                 self._call.arguments += delta.text

@@ -26,7 +26,7 @@ _END = 32  # tokens of a prompt by which it is seen whether an answer begins ins
 class Output:
     """How the answers to one request are to be written, and read.
 
-    form: the model's; None where prompts are continued as they stand. tools: what the template is told of.
+    form: the model's; None where prompts are continued as they stand. tools: what the template gets.
     params: with what the answers must follow. names: of functions that may be called. calls: whether one
     must be. begun: the text of the message that the answers continue; None where they begin one.
     """

@@ -64,7 +64,7 @@ class TurnTaking:
                 self._waiting.remove(job)
 
     def close(self) -> None:
-        """What has begun goes on to its end; nobody waits for it."""
+        """What has begun goes on to its end, without a wait."""
         self._threads.shutdown(wait=False)
 
     def _begin(self) -> None:

@@ -32,7 +32,7 @@ from hotset.server.preparation import LONG_BYTES, TurnTaking
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
 from hotset.server.streams import API_KEY, N_BYTES, client_of
 
-_OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
+_OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they reveal nothing and cost nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
 
 # RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.

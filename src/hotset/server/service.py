@@ -29,7 +29,7 @@ from hotset.escaping import clause
 from hotset.parameters import shown
 from hotset.report.experts import expert_counts
 from hotset.server.activity import ActivityReport
-from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
+from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
 from hotset.server.errors import NotReadyError, RequestError
 from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, EXPERT_COUNTERS, Metrics
 from hotset.server.outputs import Output, output_of
@@ -41,7 +41,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _THREADS = 2  # for what no request of many can fill: loading, pictures of tokens, memory of devices
-PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: nobody sees more
+PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: a reader sees no more
 _SHARE_SECONDS = 0.002  # for which the loop takes events of whole answers, before it does anything else
 
 
@@ -202,9 +202,13 @@ class Service:
             raise
 
     def _submit(
-        self, thread: EngineThread, sequence: EngineSequence, take: Callable[[Event], None], told: Told
+        self,
+        thread: EngineThread,
+        sequence: EngineSequence,
+        take: Callable[[Event], None],
+        delivery: Delivery,
     ) -> None:
-        thread.submit(sequence, Sink(self._mail, take, told))
+        thread.submit(sequence, Sink(self._mail, take, delivery))
 
     def _bounded(self, request: AnswerRequest) -> AnswerRequest:
         """A request within the limits of this server. Raises RequestError where it asks for more."""
@@ -258,7 +262,7 @@ class Service:
     # ---- the end ----
 
     def end_answers(self) -> None:
-        """Ends what runs; each is told that the server ends."""
+        """Ends what runs; each client gets an error that the server ends."""
         error = NotReadyError("the server was shut down before the answer was complete")
         for answer in list(self._answers):
             answer.fail(error)
@@ -347,7 +351,7 @@ class Mail:
         self._is_called = True
         try:
             self.loop.call_soon_threadsafe(self._come)
-        except RuntimeError:  # the loop is closed, and nobody is left who waits
+        except RuntimeError:  # the loop is closed, and no client waits
             self._events.clear()
             self._whole.clear()
 
@@ -400,14 +404,14 @@ class Mail:
 class Sink:
     """The events of one sequence on their way: its first token and its end without delay."""
 
-    def __init__(self, mail: Mail, take: Callable[[Event], None], told: Told) -> None:
-        self._mail, self._take, self._told = mail, take, told
+    def __init__(self, mail: Mail, take: Callable[[Event], None], delivery: Delivery) -> None:
+        self._mail, self._take, self._delivery = mail, take, delivery
         self._held: list[Event] = []
         self._has_begun = False
 
     def put(self, event: Event) -> None:
         ends = event.finish_reason is not None
-        if self._told == "end" and not ends:
+        if self._delivery == "end" and not ends:
             self._held.append(event)
             return
         if self._held:

@@ -20,9 +20,9 @@ class ServerSettings:
     cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
     allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
 
-    max_queue: sequences that may wait for their turn beside those that run; what comes then is told to come
-    again. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None:
-    the context bounds it. max_seconds: how long an answer may take; None: as long as it does.
+    max_queue: sequences that may wait for their turn beside those that run; later requests are refused with
+    429. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None: the
+         context bounds it. max_seconds: how long an answer may take; None: as long as it does.
     max_head_seconds: in which a request's head must have arrived. max_body_bytes, max_nesting: of its JSON.
     max_body_seconds: in which that must have arrived. max_held_bytes: of long bodies of all requests that
     have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs

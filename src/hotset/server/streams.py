@@ -1,7 +1,7 @@
 """Answers on their way to a client: whole or as a stream, and ended when the client is gone.
 
 The client may leave at any moment: while its text is tokenized, while it waits in the queue, in a prompt of a
-minute, between two tokens, with its window closed. Whoever answers goes through here.
+minute, between two tokens, with its window closed. Every answer goes through here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _LONG_PIECE = 4096  # bytes
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# The library would end every stream at once when the process is told to end; the service gives them time.
+# The library would end every stream at once when the process gets a signal to end; the service gives them
+# time.
 AppStatus.disable_automatic_graceful_drain()
 
 
@@ -49,7 +50,7 @@ def service_of(http: Request) -> Service:
 
 
 class ClientGoneError(Exception):
-    """Nobody is left who wants the answer."""
+    """The client has gone."""
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
@@ -198,7 +199,7 @@ class AnswerStream(EventSourceResponse):
         async with aclosing(self._pieces):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                if len(piece) > _LONG_PIECE:  # a client that takes them at once would let nobody else in
+                if len(piece) > _LONG_PIECE:  # a client that takes them at once would keep all others out
                     await asyncio.sleep(0)
         async with self._send_lock:
             self.active = False

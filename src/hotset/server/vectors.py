@@ -83,7 +83,7 @@ class Vectors:
             self._closed(self)
             self._closed = None
         if self._end.done() and not self._end.cancelled():
-            self._end.exception()  # nobody may have waited for it
+            self._end.exception()  # it may not have been awaited
         self._end.cancel()
 
     def _take(self, i: int, event: Event) -> None:

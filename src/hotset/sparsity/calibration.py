@@ -53,7 +53,7 @@ class Calibration:
             raise InvalidRequestError("the calibration text is empty; give some text, or none")
 
     def settings(self) -> dict[str, object]:
-        """What tells one calibration from another."""
+        """What distinguishes one calibration from another."""
         if self.open_backend is None:
             data = "drawn"
         elif self.tokens is None:

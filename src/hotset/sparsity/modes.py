@@ -3,7 +3,8 @@
     dense      all neurons
     exact      every gate, but up and down rows only of neurons that fire: the same bits as dense
     predicted  the neurons that a predictor names, and within them as exact: an approximation
-    threshold  as one of these, but small values count as zero: an approximation, by a calibration's cutoffs
+    threshold  as one of these, but small values count as zero: an approximation, by a calibration's
+    thresholds
 
 The default is the fastest that keeps the file's meaning: `predicted` where the file carries predictors, for
 the model was published to run so, else `exact` where neurons can be exactly zero, else `dense`; never
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from hotset.errors import InvalidRequestError
 from hotset.formats import channels, planes
 from hotset.formats.overlay import Overlay
-from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
-from hotset.model.graph import cut_products
+from hotset.model.graph import thresholded_products
 from hotset.model.predictor import Predictor, PredictorKind
+from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity import sidecar
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
 from hotset.sparsity.thresholds import BaseMode, Thresholds
@@ -43,7 +44,7 @@ SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 class Choice:
     """A mode with the reason for it, one sentence.
 
-    predictor, spec: with `predicted`, which one and its settings. thresholds: of `threshold`, which cuts in
+    predictor, spec: with `predicted`, which one and its settings. thresholds: of `threshold`, in
     addition to the mode that they name.
     """
 
@@ -55,15 +56,15 @@ class Choice:
 
     @property
     def base(self) -> BaseMode:
-        """The mode without the cutoffs."""
+        """The mode without the thresholds."""
         if self.thresholds is not None:
             return self.thresholds.mode
         assert self.mode != "threshold", "it has thresholds"
         return self.mode
 
     @property
-    def cutoffs(self) -> tuple[LayerCutoffs, ...]:
-        """Of each layer, for decoder.describe; empty where nothing is cut."""
+    def layer_thresholds(self) -> tuple[LayerThresholds, ...]:
+        """Of each layer, for decoder.describe; empty where there are none."""
         return () if self.thresholds is None else self.thresholds.layers
 
 
@@ -110,12 +111,14 @@ def choose(
 ) -> Choice:
     """The mode and predictor for a model; `mode` and `predictor` are what a user asked for.
 
-    thresholds: those that `threshold` cuts by; they say in addition to which mode.
+    thresholds: those of `threshold`; they say in addition to which mode.
     Raises InvalidRequestError where the model cannot run so, or for a text that means nothing.
     """
     if thresholds is not None:
         below = choose(config, tensors, thresholds.mode, predictor)
-        reason = f"threshold: small values are cut as calibrated; {below.reason.removesuffix(', as asked')}"
+        reason = (
+            f"threshold: small values count as zero as calibrated; {below.reason.removesuffix(', as asked')}"
+        )
         return replace(below, mode="threshold", reason=reason, thresholds=thresholds)
     mode, spec = asked_mode(mode, predictor)
     spec = spec and spec.resolved(config)
@@ -185,20 +188,20 @@ def prepare(
     calibration: Calibration | None = None,
     profile: Profile | None = None,
     progress: Reporter | None = None,
-    by_channel: bool = True,
+    input_major: bool = True,
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
-    The down matrix by neuron belongs to every mode of a ReLU model, dense too: its sums are then the same to
-    the bit. calibration: how a predictor's thresholds are found (the default: on text that the model itself
-    generates). profile: its neurons that nearly always fire are computed without prediction. by_channel: with
-    copies of all matrices that cutoffs let be read so; else open_channels is to open those of some.
+    The neuron-major down matrix belongs to every mode of a ReLU model, dense too: its sums are then bitwise
+    identical. calibration: how a predictor's thresholds are found (the default: on text that the model itself
+    generates). profile: its neurons that nearly always fire are computed without prediction. input_major:
+    with copies of all matrices that thresholds let be read so; else open_channels is to open those of some.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
     ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress)
-    if choice.cutoffs and by_channel:
-        graph = describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
+    if choice.layer_thresholds and input_major:
+        graph = describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
         try:
             copies = open_channels(gguf, graph, ready.weights, None, ready.notes, progress)
         except BaseException:
@@ -216,7 +219,7 @@ def _prepare_neurons(
     profile: Profile | None,
     progress: Reporter | None,
 ) -> Prepared:
-    """What leaves out neurons: down matrices by neuron, and predictors."""
+    """What leaves out neurons: neuron-major down matrices, and predictors."""
     if not config.has_zeros:
         return Prepared(Overlay(gguf))
     # What is built reads shapes and types of the file's tensors: they are checked first.
@@ -245,7 +248,8 @@ def _prepare_neurons(
 def _open_down(
     gguf: GGUFFile, config: ModelConfig, model: str, notes: list[str], progress: Reporter | None
 ) -> list[GGUFFile]:
-    """The sidecar with the down matrices by neuron, where the file has them by output and they can be."""
+    """The sidecar with the neuron-major down matrices, where the file has them by output and they can be
+    converted."""
     names = [f"blk.{i}.ffn_down" for i, layer in enumerate(config.layers) if layer.activation.has_zeros]
     plain = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in plain if f"{info.name.removesuffix('.weight')}_t.weight" not in gguf.tensors]
@@ -254,7 +258,7 @@ def _open_down(
         types = sorted({info.type.name for info in plain if planes.layout_of(info) is None})
         notes.append(
             f"the down projection of {len(plain) - len(possible)} layers stays dense: {', '.join(types)} "
-            "cannot be laid out by neuron without changing its values"
+            "cannot be laid out neuron-major without changing its values"
         )
     if not possible:
         return []
@@ -266,7 +270,7 @@ def _open_down(
     n_bytes = sum(info.nbytes for info in possible)
     contents = sidecar.Contents(fill, n_bytes)
     built = sidecar.open_or_build(gguf, "down", {}, contents, model=model, progress=progress)
-    notes.append(built.note("down matrices by neuron"))
+    notes.append(built.note("neuron-major down matrices"))
     return [built.file]
 
 
@@ -278,17 +282,17 @@ def open_channels(
     notes: list[str],
     progress: Reporter | None = None,
 ) -> list[GGUFFile]:
-    """Opens, or builds once, the sidecar with matrices by channel whose inputs a graph cuts.
+    """Opens, or builds once, the sidecar with input-major copies of matrices whose inputs a graph thresholds.
 
     wanted: which of them; None: all that can be. notes: to which a sentence on each is added.
     """
-    cut = dict.fromkeys(op.weight for op in cut_products(graph))
-    possible = [name for name in cut if channels.can_be_by_channel(weights.tensors[name])]
-    if len(possible) < len(cut):
-        types = sorted({weights.tensors[name].type.name for name in cut if name not in possible})
+    thresholded = dict.fromkeys(op.weight for op in thresholded_products(graph))
+    possible = [name for name in thresholded if channels.can_be_input_major(weights.tensors[name])]
+    if len(possible) < len(thresholded):
+        types = sorted({weights.tensors[name].type.name for name in thresholded if name not in possible})
         notes.append(
-            f"{len(cut) - len(possible)} matrices whose inputs are cut are read whole: {', '.join(types)} "
-            "is not laid out by channel"
+            f"{len(thresholded) - len(possible)} matrices whose inputs are thresholded are read whole: "
+            f"{', '.join(types)} has no input-major layout"
         )
     if wanted is not None:
         possible = [name for name in possible if name in wanted]
@@ -304,7 +308,7 @@ def open_channels(
     contents = sidecar.Contents(fill, n_bytes, alignment=channels.ALIGNMENT)
     settings = {"tensors": of, "layout": channels.LAYOUT}
     built = sidecar.open_or_build(gguf, "channels", settings, contents, progress=progress)
-    notes.append(built.note("matrices by channel"))
+    notes.append(built.note("input-major matrices"))
     return [built.file]
 
 

@@ -4,7 +4,7 @@
     svd[:RANK[:TYPE]]  the gate's product through a truncated singular value decomposition (arXiv 2603.14110)
 
 `svd` is built from the weights alone. In a model without a gate the up matrix is the one whose sign decides,
-and takes the gate's place. What remains to be found is where to cut: a neuron is computed unless its score
+and takes the gate's place. What remains to be found is the threshold: a neuron is computed unless its score
 lies below its layer's threshold, and the threshold is the highest that keeps `recall` of the magnitude of the
 neurons that are scored, the sum of |value| over calibration tokens. (Not of their number: neurons that barely
 fire are the hardest to predict and the least worth it.)

@@ -44,8 +44,8 @@ def record(
     of the graph names, or without one those that fire.
 
     tap_steps: Model.tap_steps. tokens: int32 [n] or [n_sequences, n], each of which fits the context.
-    progress: told (tokens done, tokens of all). Raises InvalidRequestError for a model of which every token
-    needs all, for no tokens, and for too many.
+    progress: called with (tokens done, tokens of all). Raises InvalidRequestError for a model of which every
+    token needs all, for no tokens, and for too many.
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to trace the model on")

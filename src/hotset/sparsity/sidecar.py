@@ -50,7 +50,8 @@ class Sidecar:
     seconds: float | None
 
     def note(self, what: str) -> str:
-        """A sentence for a person: "the down matrix by neuron: built in 3.1 s, 722 MB, /models/m.down..."."""
+        """A sentence for a person: "the neuron-major down matrix: built in 3.1 s, 722 MB,
+        /models/m.down..."."""
         how = "opened" if self.seconds is None else f"built in {self.seconds:.1f} s"
         return f"{what}: {how}, {human_size(self.file.nbytes)}, {self.file.path}"
 

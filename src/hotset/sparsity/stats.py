@@ -62,7 +62,7 @@ class StatsSummary:
 
     bytes_touched_per_token: weights that were read. bytes_total_per_token: that the same steps would have
     read with every neuron and no predictor. left_out_per_token: of the bytes that were not read those of
-    input channels that were cut. active_parameters: that a token was multiplied with; flops: two for each.
+    input channels that were zero. active_parameters: that a token was multiplied with; flops: two for each.
     seconds: by kind, "predictor", "ffn", "attention", "other".
     """
 
@@ -116,7 +116,7 @@ class StepCosts:
         self._dense_bytes = sum(layer.dense_bytes for layer in self._layers)
 
     def _whole(self, step: StepStats) -> StepStats:
-        """With the rows of FFNs without zeros, which nobody counts."""
+        """With the rows of FFNs without zeros, which are not counted."""
         if not self._is_whole.any():
             return step
         neurons: dict[str, Any] = {
@@ -194,7 +194,7 @@ class _FFNCost:
         self._n_used = 1 if ffn.route is None else ffn.route.n_used
         self._gate_row = 0 if ffn.gate is None else tensors[ffn.gate.matrices[0]].row_bytes
         self._up_row = tensors[ffn.up_tensor].row_bytes
-        self._by_neuron = ffn.by_neuron or (isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron)
+        self._neuron_major = ffn.neuron_major or (isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major)
         self._down_row = tensors[
             ffn.down.matrices[0]
         ].row_bytes  # of a matrix by output: a row for each output
@@ -217,7 +217,7 @@ class _FFNCost:
     def bytes(self, gate: int, up: int, down: int, n_tokens: int) -> float:
         """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
         many groups that are is what it would be if the neurons were spread at random."""
-        if not self._by_neuron:
+        if not self._neuron_major:
             n_matrices = self.experts(gate, up, n_tokens) if self.n_expert else 1
             down_bytes: float = self._down_row * self._n_embd * n_matrices
         else:
@@ -237,7 +237,7 @@ class _FFNCost:
         else:
             down = active
             gate, up = (selected, active) if self._has_gate else (0, selected)
-        if not self._by_neuron:
+        if not self._neuron_major:
             down = n * (self.n_ff * self._n_used // self.n_expert if self.n_expert else self.n_ff)
         return self._n_embd * (gate + up + down) + n * self._predictor_parameters
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hotset.formats.source import WeightSource
     from hotset.model.graph import Graph
 
-MAX_SEQUENCE = 512  # tokens; longer texts are cut into sequences of this length
+MAX_SEQUENCE = 512  # tokens; longer texts are split into sequences of this length
 _N_PAGES = MAX_SEQUENCE // PAGE_SIZE
 _STEP = 128  # tokens at a time: a tapped model of 32 layers and 11,008 neurons then holds 180 MB of taps
 

@@ -2,14 +2,16 @@
 
     {"format": "hotset.thresholds", "version": 1,
      "model": {"name": file name, "size": bytes, "hash": sidecar.fingerprint},
-     "mode": "dense" | "exact" | "predicted",     which mode they are cut in addition to
-     "prompts": false,                            whether tokens of prompts are cut too
-     "text": {...},                               what they were found on: hashes, and what else is told of it
+     "mode": "dense" | "exact" | "predicted",     the mode that they are added to
+     "prompts": false,                            whether prompts are thresholded too
+     "text": {...},                               what they were found on: hashes, and other facts
      "layers": [{"gate": t, "attn_in": t, "attn_out": t, "ffn_in": t, "down_in": t}, ...],
-     "measured": {"kept": [{"gate": share, ...}, ...],   of each layer, what the cutoffs leave of the values
+     "measured": {"kept": [{"gate": share, ...}, ...],   of each layer, what the thresholds leave of the
+     values
                   ...}}                           and what else the calibration saw: sparsity, perplexity, ...
 
-A cutoff that is absent is 0 and cuts nothing (model/cutoffs.py says what each is of). A file comes from
+A threshold that is absent is 0 and has no effect (model/thresholds.py says what each is of). A file comes
+from
 anywhere: every number is checked, and one that was made of another model is refused.
 """
 
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
 from hotset.files import read_small_text, write_whole
-from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.sparsity import sidecar
 
@@ -35,7 +37,7 @@ SUFFIX = ".thresholds.json"
 FORMAT, VERSION = "hotset.thresholds", 1
 BaseMode = Literal["dense", "exact", "predicted"]
 _MAX_BYTES = 16 << 20
-_MAX_CUTOFF = 3.0e38  # of float32
+_MAX_THRESHOLD = 3.0e38  # of float32
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Cutoffs of every layer, and where they come from.
+    """Thresholds of every layer, and where they come from.
 
-    mode: the one that they are cut in addition to. prompts: whether tokens of prompts are cut as well.
+    mode: the one that they are added to. prompts: whether prompts are thresholded as well.
     text, measured: objects of JSON that are kept as they are.
     """
 
     model: Calibrated
-    layers: tuple[LayerCutoffs, ...]
+    layers: tuple[LayerThresholds, ...]
     mode: BaseMode = "dense"
     prompts: bool = False
     text: Mapping[str, Any] = field(default_factory=dict)
@@ -126,13 +128,15 @@ class Thresholds:
 
     @property
     def knows_kept(self) -> bool:
-        """Whether the calibration measured what its cutoffs leave."""
-        return any(self.kept(i, name) is not None for i in range(len(self.layers)) for name in CUTOFF_NAMES)
+        """Whether the calibration measured what its thresholds leave."""
+        return any(
+            self.kept(i, name) is not None for i in range(len(self.layers)) for name in THRESHOLD_NAMES
+        )
 
-    def kept(self, layer: int, name: CutoffName) -> float | None:
-        """The share of values that a cutoff leaves, as the calibration measured it; None where it did not.
+    def kept(self, layer: int, name: ThresholdName) -> float | None:
+        """The share of values that a threshold leaves, as the calibration measured it; None where it did not.
 
-        Of "down_in": of the neurons, whichever cutoff makes them zero.
+        Of "down_in": of the neurons, whichever threshold makes them zero.
         """
         kept = self.measured.get("kept")
         of_layer = kept[layer] if isinstance(kept, list) and layer < len(kept) else None
@@ -162,15 +166,15 @@ def thresholds_path(model: Path) -> Path:
     return model.with_name(f"{sidecar.stem_of(model)}{SUFFIX}")
 
 
-def _layer(index: int, content: Any) -> LayerCutoffs:
+def _layer(index: int, content: Any) -> LayerThresholds:
     where = f"layer {index}"
     content = _object(where, content)
-    if unknown := sorted(set(content) - set(CUTOFF_NAMES)):
+    if unknown := sorted(set(content) - set(THRESHOLD_NAMES)):
         raise InvalidRequestError(
-            f"{where} has {shown(unknown[0])}, which is not one of {', '.join(CUTOFF_NAMES)}"
+            f"{where} has {shown(unknown[0])}, which is not one of {', '.join(THRESHOLD_NAMES)}"
         )
-    return LayerCutoffs(
-        **{name: real_number(f"{name} of {where}", v, 0, _MAX_CUTOFF) for name, v in content.items()}
+    return LayerThresholds(
+        **{name: real_number(f"{name} of {where}", v, 0, _MAX_THRESHOLD) for name, v in content.items()}
     )
 
 

@@ -36,7 +36,7 @@ TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead netwo
 _HEADERS = (1 << 20, 30.0)  # the most bytes and seconds of an answer (and its redirects) before its contents
 _STALL = (1 << 15, 30.0)  # contents that come more slowly than these bytes in these seconds have stalled
 _WORTH = 1 << 20  # bytes that an attempt must bring to be none of the failures: one a request is an attack
-_RETRIES = 4  # failures after a cut before it is given up
+_RETRIES = 4  # failures after a lost connection before it is given up
 _CHUNK = 1 << 20
 _UNCHECKED = "{} has no checksum in the listing: only its size was compared."
 
@@ -204,7 +204,7 @@ def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
 
 
 def cause(error: BaseException) -> str:
-    """Why a request failed, in the words of whoever noticed."""
+    """Why a request failed, in the words of its cause."""
     reason = getattr(error, "reason", None) or error
     return clause(reason) or type(reason).__name__
 
@@ -247,7 +247,7 @@ def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = target.with_name(target.name + ".lock")
-    told = False
+    reported = False
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         while True:
@@ -259,9 +259,9 @@ def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
                 try:
                     lock.acquire(timeout=0)
                 except Timeout:
-                    if progress is not None and not told:
+                    if progress is not None and not reported:
                         progress.say(f"Another process is fetching {target.name}: waiting for it.")
-                    told = True
+                    reported = True
                     lock.acquire()
                 try:
                     if os.path.samestat(os.fstat(before.fileno()), path.stat()):
@@ -378,7 +378,7 @@ def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, 
 
 
 def _receive(part: _Part, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
-    """Asks until `size` bytes are here, going on after a cut; gives up when too little comes."""
+    """Asks until `size` bytes are here, going on after a lost connection; gives up when too little comes."""
     host = urllib.parse.urlsplit(url).netloc
     most, failures, restarts, answered = part.have, 0, 0, False
     while part.have < size:
@@ -429,10 +429,11 @@ def _continues(response: HTTPResponse, have: int) -> bool:
 
 
 def _copy(response: HTTPResponse, part: _Part, size: int, label: str, report: Reporter) -> None:
-    """What comes, as it comes, so that a cut leaves it here; at most a chunk more than `size` bytes."""
-    told = 0.0
+    """What comes, as it comes, so that a lost connection leaves it here; at most a chunk more than `size`
+    bytes."""
+    reported = 0.0
     while part.have <= size and (chunk := response.read1(_CHUNK)):
         part.write(chunk)
-        if time.monotonic() - told > 0.1 or part.have >= size:  # not for each packet
-            told = time.monotonic()
+        if time.monotonic() - reported > 0.1 or part.have >= size:  # not for each packet
+            reported = time.monotonic()
             report.advance(label, part.have, size)

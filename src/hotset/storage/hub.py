@@ -37,7 +37,7 @@ _LONGEST = 240  # bytes of a name, so that NAME.part is one too
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: path inside it, bytes (None: not told), checksum where the hub tells one."""
+    """A file of a repository: path inside it, bytes (None: unknown), checksum where the hub has one."""
 
     path: str
     size: int | None

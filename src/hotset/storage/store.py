@@ -36,7 +36,7 @@ class StoredModel:
     path: Path
     size: int
     dialect: str  # "gguf" or "powerinfer"
-    relu: bool  # sparse by nature, as far as the name and the dialect tell
+    relu: bool  # sparse by nature, by its name and dialect
 
 
 def home() -> Path:
@@ -133,7 +133,7 @@ def _describe(path: Path, name: str) -> StoredModel:
 def find_local(name: str) -> StoredModel | None:
     """The stored model of that name, or of that file name (case does not matter), or None.
 
-    Raises ModelNotFoundError where several files have that name: which is meant cannot be told.
+    Raises ModelNotFoundError where several files have that name: the name is ambiguous.
     """
     wanted = name.removeprefix("hf:").lower()
     models = list_models()

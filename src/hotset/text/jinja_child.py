@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 
 _MAX_REASON_CHARS = 400
 
-# --- the dialect: what Hugging Face adds to Jinja
+# --- what Hugging Face adds to Jinja
 
 
 class _RefusedError(TemplateError):
@@ -120,9 +120,9 @@ class _Renderer:
         except MemoryError:
             return {"error": "memory"}
         except TemplateSyntaxError as error:
-            return {"error": "syntax", "line": error.lineno, "reason": _cut(str(error.message))}
+            return {"error": "syntax", "line": error.lineno, "reason": _shortened(str(error.message))}
         except _RefusedError as error:
-            return {"error": "refused", "reason": _cut(str(error))}
+            return {"error": "refused", "reason": _shortened(str(error))}
         except Exception as error:  # a template can make Python raise nearly anything
             return {"error": "failed", "reason": _reason(error)}
         if len(text) > self._max_chars:
@@ -132,13 +132,13 @@ class _Renderer:
 
 def _reason(error: BaseException) -> str:
     """What went wrong, in one line."""
-    text = _cut(str(error))
+    text = _shortened(str(error))
     return (
         text if isinstance(error, TemplateError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
     )
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     short = " ".join(text[: 4 * _MAX_REASON_CHARS].split())
     return short if len(short) <= _MAX_REASON_CHARS else short[:_MAX_REASON_CHARS] + "…"
 

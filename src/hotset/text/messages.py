@@ -171,7 +171,7 @@ def rendered(
         try:
             return made(_as_text)
         except TokenizerError:
-            pass  # what is wrong is something else, and was told of
+            pass  # what is wrong is something else, and was reported
         raise
 
 

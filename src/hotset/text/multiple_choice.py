@@ -11,7 +11,7 @@ so that numbers can be compared:
     piqa       goal, sol1, sol2, label
                the same, then each solution
 
-A file is anybody's: every line is checked, and the first that is no question is told by its number.
+A file is not trusted: every line is checked, and the error names the first that is no question.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hotset.text.tokenizer import Tokenizer
 
 
 class PlainText:
-    """The placeholders of one conversation: digits that nobody can foresee, and that no filter changes.
+    """The placeholders of one conversation: digits that cannot be predicted, and that no filter changes.
 
     most: of the conversation's tokens; a spelling is one at least.
     """

@@ -1,6 +1,6 @@
-"""How byte-level BPE files cut text into words before merging: one row per name of `tokenizer.ggml.pre`.
+"""How byte-level BPE files split text into words before merging: one row per name of `tokenizer.ggml.pre`.
 
-A row is a list of regular expressions applied one after the other: each cuts the pieces that the one before
+A row is a list of regular expressions applied one after the other: each splits the pieces that the one before
 left, every match and every gap between matches becoming a piece of its own. The expressions are those of
 the models' own tokenizer.json files where they are known (Oniguruma syntax, which `tokenizers` runs); the
 names are the ones that llama.cpp's converter writes. `(?i:...)` and the cased letter classes, which llama.cpp
@@ -14,7 +14,7 @@ from hotset.errors import TokenizerError
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of cutting text into words.
+    """One way of splitting text into words.
 
     patterns: regular expressions, applied in order.
     ignore_merges: a word that is a token is taken whole, whatever the merges say.

@@ -12,7 +12,8 @@ Which marks a model thinks between is said by its chat template:
 Only what the answer begins with is reasoning. Where the rendered prompt ends with the opening mark (some
 templates put it there), the answer begins inside; where it ends with the closing one (thinking is turned
 off), or with neither, the answer says for itself. White space next to the marks belongs to them. Reasoning
-that is never closed is reasoning to the end; where the end cuts the closing mark, its beginning is left out.
+that is never closed is reasoning to the end; where the end truncates the closing mark, its beginning is left
+out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chat templates are rendered in a process of their own, which can be ended for certain.
 
-A template is a program of whoever made the model file. Jinja's sandbox keeps it from the machine, but nothing
+A template is a program of the model file's author. Jinja's sandbox keeps it from the machine, but nothing
 inside Python keeps it from time and memory: a comparison, a sort or a constant that the compiler folds can
 take hours in one call that no signal interrupts. So a child (`jinja_child.py`) compiles and renders, under
 the system's limits where there are any, and a thread of the parent looks at its clock and memory and kills
@@ -95,7 +95,7 @@ class Renderer:
 
     def _start(self) -> _Child:
         if self._child is not None and self._child.process.poll() is not None:
-            self._drop()  # somebody ended it between two renderings
+            self._drop()  # it was ended between two renderings
         if self._child is None:
             self._child = _Child()
             self._end_child = weakref.finalize(self, self._child.end)  # with this object, and at exit

@@ -10,7 +10,7 @@ _WINDOW = 1 << 15  # characters searched in one call: the regex engine holds the
 
 
 class SpecialTokens:
-    """Cuts special tokens out of texts: the first that comes, the longest where several begin.
+    """Splits texts at special tokens: the first that comes, the longest where several begin.
 
     ids: the text of each token (not empty) → its id. One regular expression of all texts would try thousands
     of them at every "<" of a text; here it looks for their first characters, and a lookup decides.

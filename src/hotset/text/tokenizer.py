@@ -2,7 +2,7 @@
 
 The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and
 `sentencepiece` for SentencePiece BPE ("llama"). What is here is what a GGUF file leaves to its reader:
-building the library's model from pieces, scores, merges and types; cutting special tokens out of the text;
+building the library's model from pieces, scores, merges and types; splitting the text at special tokens;
 BOS and EOS; and turning ids back into bytes, which may split a character and so are decoded with care.
 """
 
@@ -26,7 +26,7 @@ from hotset.text.special_tokens import SpecialTokens
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 # Tokens that end a generation by their text, whatever the file's keys say: many files name only one of
-# several (Llama 3: eos is <|end_of_text|>, but a turn ends with <|eot_id|>). Texts that nobody writes by
+# several (Llama 3: eos is <|end_of_text|>, but a turn ends with <|eot_id|>). Texts that are not written by
 # chance count whatever their type, since converters often left these tokens as normal ones; ...
 _END_OF_GENERATION = frozenset(
     [
@@ -340,17 +340,17 @@ class BytePairTokenizer(Tokenizer):
                 raise ValueError("a merge leads to no token")
             model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
         except Exception:
-            # Some files have merges of tokens that were cut from the vocabulary, or pieces that are not text.
-            # The library wants neither; the merges could only lead to tokens that are not there.
+            # Some files have merges of tokens that were removed from the vocabulary, or pieces that are not
+            # text. The library wants neither; the merges could only lead to tokens that are not there.
             vocab = {piece: id for piece, id in vocab.items() if _is_text(piece)}
             pairs = [
                 p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and "".join(p) in vocab
             ]
             model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
         self._library = HFTokenizer(model)
-        cuts: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
+        splits: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
         self._library.pre_tokenizer = PreTokenizers(
-            [*cuts, ByteLevel(add_prefix_space=False, use_regex=False)]
+            [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
         )
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
@@ -380,7 +380,7 @@ class BytePairTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """SentencePiece BPE: the pair whose union has the best score merges first; bytes are the fallback.
 
-    llama.cpp cuts user-defined tokens out of a text and puts a space before each part that is left. A file
+    llama.cpp splits a text at user-defined tokens and puts a space before each part that is left. A file
     may ask for what the library does with the whole text (WHOLE_TEXT_KEY, or remove_extra_whitespaces, which
     only the library can do): one space before it, and user-defined tokens where they are.
     """

@@ -131,7 +131,8 @@ class Adapters:
         return cls(values, activation, rank, model)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises FormatError where a part is missing, of another shape than the model's, or nobody's."""
+        """Raises FormatError where a part is missing, of another shape than the model's, or of no tensor of
+        it."""
         shapes: dict[str, tuple[int, ...]] = {"output_norm": (config.n_embd,)}
         for i, n_ff in enumerate(config.n_ff):
             blk, d = f"blk.{i}", config.n_embd

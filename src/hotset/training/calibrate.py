@@ -46,7 +46,7 @@ _LAYER_SHARES = (0.25, 0.45, 0.65, 0.85, 1.1, 1.4)  # of what is asked for on av
 _LINEAR = (0.0, 0.25, 0.5, 1.0)  # of the most that is allowed
 _BISECTIONS = 30
 _SORTED, _COUNTED = 1024, 4096  # tokens from which quantiles, and from which losses are taken
-_HELD_OUT = 4  # one in so many windows tells what the others' fit misses
+_HELD_OUT = 4  # one in so many windows shows what the others' fit misses
 _WEIGHED = 2  # windows on which the output distribution's suffering is measured
 
 

@@ -80,7 +80,7 @@ def generate(
 
 
 def read_documents(path: Path) -> list[list[int]]:
-    """The documents of a file, none where it is missing; cuts off an unfinished last line."""
+    """The documents of a file, none where it is missing; removes an unfinished last line."""
     check_target(path)
     if not path.exists():
         return []
@@ -120,11 +120,12 @@ def _write(
         return
     kept = thrown = 0  # tokens
     texts = [text for text in texts if len(text) > CONTINUED]
-    engine = Engine(model.backend, longest(model.config), N_SEQUENCES, cut=model.engine.cut)
+    engine = Engine(model.backend, longest(model.config), N_SEQUENCES, thresholded=model.engine.thresholded)
     stop_ids = model.tokenizer.stop_ids
 
     def begin() -> EngineSequence:
-        # A large top_k and a small min_p cut what is nearly impossible and leave the teacher's own manner.
+        # A large top_k and a small min_p leave out what is nearly impossible and keep the teacher's own
+        # manner.
         params = SamplingParams(
             temperature=random.uniform(*_TEMPERATURES),
             top_k=256,

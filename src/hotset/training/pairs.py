@@ -61,7 +61,7 @@ class LayerTaps:
 
 @dataclass(frozen=True)
 class Collected:
-    """What is on disk: tokens of each part, bytes, and whether the limit cut the text short."""
+    """What is on disk: tokens of each part, bytes, and whether the limit truncated the text."""
 
     n_train: int
     n_held_out: int
@@ -82,9 +82,9 @@ def collect(
 ) -> Collected:
     """Runs sequences of tokens (int32 [n] each) through a model and writes their pairs into `folder`.
 
-    steps: Model.tap_steps. settings: what tells these pairs from others; a folder of others is emptied, one
-    of the same continues where it ended. The files never take more than max_bytes: a tenth at most for what
-    is held out, and as much of the training text, from its beginning, as fits beside it.
+    steps: Model.tap_steps. settings: what distinguishes these pairs from others; a folder of others is
+    emptied, one of the same continues where it ended. The files never take more than max_bytes: a tenth at
+    most for what is held out, and as much of the training text, from its beginning, as fits beside it.
     Raises InvalidRequestError where not one sequence of each part fits.
     """
     digest = hashlib.sha256(json.dumps({**settings, "max_bytes": max_bytes}, sort_keys=True).encode())

@@ -249,7 +249,7 @@ def _check_device(device: str) -> None:
         raise InvalidRequestError(f"the device {device!r} cannot be used ({reason}); use cpu") from None
 
 
-def cut(
+def split_texts(
     model: Model, texts: Sequence[str], settings: PredictorSettings
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Sequences of model.n_ctx tokens to train on, in random order, and those held out: a tenth of each text,
@@ -375,7 +375,7 @@ class _Training:
         self.activation, self.folder = activation, folder
         assert settings.type is not None
         self.type = settings.type
-        self.train_sequences, self.held_out = cut(model, texts, settings)
+        self.train_sequences, self.held_out = split_texts(model, texts, settings)
         self.model_bytes = sum(
             info.nbytes
             for name, info in model.gguf.tensors.items()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SAMPLE = 4096  # inputs that the start is computed from
 _CALIBRATION = 4096  # of what is held out, at most so many tokens for the threshold, and to measure
-_LOGIT = 6.0  # log-odds are cut here: a neuron that was never seen to fire may yet
+_LOGIT = 6.0  # log-odds are clipped here: a neuron that was never seen to fire may yet
 _SPREAD = 2.0  # standard deviation that a linear score starts with
 _FAN_IN = (512, 64)  # of fc1 and fc2: up to these many inputs the learning rate is the schedule's
 _MAX_POSITIVE = 32.0  # weight of the neurons that fire, against those that do not

@@ -5,12 +5,12 @@ where `calibrate` puts it; then its output distribution is drawn towards the tea
 
     loss = mean over tokens of KL(teacher || student) + price * share of active neurons + guide * stray
 
-where stray is the relative squared distance of the two residual streams, mean over layers: it tells each
-layer what it lacks, where the divergence at the end only tells all of them together, and fades out towards
-the end of the run. The price is raised while more neurons fire than asked, and lowered while fewer do (a
-Lagrange multiplier), so that the share is what was asked for and goes to the neurons and layers that need it.
-The file's weights stay as they are; what is trained (`student.Student`) is small enough to be kept as
-adapters of some megabytes.
+where stray is the relative squared distance of the two residual streams, mean over layers: it gives each
+layer its own error, where the divergence at the end is one for all of them, and fades out towards the end of
+the run. The price is raised while more neurons fire than asked, and lowered while fewer do (a Lagrange
+multiplier), so that the share is what was asked for and goes to the neurons and layers that need it. The
+file's weights stay as they are; what is trained (`student.Student`) is small enough to be kept as adapters of
+some megabytes.
 
 On a CPU the teacher is hotset's own engine on the same file: its integer kernels are several times faster
 than a second pass in torch, and it is the very model that the student will be compared with.
@@ -276,7 +276,7 @@ class Training:
         n = max(1, _CALIBRATION // settings.n_ctx)
         tokens = torch.from_numpy(np.stack([self.texts.mixture.window(i) for i in range(n)])).long()
 
-        def told(label: str) -> Callable[[int], None]:
+        def progress_of(label: str) -> Callable[[int], None]:
             progress.advance(label, 0, n_layer, "layers")
             return lambda layer: progress.advance(label, layer + 1, n_layer, "layers")
 
@@ -286,23 +286,23 @@ class Training:
             1 - settings.idle,
             settings.linear,
             both=settings.activation == "drelu",
-            on_layer=told("choosing layers"),
+            on_layer=progress_of("choosing layers"),
         )
         ranks = [target.n_linear for target in targets]
         if any(ranks):
             progress.say(
                 f"{sum(ranks) / len(ranks):.0f} neurons of a layer, on average, become a linear path"
             )
-        calibrate(self.base, self.student, tokens, targets, told("calibrating layers"))
+        calibrate(self.base, self.student, tokens, targets, progress_of("calibrating layers"))
         self.widths = kernel_widths(self.base, self.student, tokens[:2])
 
     def _take_start(self) -> None:
         """What the first process has calibrated, to all: the last bits of two calibrations may differ."""
         from torch import distributed
 
-        told: list[Any] = [{name: value.shape for name, value in self.student.named_values()}, self.widths]
-        distributed.broadcast_object_list(told)
-        shapes, self.widths = told
+        sent: list[Any] = [{name: value.shape for name, value in self.student.named_values()}, self.widths]
+        distributed.broadcast_object_list(sent)
+        shapes, self.widths = sent
         own = dict(self.student.named_values())
         values = {
             name: torch.empty(shape, device=self.base.device) if self.process else own[name].detach()

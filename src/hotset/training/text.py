@@ -1,8 +1,8 @@
 """What a student is trained on: windows of tokens out of a weighted mixture of texts.
 
-Every text is one row of tokens, cut into windows that lie side by side. Window number w of a training run is
+Every text is one row of tokens, split into adjacent windows. Window number w of a training run is
 a function of the seed alone: which text it comes from is drawn by the weights, and within a text the windows
-come in a new random order each time round, cut at a new offset. So a resumed run goes on with the windows
+come in a new random order each time round, split at a new offset. So a resumed run goes on with the windows
 that the killed one would have had, and several processes share them out by number.
 """
 

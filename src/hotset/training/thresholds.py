@@ -1,14 +1,15 @@
-"""`hotset calibrate`: cutoffs of a model to a loss, or a sparsity, that the user states.
+"""`hotset calibrate`: thresholds of a model to a loss, or a sparsity, that the user states.
 
-1. The text is cut into windows. Those whose hash falls in the lowest quarter are held out; losses come from
+1. The text is split into windows. Those whose hash falls in the lowest quarter are held out; losses come from
    the others, what is measured from these alone. (A window's place does not depend on the rest of the text.)
-2. What each cutoff would cost is estimated for all of them at once, by gradients (cut_losses.py).
-3. For a target the cutoffs that save most are chosen (cut_choice.py), and the engine runs with each kind of
-   them alone on held-out windows: by how much the estimate was wrong becomes a factor of that kind's losses.
+2. What each threshold would cost is estimated for all of them at once, by gradients (threshold_losses.py).
+3. For a target the thresholds that save most are chosen (threshold_choice.py), and the engine runs with each
+   kind of them alone on held-out windows: by how much the estimate was wrong becomes a factor of that kind's
+   losses.
 4. For a loss of perplexity, choosing and measuring goes on until what is measured is just below the target.
 
-All tokens are cut where losses are estimated and measured, as those of answers are. Prompts run dense unless
-the user wants it otherwise: an answer after a long prompt is closer to the model than is said here.
+All tokens are thresholded where losses are estimated and measured, as those of answers are. Prompts run dense
+unless the user wants it otherwise: an answer after a long prompt is closer to the model than is said here.
 
 Losses and measurements are kept in `work` as they come, so that a run that was killed goes on from there, and
 another target needs a few measurements alone.
@@ -39,36 +40,36 @@ from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target, write_whole
 from hotset.loader.build import build, open_model
-from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.reporter import Reporter
 from hotset.settings import LoadSettings
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
-from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
-from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
+from hotset.training.threshold_choice import KINDS, ThresholdChoice, ThresholdChoices, bytes_of_sites
+from hotset.training.threshold_losses import LayerLosses, LossPass, sites_of
 
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
 
 _HELD_OUT = 64  # of 256 values of a hash's first byte
-_TINY = 1e-30  # a cutoff that cuts nothing and is there
+_TINY = 1e-30  # a threshold without effect that is in the graph
 _KIND_WINDOWS = 6  # on which a kind is measured alone
 _ROUNDS = 6  # of choosing and measuring at most
 _CLOSE = 0.1  # of the target: how far below it is near enough
 _FIRST_RATIO = 0.7  # rise of the loss per nat of KL, before any is measured
 _FACTORS = (0.2, 5.0)
-_NEARLY_NOTHING = 0.01  # of the loss of cuts, whose measured KL is rounding
+_NEARLY_NOTHING = 0.01  # of the loss of a choice, whose measured KL is rounding
 _MOST_KL = 5.0  # nats of KL per nat by which the loss rises
 _LAYOUT = 2  # of what is kept in the work folder
 
 
 @dataclass(frozen=True)
 class ThresholdSettings:
-    """What the cutoffs must reach: one of the three. max_increase: of the perplexity, relative. share: of the
-    bytes of the matrices that can be cut. uniform: of the values of each input and gate, in every layer the
-    same, without a search: what a search has to beat.
+    """What the thresholds must reach: one of the three. max_increase: of the perplexity, relative. share: of
+    the bytes of the matrices whose inputs can be thresholded. uniform: of the values of each input and gate,
+    in every layer the same, without a search: what a search has to beat.
 
-    only: the cutoffs that may be other than 0. mode: the sparsity mode that is cut in addition; None: the
+    only: the thresholds that may be other than 0. mode: the sparsity mode that they are added to; None: the
     model's own. n_ctx: tokens of a window. n_tokens: that losses are estimated from. n_measured: held-out
     tokens that are run; half are scored.
     """
@@ -76,7 +77,7 @@ class ThresholdSettings:
     max_increase: float | None = None
     share: float | None = None
     uniform: float | None = None
-    only: tuple[CutoffName, ...] = CUTOFF_NAMES
+    only: tuple[ThresholdName, ...] = THRESHOLD_NAMES
     mode: str | None = None
     n_ctx: int = 512
     n_tokens: int = 4096
@@ -95,23 +96,24 @@ class ThresholdSettings:
             )
         if self.mode is not None and self.mode not in get_args(BaseMode):
             raise InvalidRequestError(
-                f"a model is cut in addition to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
+                f"thresholds are in addition to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
             )
         for share in (self.share, self.uniform):
             if share is not None and not 0 < share < 1:
                 raise InvalidRequestError(f"the sparsity must lie between 0 and 1, not {share}")
-        if not self.only or (unknown := sorted(set(self.only) - set(CUTOFF_NAMES))):
+        if not self.only or (unknown := sorted(set(self.only) - set(THRESHOLD_NAMES))):
             raise InvalidRequestError(
-                f"what may be cut is some of {', '.join(CUTOFF_NAMES)}"
+                f"the thresholds are some of {', '.join(THRESHOLD_NAMES)}"
                 + (f", and not {unknown[0]!r}" if self.only else "")
             )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """With all tokens cut, on held-out windows, against the same model uncut; errors are standard errors.
+    """With all tokens thresholded, on held-out windows, against the same model without thresholds; errors are
+    standard errors.
 
-    saved: share of the bytes of the matrices that can be cut, foreseen.
+    saved: share of the bytes of the matrices whose inputs can be thresholded, predicted.
     """
 
     saved: float
@@ -126,13 +128,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class CalibratedThresholds:
-    """What came out. foreseen: the loss in nats of KL, by kind. problems: what was asked for and not reached,
+    """The result. predicted: the loss in nats of KL, by kind. problems: what was asked for and not reached,
     a sentence each."""
 
     path: Path
     thresholds: Thresholds
     measured: Measured
-    foreseen: dict[str, float]
+    predicted: dict[str, float]
     problems: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class CalibratedThresholds:
         return {
             "path": str(self.path),
             "measured": asdict(self.measured),
-            "foreseen": self.foreseen,
+            "foreseen": self.predicted,
             "layers": [dict(layer.items()) for layer in self.thresholds.layers],
             "problems": list(self.problems),
         }
@@ -156,7 +158,7 @@ def calibrate_thresholds(
     keep: bool = False,
     progress: Reporter | None = None,
 ) -> CalibratedThresholds:
-    """Finds the cutoffs of a model file on a text and writes them.
+    """Finds the thresholds of a model file on a text and writes them.
 
     out: the file, by default beside the model. work: a folder for what a killed run needs to go on, by
     default OUT.work; keep: also afterwards, for other targets. Raises HotsetError, in a sentence, for a text
@@ -181,10 +183,10 @@ def calibrate_thresholds(
     return found
 
 
-def every_cutoff(config: ModelConfig) -> list[LayerCutoffs]:
-    """Of each layer one that cuts nothing, wherever there can be one: inside experts of the gates alone."""
-    every = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, _TINY))
-    of_experts = LayerCutoffs(attn_in=_TINY, attn_out=_TINY, gate=_TINY)
+def every_threshold(config: ModelConfig) -> list[LayerThresholds]:
+    """Of each layer one without effect, wherever there can be one: inside experts of the gates alone."""
+    every = LayerThresholds(**dict.fromkeys(THRESHOLD_NAMES, _TINY))
+    of_experts = LayerThresholds(attn_in=_TINY, attn_out=_TINY, gate=_TINY)
     return [of_experts if layer.experts is not None else every for layer in config.layers]
 
 
@@ -226,34 +228,34 @@ class _Search:
         # (What is measured says itself on which windows.)
         key = [_LAYOUT, self.model_facts.hash, self.mode, str(model.sparsity.spec), _hash(self.learned)]
         self.work = _Work(work, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32], settings.n_ctx)
-        cutoffs = every_cutoff(model.config)
-        self.graph = describe(model.config, model.weights.tensors, model.decided.predictor, cutoffs)
+        layer_thresholds = every_threshold(model.config)
+        self.graph = describe(model.config, model.weights.tensors, model.decided.predictor, layer_thresholds)
         if not any(sites.keys() & set(settings.only) for sites in sites_of(self.graph)):
             raise InvalidRequestError(
-                f"the model has nowhere to cut {', '.join(settings.only)}: of experts gates alone are cut; "
-                "name other cutoffs, or leave --only out"
+                f"no place for thresholds of {', '.join(settings.only)}: experts have those of gates alone; "
+                "name other thresholds, or leave --only out"
             )
 
     def run(self, target: Path) -> CalibratedThresholds:
         gated = [layer.gated for layer in self.model.config.layers]
         sizes = bytes_of_sites(self.graph, self.model.weights)
         losses = [layer.only(self.settings.only, self.settings.uniform) for layer in self._losses()]
-        choices = CutChoices(losses, sizes, gated)
-        cuts, measured, problems = self._chosen(choices)
+        choices = ThresholdChoices(losses, sizes, gated)
+        choice, measured, problems = self._chosen(choices)
         thresholds = Thresholds(
-            self.model_facts, cuts.layers, self.mode, False, self.text,
+            self.model_facts, choice.layers, self.mode, False, self.text,
             {
-                **asdict(measured), "kept": [dict(layer) for layer in cuts.kept], "all_tokens_cut": True,
+                **asdict(measured), "kept": [dict(layer) for layer in choice.kept], "all_tokens_cut": True,
                 "target": self._target(),
             },
         )  # fmt: skip
         thresholds.save(target)
-        return CalibratedThresholds(target, thresholds, measured, dict(cuts.loss), tuple(problems))
+        return CalibratedThresholds(target, thresholds, measured, dict(choice.loss), tuple(problems))
 
     def _target(self) -> dict[str, Any]:
         names = ("max_increase", "share", "uniform")
         target = {name: value for name in names if (value := getattr(self.settings, name)) is not None}
-        return target | ({"only": list(self.settings.only)} if self.settings.only != CUTOFF_NAMES else {})
+        return target | ({"only": list(self.settings.only)} if self.settings.only != THRESHOLD_NAMES else {})
 
     # ---- losses
 
@@ -275,115 +277,122 @@ class _Search:
 
     # ---- choices
 
-    def _chosen(self, choices: CutChoices) -> tuple[Cuts, Measured, list[str]]:
+    def _chosen(self, choices: ThresholdChoices) -> tuple[ThresholdChoice, Measured, list[str]]:
         settings = self.settings
         if settings.uniform is not None:
-            cuts = choices.at_price(0.0)  # there is one
-            return cuts, self._measure(cuts.layers, cuts.saved, len(self.held), "measuring"), []
+            choice = choices.at_price(0.0)  # there is one
+            return choice, self._measure(choice.layers, choice.saved, len(self.held), "measuring"), []
         if settings.share is not None:
-            cuts = choices.with_share(settings.share)
-            if sum(loss > 0 for loss in cuts.loss.values()) > 1:  # else there is nothing to weigh
-                self._measure_kinds(choices, cuts)
-                cuts = choices.with_share(settings.share)
+            choice = choices.with_share(settings.share)
+            if sum(loss > 0 for loss in choice.loss.values()) > 1:  # else there is nothing to weigh
+                self._measure_kinds(choices, choice)
+                choice = choices.with_share(settings.share)
             problems = []
-            if cuts.saved < settings.share:
+            if choice.saved < settings.share:
                 problems.append(
-                    f"a share of {settings.share:.0%} cannot be cut: the largest cutoffs on offer save "
-                    f"{cuts.saved:.0%} of the bytes"
+                    f"a share of {settings.share:.0%} cannot be saved: the largest thresholds on offer save "
+                    f"{choice.saved:.0%} of the bytes"
                 )
-            return cuts, self._measure(cuts.layers, cuts.saved, len(self.held), "measuring"), problems
+            return choice, self._measure(choice.layers, choice.saved, len(self.held), "measuring"), problems
         assert settings.max_increase is not None
         goal = math.log1p(settings.max_increase)
         ratio = self._measure_kinds(choices, choices.with_loss(goal / _FIRST_RATIO))
         return self._to_goal(choices, goal, ratio)
 
-    def _measure_kinds(self, choices: CutChoices, cuts: Cuts) -> float:
-        """Sets the factors of the losses by what each kind of these cuts does alone; how much the loss rises
+    def _measure_kinds(self, choices: ThresholdChoices, choice: ThresholdChoice) -> float:
+        """Sets the factors of the losses by what each kind of this choice does alone; how much the loss rises
         per nat of KL.
 
         Whatever is changed at all rounds inputs of products otherwise than before, which is a KL too (0.003
-        of SmolLM2) and costs no perplexity: what a cut of nearly nothing measures is taken off each kind.
+        of SmolLM2) and costs no perplexity: what a choice of nearly nothing measures is taken off each kind.
         """
-        kinds = {kind: cuts.only(kind) for kind in KINDS}
-        kinds = {kind: layers for kind, layers in kinds.items() if any(layer.cuts for layer in layers)}
+        kinds = {kind: choice.only(kind) for kind in KINDS}
+        kinds = {
+            kind: layers for kind, layers in kinds.items() if any(layer.has_thresholds for layer in layers)
+        }
         n = min(_KIND_WINDOWS, len(self.held))
-        least = choices.with_loss(cuts.total_loss * _NEARLY_NOTHING)
+        least = choices.with_loss(choice.total_loss * _NEARLY_NOTHING)
         rounding = 0.0
-        if any(layer.cuts for layer in least.layers):
-            smallest = self._measure(least.layers, least.saved, n, "measuring the smallest cutoffs")
+        if any(layer.has_thresholds for layer in least.layers):
+            smallest = self._measure(least.layers, least.saved, n, "measuring the smallest thresholds")
             rounding = max(0.0, smallest.kl - least.total_loss)
         kl = rise = 0.0
         for i, (kind, layers) in enumerate(kinds.items(), 1):
-            alone = self._measure(layers, cuts.saved, n, f"kind {i} of {len(kinds)}")
+            alone = self._measure(layers, choice.saved, n, f"kind {i} of {len(kinds)}")
             own = max(0.0, alone.kl - rounding)
-            if cuts.loss[kind] > 0:
-                choices.factors[kind] = float(np.clip(own / cuts.loss[kind], *_FACTORS))
+            if choice.loss[kind] > 0:
+                choices.factors[kind] = float(np.clip(own / choice.loss[kind], *_FACTORS))
             kl, rise = kl + own, rise + math.log1p(alone.increase)
         return float(np.clip(rise / kl, 1 / _MOST_KL, 2.0)) if kl > 0 else _FIRST_RATIO
 
-    def _to_goal(self, choices: CutChoices, goal: float, ratio: float) -> tuple[Cuts, Measured, list[str]]:
+    def _to_goal(
+        self, choices: ThresholdChoices, goal: float, ratio: float
+    ) -> tuple[ThresholdChoice, Measured, list[str]]:
         """Chooses and measures until the rise of the loss is just below the goal."""
-        best: tuple[Cuts, Measured] | None = None
-        low, high = 0.0, math.inf  # foreseen losses whose measured ones are below the goal, above it
-        foreseen = goal / ratio
+        best: tuple[ThresholdChoice, Measured] | None = None
+        low, high = 0.0, math.inf  # predicted losses whose measured ones are below the goal, above it
+        predicted = goal / ratio
         for i in range(_ROUNDS):
-            cuts = choices.with_loss(foreseen)
-            measured = self._measure(cuts.layers, cuts.saved, len(self.held), f"round {i + 1}")
+            choice = choices.with_loss(predicted)
+            measured = self._measure(choice.layers, choice.saved, len(self.held), f"round {i + 1}")
             # Perplexity may stay by chance where the output does not.
             rise = max(math.log1p(measured.increase), measured.kl / _MOST_KL)
             if rise <= goal:
-                low = foreseen
-                if best is None or cuts.saved > best[0].saved:
-                    best = cuts, measured
+                low = predicted
+                if best is None or choice.saved > best[0].saved:
+                    best = choice, measured
                 if rise > (1 - _CLOSE) * goal:
                     break
             else:
-                high = foreseen
+                high = predicted
             # Losses are about proportional: the middle of what is left only where that leads out of it.
-            wanted = foreseen * (1 - _CLOSE / 2) * goal / max(rise, goal / 4)
+            wanted = predicted * (1 - _CLOSE / 2) * goal / max(rise, goal / 4)
             if not low < wanted < high:
-                wanted = (low + high) / 2 if high < math.inf else 2 * foreseen
-            foreseen = wanted
+                wanted = (low + high) / 2 if high < math.inf else 2 * predicted
+            predicted = wanted
         if best is None or not best[0].saved:
             raise HotsetError(
-                f"no cutoffs were found whose rise of perplexity stays below {math.expm1(goal):.2%} on "
+                f"no thresholds were found whose rise of perplexity stays below {math.expm1(goal):.2%} on "
                 "held-out text; ask for a larger one, or give more text"
             )
         return *best, []
 
     # ---- measurements
 
-    def _measure(self, layers: Sequence[LayerCutoffs], saved: float, n_windows: int, label: str) -> Measured:
+    def _measure(
+        self, layers: Sequence[LayerThresholds], saved: float, n_windows: int, label: str
+    ) -> Measured:
         windows = self.held[:n_windows]
         key = [_hash(windows), [dict(layer.items()) for layer in layers]]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         known = self.work.measured.get(name)
         if known is None:
-            dense, cut = self._compare(layers, windows, label)
-            apart = cut.divergence
+            dense, thresholded = self._compare(layers, windows, label)
+            apart = thresholded.divergence
             assert apart is not None
             known = {
-                "ppl_dense": dense.ppl, "ppl": cut.ppl, "increase": apart.ppl_ratio - 1,
+                "ppl_dense": dense.ppl, "ppl": thresholded.ppl, "increase": apart.ppl_ratio - 1,
                 "increase_error": apart.ppl_ratio_error, "kl": apart.kl, "same_top": apart.same_top,
-                "n_scored": cut.n_scored,
+                "n_scored": thresholded.n_scored,
             }  # fmt: skip
             self.work.add_measured(name, known)
         return Measured(saved=saved, **known)
 
     def _compare(
-        self, layers: Sequence[LayerCutoffs], windows: np.ndarray, label: str
+        self, layers: Sequence[LayerThresholds], windows: np.ndarray, label: str
     ) -> tuple[PerplexityResult, PerplexityResult]:
         thresholds = Thresholds(self.model_facts, tuple(layers), self.mode)
-        cut = Model(*build(self.model.decided.with_thresholds(thresholds)))
+        approximate = Model(*build(self.model.decided.with_thresholds(thresholds)))
         try:
             *_, (dense, thresholded) = compare_chunks(
-                (self.model.engine, cut.engine), windows.flatten().tolist(), n_ctx=self.settings.n_ctx,
+                (self.model.engine, approximate.engine), windows.flatten().tolist(),
+                n_ctx=self.settings.n_ctx,
                 n_neurons=(0, 0), progress=self.progress, label=label,
             )  # fmt: skip
             return dense, thresholded
         finally:
-            cut.thread.close()
-            cut.backend.close()
+            approximate.thread.close()
+            approximate.backend.close()
 
     def _counting(self, label: str, total: int, done: int = 0) -> Callable[[], None]:
         """Begins to count layers; calls of the function count one each."""
@@ -441,7 +450,7 @@ def _arrays(losses: LossPass) -> dict[str, np.ndarray]:
     return {
         f"{i}.{kind}.{name}": values
         for i, layer in enumerate(losses.layers)
-        for kind, part in (("thresholds", layer.thresholds), ("loss", layer.loss), ("cut", layer.cut))
+        for kind, part in (("thresholds", layer.thresholds), ("loss", layer.loss), ("cut", layer.zeroed))
         for name, values in part.items()
     }
 

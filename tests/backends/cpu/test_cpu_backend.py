@@ -64,8 +64,8 @@ def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: 
     options = {"isa": isa, "kv_type": kv_type, "max_batch": 330}
     expected = logits_of(cpu(gguf, n_threads=1, **options), ids, [], pages)
     two = cpu(gguf, n_threads=2, **options)
-    for cuts in ([], [1], [64, 128, 200], [7, 8, 9, 130, 329], [*range(1, 40), 300, *range(301, 330)]):
-        np.testing.assert_array_equal(logits_of(two, ids, cuts, pages), expected)
+    for splits in ([], [1], [64, 128, 200], [7, 8, 9, 130, 329], [*range(1, 40), 300, *range(301, 330)]):
+        np.testing.assert_array_equal(logits_of(two, ids, splits, pages), expected)
 
 
 def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile) -> None:
@@ -106,8 +106,8 @@ def test_the_same_bits_far_into_a_context(mixed: GGUFFile) -> None:
     pages = list(range(21))
     options = {"n_pages": 21, "max_batch": 512}
     expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], pages)
-    cuts = [500, 1000, *range(1250, 1300)]
-    np.testing.assert_array_equal(logits_of(cpu(mixed, n_threads=3, **options), ids, cuts, pages), expected)
+    splits = [500, 1000, *range(1250, 1300)]
+    np.testing.assert_array_equal(logits_of(cpu(mixed, n_threads=3, **options), ids, splits, pages), expected)
 
 
 def test_more_threads_than_cores_change_nothing(mixed: GGUFFile) -> None:

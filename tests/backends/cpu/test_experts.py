@@ -1,4 +1,4 @@
-"""Mixtures of experts: the native engine equal to the reference, and to itself however a step is cut up."""
+"""MoE layers: the native engine equal to the reference, and to itself however a step is split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity.stats import StepCosts
 
-CUTS = ([], [1], [7], [8, 9], [64, 100], [*range(1, 30), 90, 91, 99])
+SPLITS = ([], [1], [7], [8, 9], [64, 100], [*range(1, 30), 90, 91, 99])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,15 +54,15 @@ def test_every_tensor_type_of_experts_runs(tmp_path: Path, type_: GGMLType) -> N
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("form", ["mixed", "floats", "biased relu", "by neuron"])
+@pytest.mark.parametrize("form", ["mixed", "floats", "biased relu", "neuron-major"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
     ids, pages = tokens(120), [4, 2]
     expected = logits_of(cpu(gguf, n_threads=1), ids, [], pages)
     for n_threads in (1, 2, 3):
         backend = cpu(gguf, isa=isa, n_threads=n_threads, sparse=n_threads > 1)
-        for cuts in CUTS:
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+        for splits in SPLITS:
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
 
 
 def test_the_same_bits_beside_neighbours(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Pat
     assert not (ours[:, :3] == 2).any()
 
 
-@pytest.mark.parametrize("form", ["relu", "biased relu", "by neuron", "mixed"])
+@pytest.mark.parametrize("form", ["relu", "biased relu", "neuron-major", "mixed"])
 def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str) -> None:
     floats = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 160}
     gguf = model(tmp_path, **FORMS[form] | floats)
@@ -152,9 +152,9 @@ def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str)
             # A gate near zero may fire in one of the two alone, and several tokens read whole chunks.
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.02)
             assert (ours.up_rows >= theirs.up_rows * 0.98).all()
-            if form == "by neuron":
+            if form == "neuron-major":
                 np.testing.assert_allclose(ours.down_rows, theirs.down_rows, rtol=0.02)
-    if form in ("relu", "by neuron"):
+    if form in ("relu", "neuron-major"):
         assert (ours.active < 0.7 * ours.selected).all()
         assert (ours.up_rows < ours.gate_rows).all()
 
@@ -175,7 +175,7 @@ def test_statistics_know_the_share_of_experts(tmp_path: Path) -> None:
     assert [layer.expert_share for layer in costs.summary([backend.stats()]).layers] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("form", ["relu", "by neuron"])
+@pytest.mark.parametrize("form", ["relu", "neuron-major"])
 def test_exact_is_dense_inside_experts(tmp_path: Path, form: str) -> None:
     path = model(tmp_path, **FORMS[form]).path
     ids = tokens(50).tolist()
@@ -196,8 +196,8 @@ def test_the_same_bits_of_architectures_with_experts(run_folder: Path, name: str
     expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], pages)
     for isa in _core.available_isas():
         backend = cpu(gguf, isa=isa, sparse=True)
-        for cuts in ([], [1, 2, 70], [9, 20, 99]):
-            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+        for splits in ([], [1, 2, 70], [9, 20, 99]):
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids[:50], [40, 41], [3])
 

@@ -84,8 +84,8 @@ def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, name: str) -> None:
     for isa in _core.available_isas():
         for n_threads in (1, 3):
             backend = cpu(gguf, isa=isa, n_threads=n_threads)
-            for cuts in ([], [1, 2, 70], [9, 20, 99], [*range(1, 30)]):
-                np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+            for splits in ([], [1, 2, 70], [9, 20, 99], [*range(1, 30)]):
+                np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

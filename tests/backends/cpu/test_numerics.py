@@ -230,8 +230,8 @@ def test_gaussian_top_k(isa: str, width: int) -> None:
         for multiplier in (1.6448533535, -0.3, 0.0):
             x = ill(kind, (5, width))
             exact, times = x.astype(np.float64), float(np.float32(multiplier))
-            cutoff = exact.mean(axis=1, keepdims=True) + times * exact.std(axis=1, keepdims=True)
-            expected = np.maximum(exact - cutoff, 0)
+            threshold = exact.mean(axis=1, keepdims=True) + times * exact.std(axis=1, keepdims=True)
+            expected = np.maximum(exact - threshold, 0)
             fed = Fed(isa, 5)
             source, out = fed.input(x), fed.output(width)
             fed.plan.add("gaussian_top_k", x=source, multiplier=multiplier, out=out)

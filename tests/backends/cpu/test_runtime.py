@@ -183,7 +183,7 @@ def test_threads_that_step_plans_of_one_runtime_take_turns() -> None:
     assert not wrong
 
 
-# -- the floating point of whoever calls ---------------------------------------------------------
+# -- the floating point of the calling thread ---------------------------------------------------------
 
 UPWARD = {"x86_64": 0x800, "AMD64": 0x800, "aarch64": 0x400000, "arm64": 0x400000}
 
@@ -451,7 +451,7 @@ def run_python(code: str, *arguments: object, **options: Any) -> subprocess.Comp
 @pytest.mark.parametrize("how", ["exit", "drop", "step", "in-step"])
 def test_forked_children(how: str, n_threads: int) -> None:
     done = run_python(FORKED, how, n_threads)
-    # What the parent's other thread held in the middle of a step is held for ever; nanobind tells.
+    # What the parent's other thread held in the middle of a step is held for ever; nanobind reports it.
     leaked = how == "in-step" and done.stderr.startswith("nanobind: leaked")
     assert done.returncode == 0, done.stderr
     assert leaked or done.stderr == ""

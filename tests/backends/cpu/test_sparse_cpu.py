@@ -1,4 +1,4 @@
-"""The sparse native engine: `exact` is `dense` to the bit, and `predicted` is what its own mask says."""
+"""The sparse native engine: `exact` is bitwise `dense`, and `predicted` is what its own mask says."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def assert_exact_is_dense(gguf: GGUFFile) -> None:
     expected = logits_of(cpu(gguf, "dense", n_threads=1), ids, [], pages)
     for n_threads in (1, 2):
         exact = cpu(gguf, "exact", n_threads=n_threads)
-        for cuts in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-            np.testing.assert_array_equal(logits_of(exact, ids, cuts, pages), expected)
+        for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
+            np.testing.assert_array_equal(logits_of(exact, ids, splits, pages), expected)
     stats = exact.stats()
     assert stats is not None
     rows = stats.up_rows if stats.gate_rows.any() else stats.down_rows
@@ -171,8 +171,8 @@ def test_predictors_that_say_all_or_none(tmp_path: Path, model: str, type_: GGML
     ids = tokens(40)
     everything = write(tmp_path / "all", model, type_, threshold=-1e30)
     dense = logits_of(cpu(everything, "dense"), ids, [], [0])
-    for cuts in ([], ONE_BY_ONE):
-        np.testing.assert_array_equal(logits_of(cpu(everything, "predicted"), ids, cuts, [0]), dense)
+    for splits in ([], ONE_BY_ONE):
+        np.testing.assert_array_equal(logits_of(cpu(everything, "predicted"), ids, splits, [0]), dense)
     nothing = write(tmp_path / "none", model, type_, threshold=1e30)
     found = logits_of(cpu(nothing, "predicted"), ids, ONE_BY_ONE, [0])
     width = 64

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cutoff_models
 import numpy as np
+import threshold_models
 from backend_runs import batch, logits_of, tokens
-from cutoff_models import EVERY, graph_of
 from fake_cold import FakeCpuWorker
 from interpreted_triton import patch_once
 from sparse_runs import MODELS, prepared
+from threshold_models import EVERY, graph_of
 from tiny_gguf import write_relu
 
 from hotset.backends.gpu.backend import GpuBackend
@@ -23,7 +23,7 @@ from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import cut_products
+from hotset.model.graph import thresholded_products
 
 N_FF = (
     64  # one layer, little of everything: the interpreter takes a second for what a GPU does in a microsecond
@@ -36,10 +36,10 @@ CASES: dict[str, tuple[str, str | None, GGMLType]] = {
 SPLIT = ("bamboo", "opt")  # also with two thirds of the neurons on the CPU
 
 
-def run(backend: Any, cuts: list[int], ids: np.ndarray) -> np.ndarray:
+def run(backend: Any, splits: list[int], ids: np.ndarray) -> np.ndarray:
     """Logits of one sequence: a prompt of more tokens than a matrix-vector kernel takes, then one by one."""
     rows, at = [], 0
-    for end in [*cuts, len(ids)]:
+    for end in [*splits, len(ids)]:
         step = batch([(ids[at:end], at, [1, 0])])
         found = backend.run(step).numpy() if isinstance(backend, GpuStage) else backend.step(step).logits
         rows.append(found.copy())
@@ -49,7 +49,7 @@ def run(backend: Any, cuts: list[int], ids: np.ndarray) -> np.ndarray:
 
 def main(folder: Path) -> None:
     patch_once()
-    ids, cuts = tokens(12), [9, 10]
+    ids, splits = tokens(12), [9, 10]
     for model, (mode, predictor, type) in CASES.items():
         options = {
             "n_embd": 32,
@@ -71,21 +71,21 @@ def main(folder: Path) -> None:
             cold = FakeCpuWorker(ready.weights, graph, hot, 16)
             runs[f"{model}-split"] = GpuStage(ready.weights, graph, hot=hot, cold=cold, **given)  # type: ignore[arg-type]
         for name, backend in runs.items():
-            error = np.abs(run(backend, cuts, ids) - expected).max() / np.abs(expected).max()
+            error = np.abs(run(backend, splits, ids) - expected).max() / np.abs(expected).max()
             print(name, float(error), flush=True)
-    print("cut", cut_by_the_kernels(folder), flush=True)
+    print("thresholds", thresholded_by_the_kernels(folder), flush=True)
 
 
-def cut_by_the_kernels(folder: Path) -> float:
-    """The same error of a model whose small values are cut, in every way, its matrices by channel."""
-    gguf, expected = cutoff_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
+def thresholded_by_the_kernels(folder: Path) -> float:
+    """The same error of a model with every threshold, its matrices input-major."""
+    gguf, expected = threshold_models.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
     weights, graph = graph_of(gguf, EVERY)
     backend = GpuBackend(
         weights, graph, device="cpu", n_pages=8, max_batch=16, kv_type="f32",
-        by_channel=[op.weight for op in cut_products(graph)],
+        input_major=[op.weight for op in thresholded_products(graph)],
     )  # fmt: skip
     assert backend.stage.kernels.name == "triton"
-    found = cutoff_models.run(backend, cutoff_models.IDS, cutoff_models.CUT, [9, 10])
+    found = threshold_models.run(backend, threshold_models.IDS, threshold_models.THRESHOLDED, [9, 10])
     stats = backend.stats()
     assert stats is not None
     assert stats.left_out is not None

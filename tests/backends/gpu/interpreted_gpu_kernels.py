@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, by_channel, cut_tokens, matrix, randn, rng_of
+from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, input_major, matrix, randn, rng_of, token_threshold
 from interpreted_triton import patch_once
 from make_blocks import random_blocks
 
@@ -250,7 +250,7 @@ def test_neither_bias_nor_residual(n_tokens: int) -> None:
 
 @pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32], ids=lambda v: v.name)
 def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
-    """Whoever is large, small or no number leaves the bits of the others as they are, wherever they stand."""
+    """A token that is large, small or no number leaves the bits of the others as they are, at any place."""
     n_cols = width_of(type_, 3)
     m, _ = matrix(type_, 13, n_cols)
     x = randn(11, n_cols)
@@ -260,8 +260,8 @@ def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
     x[5] = 0
     x[6, 1], x[7, 2] = np.nan, np.inf
     order = rng_of(1).permutation(11)
-    by_neuron = randn(11, 13) * x[:, :13]
-    for name, given in (("linear", x), ("linear_t", by_neuron)):
+    neuron_major = randn(11, 13) * x[:, :13]
+    for name, given in (("linear", x), ("linear_t", neuron_major)):
         product = getattr(kernels, name)
         found = product(t(given.astype(np.float32)), m)
         moved = product(t(given[order].astype(np.float32)), m)
@@ -304,7 +304,7 @@ def test_linear_t_of_planes(type_: GGMLType, rows: list[int] | None, n_tokens: i
      (GGMLType.Q4_1, 9), (Q4_0, 9)],
 )  # fmt: skip
 def test_linear_t_by_channel(type_: GGMLType, n_tokens: int) -> None:
-    m, w = by_channel(type_, (64, 128), 256 if type_ in K_TYPES else 96)
+    m, w = input_major(type_, (64, 128), 256 if type_ in K_TYPES else 96)
     check_linear_t(m, w, n_tokens, 0.3)
     v = t((randn(n_tokens, m.n_rows) * (rng_of(1).random((n_tokens, m.n_rows)) < 0.3)).astype(np.float32))
     if n_tokens <= 8:
@@ -395,10 +395,10 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
     h, selected = t(randn(n_tokens, d) * 0.3), None
     if share is not None:
         selected = t(np.packbits(rng_of(5).random((n_tokens, n)) < share, axis=1, bitorder="little"))
-    of_gate = cut_tokens(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1))
+    of_gate = token_threshold(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1))
     given: dict[str, Any] = {
-        "activation": kind, "selected": selected, "gate_cut": of_gate,
-        "value_cut": replace(of_gate, threshold=0.5),
+        "activation": kind, "selected": selected, "gate_threshold": of_gate,
+        "value_threshold": replace(of_gate, threshold=0.5),
     }  # fmt: skip
     given_many = {"gate": gate, "up": up}
     if n_tokens > 8:
@@ -424,7 +424,7 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "gated", "kind", "cuts"),
+    ("n_tokens", "gated", "kind", "has_thresholds"),
     [
         (1, True, "silu", True),
         (3, True, "gelu", False),
@@ -432,21 +432,23 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
         (2, False, "silu", True),
     ],
 )
-def test_fired(n_tokens: int, gated: bool, kind: Any, cuts: bool) -> None:
+def test_fired(n_tokens: int, gated: bool, kind: Any, has_thresholds: bool) -> None:
     n = 70
     both = t(randn(n_tokens, 2 * n))
-    by = cut_tokens(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1)) if cuts else None
+    by = token_threshold(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1)) if has_thresholds else None
     products = both.split(n, dim=1) if gated else [both[:, :n].contiguous()]
     results = []
     for ops in (kernels, fallback):
         counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
-        value_cut = None if by is None else replace(by, threshold=0.1)
-        y = ops.fired(*products, activation=kind, counts=counts, gate_cut=by, value_cut=value_cut)
+        value_threshold = None if by is None else replace(by, threshold=0.1)
+        y = ops.fired(
+            *products, activation=kind, counts=counts, gate_threshold=by, value_threshold=value_threshold
+        )
         results.append((y, counts.tolist()))
     agree(results[0][0], results[1][0], 1 + both.abs().max() ** 2, 4)
     assert torch.equal(results[0][0] != 0, results[1][0] != 0)
     assert results[0][1] == results[1][1]
-    assert (results[0][0] == 0).any() == cuts
+    assert (results[0][0] == 0).any() == has_thresholds
 
 
 def test_rows_that_no_token_wants_are_not_read() -> None:
@@ -486,7 +488,7 @@ def test_norms(width: int) -> None:
         magnitude,
         width,
     )
-    by = cut_tokens(3, 0.4)
+    by = token_threshold(3, 0.4)
     for norm, own in (("rms_norm", ()), ("layer_norm", (bias,))):
         found, expected = (getattr(ops, norm)(x, weight, *own, 1e-5, by=by) for ops in (kernels, fallback))
         agree(found, expected, magnitude, width)
@@ -509,10 +511,10 @@ def test_gaussian_top_k(width: int) -> None:
 
 @pytest.mark.parametrize("n", [5, 1500])
 def test_cut(n: int) -> None:
-    x, by = t(randn(4, n)), cut_tokens(4, 0.5)
+    x, by = t(randn(4, n)), token_threshold(4, 0.5)
     x[1, 0] = float("nan")
-    assert torch.equal(kernels.cut(x, by).nan_to_num(7), fallback.cut(x, by).nan_to_num(7))
-    assert kernels.cut(x, None) is x
+    assert torch.equal(kernels.zero_small(x, by).nan_to_num(7), fallback.zero_small(x, by).nan_to_num(7))
+    assert kernels.zero_small(x, None) is x
 
 
 def test_angles() -> None:
@@ -663,7 +665,7 @@ def test_attention_of_a_prompt_knows_no_neighbours(
 
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_are_exact(type_: GGMLType) -> None:
-    """To the bit, unlike the other kernels: the CPU's experts and a device's must be equal."""
+    """Bitwise, unlike the other kernels: the CPU's experts and a device's must be equal."""
     n_rows, k = 11, 768
     m = DeviceMatrix.empty(type_, 2 * n_rows, k, "cpu")
     m.put(0, random_blocks(type_, 2 * n_rows, k, rng_of(5)))
@@ -698,7 +700,7 @@ def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
     is_ungated = kind == "relu2"
     options: dict[str, Any] = {
         "n_neurons": n_neurons, "activation": Activate(value, value, kind, 0.3), "up_activation": clamped,
-        "by_neuron": False, "sparse": kind in ("relu", "fatrelu"),
+        "neuron_major": False, "sparse": kind in ("relu", "fatrelu"),
         "down_bias": torch.from_numpy(randn(3, n_embd)),
     }  # fmt: skip
     h = torch.from_numpy(randn(n_tokens, n_embd)) * 9

@@ -1,4 +1,5 @@
-"""The CPU's half of a layer: the same bits as the CPU engine's, on request, and nobody waits for ever."""
+"""The CPU worker's part of a layer: the same bits as the CPU engine's, on request, and no thread waits for
+ever."""
 
 from __future__ import annotations
 
@@ -265,7 +266,7 @@ def test_what_was_posted_must_be_collected(cold: CpuOffload) -> None:
 
 
 def test_what_was_answered_must_be_collected_too(cold: CpuOffload) -> None:
-    """An answer that nobody took would be taken for the next step's."""
+    """An answer that was not taken would be taken for the next step's."""
     done = cold._exchange.shared.flags(cold._exchange.shared.done)
 
     def answered_and_left() -> None:
@@ -411,7 +412,7 @@ def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
     assert seen > 400
 
 
-# ---- streams: the fake does what it was told in order, on a thread of its own
+# ---- streams: the fake executes requests in order, on a thread of its own
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
-from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, Cut, RopeTable
+from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenThreshold
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
@@ -133,31 +133,31 @@ def planes(type_: GGMLType) -> DeviceMatrix:
 
 
 def planes_step() -> None:
-    """Down projections by neuron of a plain file, for one token and for many."""
+    """Neuron-major down projections of a plain file, for one token and for many."""
     for type_ in (Q4_0, GGMLType.Q8_0):
         for n_tokens in (1, 64):
             kernels.linear_t(new(n_tokens, N_FF), planes(type_))
 
 
-BY_CHANNEL = (Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.Q8_0, F16)
+INPUT_MAJOR = (Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.Q8_0, F16)
 
 
 def channels_step() -> None:
-    """Matrices by channel, with what is left out counted, for one token and for many."""
-    for type_ in BY_CHANNEL:
-        m = DeviceMatrix.by_channel(D, [D], [weights(type_, D, D)].__getitem__)
+    """Input-major matrices, with what is left out counted, for one token and for many."""
+    for type_ in INPUT_MAJOR:
+        m = DeviceMatrix.input_major(D, [D], [weights(type_, D, D)].__getitem__)
         kernels.linear_t(new(1, D), m, left_out=new(1, dtype=torch.int64))
         kernels.linear_t(new(64, D), m)
 
 
-def cut_step() -> None:
+def threshold_step() -> None:
     """What cuts small values: by itself, in norms, in the FFN of a token and of several, in experts."""
     counts = new(N_COUNTS, dtype=torch.int64)
     for n in (1, 64):
-        by = Cut(new(n, dtype=torch.int32), 0.1)
-        kernels.cut(new(n, D), by)
+        by = TokenThreshold(new(n, dtype=torch.int32), 0.1)
+        kernels.zero_small(new(n, D), by)
         kernels.rms_norm(new(n, D), new(D), 1e-5, by=by)
-        given = {"activation": "silu", "counts": counts, "gate_cut": by, "value_cut": by}
+        given = {"activation": "silu", "counts": counts, "gate_threshold": by, "value_threshold": by}
         kernels.fired(*new(n, 2 * N_FF).split(N_FF, dim=1), **given)  # type: ignore[arg-type]
         up = weights(Q4_0, N_FF, D)
         kernels.neurons(new(n, D), up, up, **given)  # type: ignore[arg-type]
@@ -165,7 +165,8 @@ def cut_step() -> None:
     act = Activate(Value(0, 1, ""), Value(0, 1, ""), "silu")
     experts_kernel.experts(
         new(1, D), slots, slot, slot, weights(Q4_0, 2 * D, 768), n_neurons=768, activation=act,
-        up_activation=None, by_neuron=False, sparse=True, gate_cut=Cut(new(1, dtype=torch.int32), 0.1),
+        up_activation=None, neuron_major=False, sparse=True, gate_threshold=TokenThreshold(new(1,
+        dtype=torch.int32), 0.1),
     )  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def expert_step(types: list[GGMLType]) -> Callable[[], None]:
                     new(1, 2048), new(1, 8, dtype=torch.int32), up, up, down, n_neurons=768,
                     activation=Activate(value, value, kind, 7.0),
                     up_activation=Activate(value, value, up_kind, 7.0) if up_kind else None,
-                    by_neuron=False, sparse=False, counts=new(N_COUNTS, dtype=torch.int64), **given,
+                    neuron_major=False, sparse=False, counts=new(N_COUNTS, dtype=torch.int64), **given,
                 )  # fmt: skip
 
     return run
@@ -263,7 +264,7 @@ def small_tiles() -> None:
     kernels.linear_bits(x, m, None, 0.0)
     kernels.neurons(x, m, m, activation="silu")
     kernels.sparse_ffn(x, m, m, m, activation="relu", selected=torch.zeros(1, 8, dtype=torch.uint8))
-    kernels.linear_t(new(8, 64), DeviceMatrix.by_channel(64, [64], [weights(Q4_0, 64, 64)].__getitem__))
+    kernels.linear_t(new(8, 64), DeviceMatrix.input_major(64, [64], [weights(Q4_0, 64, 64)].__getitem__))
     for width in (8, 128):
         kernels.rms_norm(new(1, width), new(width), 1e-5)
         kernels.layer_norm(new(1, width), new(width), None, 1e-5)
@@ -281,7 +282,7 @@ def many_numbers() -> None:
     n, heads = MANY, ROW // 128
     x, at, table = new(n, ROW), new(n, dtype=torch.int32), new(1, 40_000, dtype=torch.int32)
     kernels.pack_bits(x, 0.0)
-    kernels.cut(x, Cut(at, 0.1))
+    kernels.zero_small(x, TokenThreshold(at, 0.1))
     kernels.rms_norm(x, new(ROW), 1e-5)
     for given, type_ in ((x, F16), (x, GGMLType.BF16), (new(1, ROW), F16)):
         m = weights(type_, MANY, ROW)
@@ -695,15 +696,15 @@ def test_planes_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @each_target
 def test_matrices_by_channel_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(channels_step, TARGETS[target], monkeypatch)
-    assert [row["kernel"] for row in rows].count("_axpy_kernel") == len(BY_CHANNEL)
+    assert [row["kernel"] for row in rows].count("_axpy_kernel") == len(INPUT_MAJOR)
     check(rows, target)
 
 
 @each_target
 def test_cutoffs_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = compile_all(cut_step, TARGETS[target], monkeypatch)
+    rows = compile_all(threshold_step, TARGETS[target], monkeypatch)
     assert {row["kernel"] for row in rows} > {
-        "_cut_kernel", "_norm_kernel", "_fired_kernel", "_neurons_kernel", "_values_kernel",
+        "_zero_small_kernel", "_norm_kernel", "_fired_kernel", "_neurons_kernel", "_values_kernel",
     }  # fmt: skip
     check(rows, target)
 
@@ -753,7 +754,7 @@ if __name__ == "__main__":
         prompt_step,
         planes_step,
         channels_step,
-        cut_step,
+        threshold_step,
         spin_step,
         other_types(OTHERS),
         eight_tokens,

@@ -38,8 +38,8 @@ def assert_is_reference(gguf: GGUFFile, kv_type: Any = "f32", **options: Any) ->
     ids, pages = tokens(70), [3, 1]
     expected = logits_of(ReferenceBackend(gguf, graph, n_pages=8, kv_type=kv_type), ids, [], pages)
     backend = gpu(gguf, graph, kv_type=kv_type, **options)
-    for cuts in ([64], [1, 2, 40, 68, 69]):
-        assert_close(logits_of(backend, ids, cuts, pages), expected)
+    for splits in ([64], [1, 2, 40, 68, 69]):
+        assert_close(logits_of(backend, ids, splits, pages), expected)
 
 
 # ---- dense models ------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def prepared_clearly(
 
 
 def masked_reference(
-    ready: Any, graph: Any, backend: Any, ids: np.ndarray, cuts: Sequence[int] = ()
+    ready: Any, graph: Any, backend: Any, ids: np.ndarray, splits: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """The backend's logits, and the reference's with the scores that the backend had, in steps that end at
     `cuts`: a score at its threshold may fall to either side with the size of the step."""
@@ -135,13 +135,13 @@ def masked_reference(
     assert len(names) == N_LAYER
     reference = Replayed(ready.weights, graph, n_pages=1, scores={})
     found, expected, at = [], [], 0
-    for cut in [*cuts, len(ids)]:
-        step = batch([(ids[at:cut], at, [0])], names)
+    for thresholded in [*splits, len(ids)]:
+        step = batch([(ids[at:thresholded], at, [0])], names)
         result = backend.step(step)
         reference.scores = dict(result.taps)
         found.append(result.logits.copy())
         expected.append(reference.step(replace(step, taps=())).logits)
-        at = cut
+        at = thresholded
     return np.concatenate(found), np.concatenate(expected)
 
 
@@ -150,8 +150,8 @@ def masked_reference(
 def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
     ready, graph = prepared(write(tmp_path, model), "predicted", predictor)
     ids, backend = tokens(30), gpu(ready.weights, graph)
-    for cuts in ([], ONE_BY_ONE):
-        assert_close(*masked_reference(ready, graph, backend, ids, cuts))
+    for splits in ([], ONE_BY_ONE):
+        assert_close(*masked_reference(ready, graph, backend, ids, splits))
 
 
 @pytest.mark.parametrize("model", ["bamboo", "opt"])
@@ -300,14 +300,14 @@ def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | 
     ready, graph = prepared_clearly(tmp_path, model, mode, predictor, ids)
     expected = logits_of(gpu(ready.weights, graph), ids, [], [2, 0])
     stage, cold = split(ready.weights, graph, masks(share))
-    cuts = [3, 4, 5, 20]
-    assert_close(run(stage, ids, cuts), expected)
-    assert cold.n_posts == (0 if share == 1 else N_LAYER * (len(cuts) + 1))  # one round trip per layer
+    splits = [3, 4, 5, 20]
+    assert_close(run(stage, ids, splits), expected)
+    assert cold.n_posts == (0 if share == 1 else N_LAYER * (len(splits) + 1))  # one round trip per layer
     assert (cold.n_selected > 0) == (share < 1)
 
 
 HOT_TYPES = [(type, dialect) for type in (T.F16, T.Q8_0, T.Q4_0) for dialect in ("powerinfer", "gguf")]
-HOT_TYPES.append((T.Q4_1, "powerinfer"))  # a plain file of it has no down projection by neuron
+HOT_TYPES.append((T.Q4_1, "powerinfer"))  # a plain file of it has no neuron-major down projection
 
 
 @pytest.mark.parametrize(("type_", "dialect"), HOT_TYPES, ids=str)
@@ -396,14 +396,14 @@ def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     starts = graph.layer_starts
     assert len(starts) == N_LAYER + 1
-    part, entering = graph.cut(starts[1], starts[2])
+    part, entering = graph.split(starts[1], starts[2])
     assert entering is not None
     assert entering.name == "blk.0.out"
     assert part.result.name == "blk.1.out"
     with pytest.raises(InvalidRequestError, match="cut between layers"):
-        graph.cut(starts[1] + 1, starts[2])
+        graph.split(starts[1] + 1, starts[2])
     with pytest.raises(InvalidRequestError, match="no part"):
-        graph.cut(3, 3)
+        graph.split(3, 3)
 
 
 def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:

@@ -90,13 +90,13 @@ def test_a_captured_step_does_not_read_the_outputs_of_the_step_before(tmp_path: 
 def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
     ready, graph = prepared(write(tmp_path, "bamboo"), "predicted")
     ids, recorder = tokens(20), Recorder()
-    cuts = [*range(6, 20)]
-    expected = logits_of(gpu(ready.weights, graph), ids, cuts, [2, 0])
+    splits = [*range(6, 20)]
+    expected = logits_of(gpu(ready.weights, graph), ids, splits, [2, 0])
     stage, cold = split(ready.weights, graph, masks(0.3), capture=recorder)
-    assert_close(run(stage, ids, cuts), expected)
+    assert_close(run(stage, ids, splits), expected)
     assert recorder.made[0].n_replays == 0  # the prompt of six, and
-    assert recorder.made[1].n_replays == len(cuts) - 1
-    assert cold.n_posts > N_LAYER * len(cuts)
+    assert recorder.made[1].n_replays == len(splits) - 1
+    assert cold.n_posts > N_LAYER * len(splits)
 
 
 class FakeGraphs:
@@ -221,7 +221,7 @@ def test_the_step_before_a_capture_has_the_shapes_of_the_capture(tmp_path: Path)
 
 
 class LateCopies:
-    """In place of kv.Copies: a stream that is behind, and copies only when somebody waits for it."""
+    """In place of kv.Copies: a stream that is behind, and copies only when a thread waits for it."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []

@@ -24,7 +24,7 @@ def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr[-3000:]
     errors = dict(line.split() for line in found.stdout.splitlines())
-    assert set(errors) == {*CASES, *(f"{model}-split" for model in SPLIT), "cut"}
+    assert set(errors) == {*CASES, *(f"{model}-split" for model in SPLIT), "thresholds"}
     for name, error in errors.items():  # a prompt's products of 16 bits and fewer are of halves
-        is_float = name == "cut" or CASES[name.removesuffix("-split")][2] == GGMLType.F32
+        is_float = name == "thresholds" or CASES[name.removesuffix("-split")][2] == GGMLType.F32
         assert float(error) < (1e-5 if is_float else 2e-3), errors

@@ -1,4 +1,4 @@
-"""The CPU's arithmetic in torch: equal to the native kernels to the bit."""
+"""The CPU's arithmetic in torch: bitwise equal to the native kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures on a device with CPU tensors in the GPU's place: the same bits with any cache of experts."""
+"""MoE models on a device with CPU tensors in the GPU's place: the same bits with any cache of experts."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from hotset.offload.cache_stats import CacheStats  # noqa: E402
 from hotset.offload.misses import Fetching, MissRates  # noqa: E402
 
 
-@pytest.mark.parametrize("form", ["floats", "biased", "shared", "groups", "chosen", "by neuron"])
+@pytest.mark.parametrize("form", ["floats", "biased", "shared", "groups", "chosen", "neuron-major"])
 def test_a_moe_on_a_device_is_the_references(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(FORMS[form] | FORMS["floats"]))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    ids, cuts = tokens(20), [18, 19]
+    ids, splits = tokens(20), [18, 19]
     reference = ReferenceBackend(gguf, graph, n_pages=8, max_batch=128, kv_type="f32")
-    expected = logits_of(reference, ids, cuts, [2])
+    expected = logits_of(reference, ids, splits, [2])
     backend = hybrid(gguf)
-    found = within(120, lambda: logits_of(backend, ids, cuts, [2]))
+    found = within(120, lambda: logits_of(backend, ids, splits, [2]))
     backend.close()
     assert relative_error(found, expected) < TOLERANCE
 
@@ -134,11 +134,11 @@ def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     route = graph.ffns[0].route
     assert route is not None
-    ids, cuts = tokens(30), [18, *range(25, 30)]
+    ids, splits = tokens(30), [18, *range(25, 30)]
     expected = None
     for n_slots in (0, 2 * route.n_used + 1, 2 * route.x.width):
         backend = hybrid(gguf, expert_slots=n_slots, n_threads=1 + n_slots % 2)
-        found = within(120, lambda backend=backend: logits_of(backend, ids, cuts, [2]))
+        found = within(120, lambda backend=backend: logits_of(backend, ids, splits, [2]))
         expected = found if expected is None else expected
         np.testing.assert_array_equal(found, expected)
         [stage] = backend.stages
@@ -147,16 +147,16 @@ def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
         assert counts.hits + counts.on_cpu == 30 * 2 * route.n_used
         assert (counts.hits > 0) == (n_slots > 0)
         if n_slots == 2 * route.x.width:
-            assert counts.fetched == sum(len(np.unique(r)) for r in all_routes(gguf, ids, cuts))
+            assert counts.fetched == sum(len(np.unique(r)) for r in all_routes(gguf, ids, splits))
         backend.close()
 
 
-def all_routes(gguf: GGUFFile, ids: np.ndarray, cuts: list[int]) -> list[np.ndarray]:
+def all_routes(gguf: GGUFFile, ids: np.ndarray, splits: list[int]) -> list[np.ndarray]:
     """Experts that each layer used, as the device's router chose them."""
     backend = hybrid(gguf)
     names = ("blk.0.ffn_route", "blk.1.ffn_route")
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+    for first, last in zip([0, *splits], [*splits, len(ids)], strict=True):
         result = backend.step(batch([(ids[first:last], first, [2])], names))
         for name in names:
             found[name].append(result.taps[name][:, : result.taps[name].shape[1] // 2])
@@ -167,11 +167,11 @@ def all_routes(gguf: GGUFFile, ids: np.ndarray, cuts: list[int]) -> list[np.ndar
 def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
     """It is replayed while experts come and go, and touches no address but those of the capture."""
     gguf = model(tmp_path)
-    ids, cuts, recorder = tokens(24), [*range(6, 24)], Recorder()
-    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    ids, splits, recorder = tokens(24), [*range(6, 24)], Recorder()
+    expected = logits_of(hybrid(gguf), ids, splits, [2])
     backend = hybrid(gguf, expert_slots=8, capture=recorder)
-    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
-    assert recorder.made[-1].n_replays == len(cuts) - 1
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
+    assert recorder.made[-1].n_replays == len(splits) - 1
     [stage] = backend.stages
     counts = stage.expert_counts()
     assert counts.fetched > 8
@@ -190,11 +190,11 @@ def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(ExpertCache, "__init__", with_thread)
     gguf = model(tmp_path)
-    ids, cuts = tokens(30), [18, *range(22, 30)]
-    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    ids, splits = tokens(30), [18, *range(22, 30)]
+    expected = logits_of(hybrid(gguf), ids, splits, [2])
     for n_slots in (5, 18):
         backend = hybrid(gguf, expert_slots=n_slots)
-        np.testing.assert_array_equal(within(120, lambda b=backend: logits_of(b, ids, cuts, [2])), expected)
+        np.testing.assert_array_equal(within(120, lambda b=backend: logits_of(b, ids, splits, [2])), expected)
         [stage] = backend.stages
         assert isinstance(stage, GpuStage)
         assert stage._expert_cache is not None
@@ -225,10 +225,10 @@ def test_a_prompt_does_not_flush_what_decoding_needs(tmp_path: Path) -> None:
 def test_layers_of_other_types_have_slots_of_their_own(tmp_path: Path) -> None:
     types = {"blk.0.ffn_down_exps": T.Q6_K, "blk.1.ffn_down_exps": T.Q8_0}
     gguf = model(tmp_path, type_of=lambda name: types.get(name.removesuffix(".weight"), T.Q4_0))
-    ids, cuts = tokens(20), [*range(10, 20)]
-    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    ids, splits = tokens(20), [*range(10, 20)]
+    expected = logits_of(hybrid(gguf), ids, splits, [2])
     backend = hybrid(gguf, expert_slots=9)
-    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
     [stage] = backend.stages
     assert isinstance(stage, GpuStage)
     assert stage._expert_cache is not None
@@ -248,9 +248,9 @@ def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
     assert not held("mps")  # without float64
     assert not held(type_of=lambda _: T.IQ4_NL)
     assert not held(keys={"llama.hidden_activation": "gelu"})  # erf is a library's
-    by_neuron = FORMS["by neuron"]
-    assert held(**by_neuron)
-    assert not held("cuda", **by_neuron)
+    neuron_major = FORMS["neuron-major"]
+    assert held(**neuron_major)
+    assert not held("cuda", **neuron_major)
 
 
 # ---- what the cache lacks, fetched
@@ -264,20 +264,20 @@ def counted(backend: ChainBackend) -> CacheStats:
     return stage.expert_counts()
 
 
-@pytest.mark.parametrize("form", ["mixed", "biased", "by neuron"])
+@pytest.mark.parametrize("form", ["mixed", "biased", "neuron-major"])
 def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(CACHED[form] | SMALL))
     route = describe(config_from_gguf(gguf), gguf.tensors).ffns[0].route
     assert route is not None
-    ids, cuts = tokens(21), [12, 18, 19, 20]
+    ids, splits = tokens(21), [12, 18, 19, 20]
     backend = hybrid(gguf)
-    expected = within(120, lambda: logits_of(backend, ids, cuts, [2]))
+    expected = within(120, lambda: logits_of(backend, ids, splits, [2]))
     backend.close()
     for rates, n_slots in ((CPU_ONLY, 5), (EVEN, 0), (EVEN, 5), (LINK_ONLY, 0), (LINK_ONLY, 5)):
         n_spare = route.x.width if rates is LINK_ONLY else 3
         given: dict[str, Any] = {"expert_slots": n_slots, "fetching": Fetching(rates, n_spare)}
         backend = hybrid(gguf, **given)
-        found = within(120, lambda backend=backend: logits_of(backend, ids, cuts, [2]))
+        found = within(120, lambda backend=backend: logits_of(backend, ids, splits, [2]))
         np.testing.assert_array_equal(found, expected)
         counts = counted(backend)
         assert counts.needed == 21 * 2 * route.n_used
@@ -287,10 +287,10 @@ def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: st
         if n_slots == 0:  # nothing goes into a cache
             fetched = [
                 len(np.unique(routes[first:last]))
-                for routes in all_routes(gguf, ids, cuts)
-                for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+                for routes in all_routes(gguf, ids, splits)
+                for first, last in zip([0, *splits], [*splits, len(ids)], strict=True)
             ]
-            most = sum(fetched)  # each once a step, whoever wants it
+            most = sum(fetched)  # each once a step
             assert counts.fetched == most if rates is LINK_ONLY else 0 < counts.fetched < most
         backend.close()
 
@@ -305,11 +305,11 @@ def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(fallback, "fetch_experts", unseen)
     gguf = model(tmp_path, **SMALL)
-    ids, cuts, recorder = tokens(12), [*range(6, 12)], Recorder()
-    expected = within(120, lambda: logits_of(hybrid(gguf), ids, cuts, [2]))
+    ids, splits, recorder = tokens(12), [*range(6, 12)], Recorder()
+    expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
     backend = hybrid(gguf, expert_slots=4, fetching=Fetching(EVEN, 4), capture=recorder)
-    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
-    assert recorder.made[-1].n_replays == len(cuts) - 1
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
+    assert recorder.made[-1].n_replays == len(splits) - 1
     counts = counted(backend)
     assert min(counts.hits, counts.streamed, counts.on_cpu) > 0
     backend.close()
@@ -317,14 +317,14 @@ def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_fetched_is_waited_for(tmp_path: Path) -> None:
     gguf = model(tmp_path, experts=(12, 4), **SMALL)
-    ids, cuts = tokens(60), [40, 45, 46]
-    expected = within(120, lambda: logits_of(hybrid(gguf), ids, cuts, [2]))
+    ids, splits = tokens(60), [40, 45, 46]
+    expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
     backend = hybrid(gguf, expert_slots=4, fetching=Fetching(LINK_ONLY, 4))
     [stage] = backend.stages
     assert isinstance(stage, GpuStage)
     assert stage._fetcher is not None
     stage._fetcher._beside = late = LateStream()
-    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
     assert late.n_done > 2 * 4  # a prompt's experts come in more groups than there are halves
     assert not late.waiting
     backend.close()
@@ -333,8 +333,8 @@ def test_what_is_fetched_is_waited_for(tmp_path: Path) -> None:
 def test_an_early_router_has_experts_fetched_beside_attention(tmp_path: Path) -> None:
     for architecture in ("smallthinker", "llama"):
         gguf = model(tmp_path, architecture=architecture, **SMALL)
-        ids, cuts = tokens(24), [18, 22, 23]
-        expected = logits_of(hybrid(gguf), ids, cuts, [2])
+        ids, splits = tokens(24), [18, 22, 23]
+        expected = logits_of(hybrid(gguf), ids, splits, [2])
         backend = hybrid(gguf, expert_slots=2, fetching=Fetching(EVEN, 6, {0: 1.0, 1: 1.0}))
         [stage] = backend.stages
         assert isinstance(stage, GpuStage)
@@ -342,7 +342,7 @@ def test_an_early_router_has_experts_fetched_beside_attention(tmp_path: Path) ->
         is_early = architecture == "smallthinker"
         routed = ["route", "attention"] if is_early else ["attention", "route"]
         assert order == [*routed, "post", "collect"]
-        np.testing.assert_array_equal(logits_of(backend, ids, cuts, [2]), expected)
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, [2]), expected)
         # A second of attention is time for the way of any experts.
         assert stage._fetcher is not None
         assert (stage._fetcher._table_of(1, 3, is_early)[0][3] == 3) == is_early

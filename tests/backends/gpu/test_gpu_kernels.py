@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, by_channel, cut_tokens, matrix, randn, rng_of
+from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, input_major, matrix, randn, rng_of, token_threshold
 from make_blocks import random_blocks
 
 from hotset.backends import reference
@@ -13,7 +13,7 @@ from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.gpu import fallback
 from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_by_channel
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_input_major
 from hotset.backends.torch import functions
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
@@ -78,14 +78,14 @@ def test_planes_share_their_scales(type_: GGMLType, rows: list[int] | None) -> N
     assert same_bits(m.dequantize().numpy(), planes.decode(codes, scales)[kept])
 
 
-BY_CHANNEL = [*FLOATS, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K]
+INPUT_MAJOR = [*FLOATS, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K]
 
 
-@pytest.mark.parametrize("type_", BY_CHANNEL, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", INPUT_MAJOR, ids=lambda t: t.name)
 def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
     n_in, widths = width_of(type_, 3 if type_ in K_TYPES else 20), (128, 64)
     monkeypatch.setattr("hotset.backends.gpu.matrix.SLICE_VALUES", 256 * 128)  # several slices
-    m, values = by_channel(type_, widths, n_in)
+    m, values = input_major(type_, widths, n_in)
     assert (m.n_rows, m.n_cols, m.type) == (n_in, 192, type_)
     assert same_bits(m.dequantize().numpy(), values.astype(np.float32))
     some = torch.tensor([n_in - 1, 0, 33])
@@ -96,8 +96,8 @@ def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pyt
 
 @pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
 def test_what_can_be_by_channel(type_: GGMLType) -> None:
-    assert can_be_by_channel(type_, 64) == (type_ in BY_CHANNEL)
-    assert not can_be_by_channel(GGMLType.Q4_0, 48)  # of codes of four bits 16 and 16 outputs share bytes
+    assert can_be_input_major(type_, 64) == (type_ in INPUT_MAJOR)
+    assert not can_be_input_major(GGMLType.Q4_0, 48)  # of codes of four bits 16 and 16 outputs share bytes
 
 
 @pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
@@ -204,13 +204,13 @@ def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
     assert np.array_equal(fallback.unpack_bits(bits, n_scored + first).numpy(), expected)
 
 
-# ---- cutoffs -------------------------------------------------------------------------------------------
+# ---- thresholds -------------------------------------------------------------------------------------------
 
 
 def test_a_cutoff_leaves_what_is_not_small() -> None:
     x = randn(5, 40)
     x[1, :5] = [np.nan, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0]
-    found = fallback.cut(torch.from_numpy(x), cut_tokens(5, 0.5)).numpy()
+    found = fallback.zero_small(torch.from_numpy(x), token_threshold(5, 0.5)).numpy()
     small = np.abs(x) < 0.5
     assert np.array_equal(found, np.where((np.arange(5) % 3 > 0)[:, None] & small, 0, x), equal_nan=True)
     assert np.array_equal(found[1, :5], [np.nan, 0.5, -0.5, 0, 0], equal_nan=True)
@@ -220,20 +220,20 @@ def test_cutoffs_within_norms_and_neurons() -> None:
     """As if they stood behind them."""
     t = torch.from_numpy
     x, weight, bias = t(randn(4, 64)), t(randn(64, seed=1)), t(randn(64, seed=2))
-    by = cut_tokens(4, 0.6)
+    by = token_threshold(4, 0.6)
     assert torch.equal(
-        fallback.rms_norm(x, weight, 1e-5, by=by), fallback.cut(fallback.rms_norm(x, weight, 1e-5), by)
+        fallback.rms_norm(x, weight, 1e-5, by=by), fallback.zero_small(fallback.rms_norm(x, weight, 1e-5), by)
     )
     whole = fallback.layer_norm(x, weight, bias, 1e-5)
-    assert torch.equal(fallback.layer_norm(x, weight, bias, 1e-5, by), fallback.cut(whole, by))
+    assert torch.equal(fallback.layer_norm(x, weight, bias, 1e-5, by), fallback.zero_small(whole, by))
     gate, up = (matrix(GGMLType.F32, 40, 64, seed)[0] for seed in (1, 2))
     all_of_them = torch.tensor([1, 2, 1, 2])
-    of_gate, of_value = cut_tokens(4, 3.0).of(all_of_them), cut_tokens(4, 20.0).of(all_of_them)
-    fired = fallback.cut(functions.activate(fallback.linear(x, gate), "silu"), of_gate)
-    values = fallback.cut(fired * fallback.linear(x, up), of_value)
+    of_gate, of_value = token_threshold(4, 3.0).of(all_of_them), token_threshold(4, 20.0).of(all_of_them)
+    fired = fallback.zero_small(functions.activate(fallback.linear(x, gate), "silu"), of_gate)
+    values = fallback.zero_small(fired * fallback.linear(x, up), of_value)
     counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
     found = fallback.neurons(
-        x, gate, up, activation="silu", counts=counts, gate_cut=of_gate, value_cut=of_value
+        x, gate, up, activation="silu", counts=counts, gate_threshold=of_gate, value_threshold=of_value
     )
     assert torch.allclose(found, values, rtol=1e-5, atol=1e-5)
     rows = [(fired != 0).any(0).sum(), (values != 0).any(0).sum()]
@@ -242,7 +242,7 @@ def test_cutoffs_within_norms_and_neurons() -> None:
 
 
 def test_channels_of_zeros_are_left_out() -> None:
-    m, w = by_channel(GGMLType.Q4_0, [64], 96)
+    m, w = input_major(GGMLType.Q4_0, [64], 96)
     x = randn(2, 96) * (rng_of(1).random((2, 96)) < 0.3)
     left_out = torch.zeros(1, dtype=torch.int64)
     found = fallback.linear_t(torch.from_numpy(x.astype(np.float32)), m, left_out=left_out)

@@ -7,37 +7,37 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cutoff_models
 import numpy as np
 import pytest
+import threshold_models
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from backend_runs import batch, logits_of, tokens  # noqa: E402
-from cutoff_models import EVERY, graph_of  # noqa: E402
-from cutoff_models import run as run_cut  # noqa: E402
 from expert_models import model  # noqa: E402
 from fake_cuda import Runtime  # noqa: E402
 from gpu_inputs import new, weights  # noqa: E402
 from gpu_runs import gpu, masks, run, split, write  # noqa: E402
 from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from sparse_runs import prepared  # noqa: E402
+from threshold_models import EVERY, graph_of  # noqa: E402
+from threshold_models import run as run_thresholded  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
-from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
+from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenThreshold  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.model.graph import cut_products  # noqa: E402
+from hotset.model.graph import thresholded_products  # noqa: E402
 from hotset.model.operations import Activate, Value  # noqa: E402
 from hotset.offload.misses import Fetching  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (
-    "cut", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
+    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
     "attention",
 )  # fmt: skip
@@ -73,7 +73,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     def both(module: Any, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            if not options.get("by_neuron"):  # such experts are not a device's
+            if not options.get("neuron_major"):  # such experts are not a device's
                 getattr(module, name)(*args, **options)
             return getattr(fallback, name)(*args, **options)
 
@@ -94,7 +94,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) -> None:
     """Numbers of a step come from files, plans and shapes: none of them may be NumPy's."""
-    ids, cuts = tokens(50), [33, 43, 44, 46]
+    ids, splits = tokens(50), [33, 43, 44, 46]
     for name, mode, predictor in (
         ("bamboo", "exact", None), ("bamboo", "predicted", None), ("opt", "predicted", "svd:32"),
         ("falcon-40b", "predicted", None),
@@ -102,18 +102,18 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) ->
         folder = tmp_path / f"{name}-{mode}"
         folder.mkdir()
         ready, graph = prepared(write(folder, name), mode, predictor)  # type: ignore[arg-type]
-        logits_of(gpu(ready.weights, graph), ids, cuts, [3])
+        logits_of(gpu(ready.weights, graph), ids, splits, [3])
         stage, _ = split(ready.weights, graph, masks(0.3))
-        run(stage, ids, cuts)
+        run(stage, ids, splits)
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
-    weights, graph = graph_of(cutoff_models.write(tmp_path, "llama"), EVERY)
-    cut = gpu(weights, graph, by_channel=[op.weight for op in cut_products(graph)])
-    run_cut(cut, cutoff_models.IDS, cutoff_models.CUT, [9, 10])
+    weights, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
+    thresholded = gpu(weights, graph, input_major=[op.weight for op in thresholded_products(graph)])
+    run_thresholded(thresholded, threshold_models.IDS, threshold_models.THRESHOLDED, [9, 10])
     for rates in (EVEN, LINK_ONLY):
         backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
-        logits_of(backend, ids, cuts, [2])
+        logits_of(backend, ids, splits, [2])
         backend.close()
     spin_kernel.post(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
     spin_kernel.collect(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 4))
@@ -171,9 +171,9 @@ def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
 def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
     """Tokens of a step, or pairs of these and experts, may be more than a grid's second side has programs."""
     n = 70_000
-    x, tokens_, by = new(n, 64), new(n, dtype=torch.int32), Cut(new(n, dtype=torch.int32), 0.1)
+    x, tokens_, by = new(n, 64), new(n, dtype=torch.int32), TokenThreshold(new(n, dtype=torch.int32), 0.1)
     m, counts = weights(T.Q4_0, 64, 64), new(N_COUNTS, dtype=torch.int64)
-    triton_kernels.cut(x, by)
+    triton_kernels.zero_small(x, by)
     triton_kernels.rms_norm(x, new(64), 1e-5, by=by)
     triton_kernels.linear(x, m)
     triton_kernels.linear_bits(x, m, None, 0.0)
@@ -188,7 +188,7 @@ def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
     slots = torch.zeros((n, 2), dtype=torch.int32)
     experts_kernel.experts(
         torch.empty(n, 64), slots, None, *(DeviceMatrix.empty(T.Q8_0, 4 * 64, 64, "cpu") for _ in range(2)),
-        n_neurons=64, activation=Activate(value, value, "silu"), up_activation=None, by_neuron=False,
+        n_neurons=64, activation=Activate(value, value, "silu"), up_activation=None, neuron_major=False,
         sparse=False,
     )  # fmt: skip
-    assert launched >= {"_cut_kernel", "_pack_kernel", "_heads_kernel", "_values_kernel"}
+    assert launched >= {"_zero_small_kernel", "_pack_kernel", "_heads_kernel", "_values_kernel"}

@@ -45,7 +45,7 @@ from hotset.placement.table import CPU, Placement  # noqa: E402
 from hotset.report.experts import expert_counts  # noqa: E402
 from hotset.settings import LoadSettings  # noqa: E402
 
-CUTS = [*range(20, 30)]
+SPLITS = [*range(20, 30)]
 GIB = 2**30
 
 
@@ -82,7 +82,7 @@ def assert_same_bits(found: Iterator[tuple[ChainBackend, StoredWeights | None]])
     ids = tokens(30)
     expected, seen = None, []
     for backend, weights in found:
-        logits = [logits_of(backend, ids, cuts, [2]) for cuts in (CUTS, [])]
+        logits = [logits_of(backend, ids, splits, [2]) for splits in (SPLITS, [])]
         backend.close()
         if weights is not None:
             seen.append(weights)
@@ -97,7 +97,7 @@ def assert_same_bits(found: Iterator[tuple[ChainBackend, StoredWeights | None]])
 @pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
 @pytest.mark.parametrize("model", ["llama", "bamboo", "opt", "falcon-40b"])
 def test_cold_neurons_come_through_the_store(tmp_path: Path, model: str, dialect: Any, type_: T) -> None:
-    """With and without a gate, a predictor, and a down projection in planes; decoding, and a prompt whose
+    """With and without a gate, a predictor, and a neuron-major down projection; decoding, and a prompt whose
     cold rows stream to the device."""
     gguf = write(tmp_path, model, type_, dialect=dialect)
     for mode in ("exact", "predicted") if dialect == "powerinfer" else ("exact",):
@@ -188,7 +188,7 @@ def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
     assert bool(of_the_service) == (n == 1)
 
 
-@pytest.mark.parametrize("form", ["shared", "biased by neuron", "one by one"])
+@pytest.mark.parametrize("form", ["shared", "biased neuron-major", "one by one"])
 def test_experts_come_through_the_store(tmp_path: Path, form: str) -> None:
     """Those of the CPU; and those of a device's cache, from the file where they are not in memory."""
     gguf = write_experts(tmp_path, **FORMS.get(form, {"one_by_one": True}))

@@ -33,7 +33,7 @@ assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 def new_runtime(n_threads: int | None = None) -> _core.Runtime:
     """Threads for the plans of one model; None takes every core that this process may use.
 
-    Whoever calls this calls its `close` too. Raises InvalidRequestError for a number out of range, and where
+    The caller calls its `close` too. Raises InvalidRequestError for a number out of range, and where
     not all of them can be started.
     """
     if n_threads is not None and not 1 <= n_threads <= 256:
@@ -51,9 +51,9 @@ class CpuBackend:
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
-    channel_rates: of types, the bytes per second that are read by channel over those by row, 1 where nothing
-    is said (placement/channels.py). whole: up matrices of which every row is read, though gates are cut,
-    since leaving some out does not pay.
+    channel_rates: of types, the bytes per second that are read input-major over those by row, 1 where nothing
+    is said (placement/channels.py). whole: up matrices of which every row is read, though gates have
+    thresholds, since leaving some out does not pay.
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
@@ -79,8 +79,8 @@ class CpuBackend:
         last_op: int | None = None,
     ) -> None:
         self.weights, self.sparse = weights, sparse
-        self.graph, self.entering = graph.cut(first_op, len(graph.ops) if last_op is None else last_op)
-        self._is_cut = self.graph.is_cut
+        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
+        self._has_thresholds = self.graph.has_thresholds
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
@@ -131,7 +131,7 @@ class CpuBackend:
             plan.run(
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
                 None if x is None else on_host(x),
-                None if batch.cut is None else batch.cut.view(np.uint8),
+                None if batch.thresholded is None else batch.thresholded.view(np.uint8),
                 *((batch.states, batch.saves) if self.n_states else (None, None)),
             )  # fmt: skip
         except ValueError as error:
@@ -143,15 +143,17 @@ class CpuBackend:
         return rows
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None where FFNs have no zeros and nothing is cut.
+        """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.
 
         Of a step with taps that lie inside an FFN there are no counts for it.
         """
-        if self._latest is None or not (self._latest[0].has_neurons or self._is_cut):
+        if self._latest is None or not (self._latest[0].has_neurons or self._has_thresholds):
             return None
         seconds = self.seconds()
         other = sum(seconds[:, PARTS.index("other")].tolist())  # NumPy takes longer for so few
-        return StepStats.of(self._latest[1], self.counts(), seconds, other, is_cut=self._is_cut)
+        return StepStats.of(
+            self._latest[1], self.counts(), seconds, other, has_thresholds=self._has_thresholds
+        )
 
     @property
     def has_neurons(self) -> bool:

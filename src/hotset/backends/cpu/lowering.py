@@ -3,8 +3,8 @@ operations.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
 two operations that can skip them, `neurons` and `axpy` (docs/internals/sparse-ffn.md); any other becomes
-its matrix products. One whose neurons are cut is of the first kind where that pays, else of the second: the
-cutoffs go into the pass of its products.
+its matrix products. One whose neurons have thresholds is of the first kind where that pays, else of the
+second: the thresholds go into the pass of its products.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from hotset.model.operations import (
     PARTS,
     Activate,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -51,6 +50,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     ShortConv,
+    Threshold,
     TransposedLinear,
     Value,
     WeightKind,
@@ -105,10 +105,14 @@ def activation_facts(op: Activate | None) -> Facts:
     return {} if op is None else {"activation": op.kind, "activation_threshold": op.threshold}
 
 
-def cutoff_facts(ffn: Ffn) -> Facts:
+def threshold_facts(ffn: Ffn) -> Facts:
     """Of an FFN's input, of the activation that decides, of its neurons' values."""
-    cuts = {"input_cutoff": ffn.in_cut, "gate_cutoff": ffn.gate_cut, "value_cutoff": ffn.down_cut}
-    return {name: cut.threshold for name, cut in cuts.items() if cut is not None}
+    sites = {
+        "input_threshold": ffn.in_threshold,
+        "gate_threshold": ffn.gate_threshold,
+        "value_threshold": ffn.down_threshold,
+    }
+    return {name: op.threshold for name, op in sites.items() if op is not None}
 
 
 @dataclass
@@ -252,12 +256,12 @@ def lower_ffns(
 def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
     """An FFN that reads h, and scores or a route instead of what selects its neurons in the graph."""
     if ffn.route is None:
-        gate = None if ffn.gate is None else replace(one_matrix(ffn.gate), by_channel=None)
-        up = replace(one_matrix(ffn.up), by_channel=None)
+        gate = None if ffn.gate is None else replace(one_matrix(ffn.gate), input_major=None)
+        up = replace(one_matrix(ffn.up), input_major=None)
         assert isinstance(ffn.down, TransposedLinear)
         scored = Mask(ffn.selected, ffn.selected, given, 0.0)
         down = replace(ffn.down, bias=None)
-        return replace(ffn, x=h, norm=None, in_cut=None, gate=gate, up=up, select=scored, down=down)
+        return replace(ffn, x=h, norm=None, in_threshold=None, gate=gate, up=up, select=scored, down=down)
     assert isinstance(ffn.up, ExpertLinear)
     assert isinstance(ffn.down, ExpertSum)
     neurons = replace(ffn.selected, width=ffn.up.n_rows)
@@ -266,7 +270,7 @@ def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
         ffn,
         x=h,
         norm=None,
-        in_cut=None,
+        in_threshold=None,
         gate=replace(experts_gate, route=given, out=neurons)
         if isinstance(experts_gate, ExpertLinear)
         else None,
@@ -361,7 +365,7 @@ class _Emission:
             self._piece = piece
 
     def _operation(self, group: Fused) -> None:
-        """A group that becomes one native operation: told by the operation that the others were fused
+        """A group that becomes one native operation: named by the operation that the others were fused
         into."""
         buffers = self._buffers
         if group.linears:
@@ -404,7 +408,7 @@ class _Emission:
                     facts[field.name] = rope_facts(value)
                 case str() if value in kinds:
                     facts[field.name] = self._weight(value, kinds[value])
-                case _ if field.name not in ("layer", "part", "site", "by_channel", "source"):
+                case _ if field.name not in ("layer", "part", "site", "input_major", "source"):
                     facts[field.name] = value
         self._add(native_name(type(op)), **{**facts, **more})
 
@@ -425,7 +429,7 @@ class _Emission:
         outs = group.out if len(group.out) == len(linears) else [group.out[0]]
         self._products(
             group.first(RMSNorm, LayerNorm), linears, outs, group.residual(linears[0].out), activate,
-            cut=group.first(Cutoff),
+            input_threshold=group.first(Threshold),
         )  # fmt: skip
 
     def _products(
@@ -437,12 +441,15 @@ class _Emission:
         activate: Activate | None = None,
         *,
         multiplied: bool = False,
-        cut: Cutoff | None = None,
-        neuron_cuts: Facts | None = None,
+        input_threshold: Threshold | None = None,
+        neuron_thresholds: Facts | None = None,
     ) -> None:
-        """multiplied: the first product, activated, times the second is the result. norm, cut: in front.
-        neuron_cuts: cutoffs of the activation, and of the result."""
-        cutoffs = {"input_cutoff": None if cut is None else cut.threshold} | (neuron_cuts or {})
+        """multiplied: the first product, activated, times the second is the result. norm, input_threshold: in
+        front.
+        neuron_thresholds: thresholds of the activation, and of the result."""
+        thresholds = {"input_threshold": None if input_threshold is None else input_threshold.threshold} | (
+            neuron_thresholds or {}
+        )
         for linear in linears:
             if isinstance(self._weights.data(linear.weight), _core.StoredRows):
                 raise InvalidRequestError(
@@ -453,7 +460,7 @@ class _Emission:
             self.largest = largest = self._plan.buffer(outs[0].width // LOGIT_GROUP, True)
         self._add(
             "linear",
-            x=self._buffers[norm.x if norm else cut.x if cut else linears[0].x],
+            x=self._buffers[norm.x if norm else input_threshold.x if input_threshold else linears[0].x],
             norm=self._norm(norm),
             parts=[
                 {**linear_facts(self._weights, linear), "out": self._buffers[out], "channels": copy}
@@ -462,7 +469,7 @@ class _Emission:
             residual=self._buffer(residual),
             gated=multiplied,
             **activation_facts(activate),
-            **cutoffs,
+            **thresholds,
             largest=largest,
         )
 
@@ -493,7 +500,8 @@ class _Emission:
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             self._products(
                 ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
-                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=cutoff_facts(ffn),
+                multiplied=ffn.gate is not None, input_threshold=ffn.in_threshold,
+                neuron_thresholds=threshold_facts(ffn),
             )  # fmt: skip
             self.at.append((ffn.layer, ffn.part))
 
@@ -510,12 +518,12 @@ class _Emission:
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
         """Whether rows of gate and up are left out one by one: those of neurons that an activation leaves at
-        zero, or a cutoff of the gate where that pays. Rows of a store lie where only this can read them, but
-        for those of experts, which are whole there."""
+        zero, or a threshold of the gate where that pays. Rows of a store lie where only this can read them,
+        but for those of experts, which are whole there."""
         matrices = [op for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
         stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
-        by_cutoff = ffn.gate is not None and ffn.gate_cut is not None
-        pays = by_cutoff and self._sparse and ffn.up_tensor not in self._whole
+        by_threshold = ffn.gate is not None and ffn.gate_threshold is not None
+        pays = by_threshold and self._sparse and ffn.up_tensor not in self._whole
         return ffn.fires_exactly or ffn.mask is not None or stored or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
@@ -545,7 +553,7 @@ class _Emission:
                 up_threshold=None if up_act is None else up_act.threshold,
                 scores=None if mask is None else self._buffers[mask.scores],
                 threshold=None if mask is None else mask.threshold,
-                gate_cutoff=None if ffn.gate_cut is None else ffn.gate_cut.threshold,
+                gate_threshold=None if ffn.gate_threshold is None else ffn.gate_threshold.threshold,
                 sparse=self._sparse and self._leaves_out_rows(ffn),
                 out=self._buffers[ffn.selected],
                 missed=missed,
@@ -569,7 +577,7 @@ class _Emission:
         self._add(
             "expert_sum", x=self._buffers[op.x], route=self._buffers[op.route], n_expert=op.n_expert,
             down=expert_facts(self._weights, op), residual=self._buffer(residual),
-            by_neuron=isinstance(op, ExpertSum) and op.by_neuron, apart=isinstance(op, ExpertLinear),
+            neuron_major=isinstance(op, ExpertSum) and op.neuron_major, apart=isinstance(op, ExpertLinear),
             sparse=self._sparse, out=self._buffers[out],
         )  # fmt: skip
 
@@ -644,7 +652,7 @@ class _Emission:
                 threshold=None if mask is None else mask.threshold,
                 first=None if mask is None else mask.first,
                 sparse=self._sparse,
-                **cutoff_facts(ffn),
+                **threshold_facts(ffn),
                 out=out,
                 missed=missed,
             )
@@ -683,11 +691,11 @@ class _Emission:
         out, fired = self._buffers[ffn.selected], self._buffers.borrow(ffn.selected)
         gate, up = one_matrix(ffn.gate), one_matrix(ffn.up)
         mask = ffn.mask
-        cutoffs = cutoff_facts(ffn)
-        of_input, of_value = cutoffs.get("input_cutoff"), cutoffs.pop("value_cutoff", None)
+        thresholds = threshold_facts(ffn)
+        of_input, of_value = thresholds.get("input_threshold"), thresholds.pop("value_threshold", None)
         shared = {"x": self._buffers[ffn.x], "norm": self._norm(ffn.norm), "sparse": self._sparse}
         unchanged = {"activation": "scale", "activation_threshold": 1.0}
-        top_k, of_gate = ffn.top_k, None if ffn.top_k is None else cutoffs.pop("gate_cutoff", None)
+        top_k, of_gate = ffn.top_k, None if ffn.top_k is None else thresholds.pop("gate_threshold", None)
         for missed in self._as_they_come(ffn, gate.weight):
             self._add(
                 "neurons", **shared, up=linear_facts(self._weights, gate),
@@ -695,7 +703,7 @@ class _Emission:
                 scores=None if mask is None else self._buffers[mask.scores],
                 threshold=None if mask is None else mask.threshold,
                 first=None if mask is None else mask.first,
-                **cutoffs, out=fired, missed=missed,
+                **thresholds, out=fired, missed=missed,
             )  # fmt: skip
             self.gates.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
@@ -705,7 +713,7 @@ class _Emission:
             self._add("activate", x=fired, kind=act.kind, threshold=act.threshold, out=fired)
             self.at += [(ffn.layer, ffn.part)] * 2
             if of_gate is not None:
-                self._add("cutoff", x=fired, threshold=of_gate, out=fired)
+                self._add("threshold", x=fired, threshold=of_gate, out=fired)
                 self.at.append((ffn.layer, ffn.part))
         overlaps = _is_stored(self._weights, up.weight)
         self._fetch(ffn, up.weight, fetched, "nonzero", fired, waits=not overlaps)
@@ -713,14 +721,14 @@ class _Emission:
             self._add(
                 "neurons", **shared, up=linear_facts(self._weights, up),
                 **(unchanged if ffn.up_act is None else activation_facts(ffn.up_act)),
-                scores=fired, threshold=LEAST, first=0, input_cutoff=of_input, out=out, missed=missed,
+                scores=fired, threshold=LEAST, first=0, input_threshold=of_input, out=out, missed=missed,
             )  # fmt: skip
             self.ups.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
         self._add("multiply", a=fired, b=out, out=out)
         self.at.append((ffn.layer, ffn.part))
         if of_value is not None:
-            self._add("cutoff", x=out, threshold=of_value, out=out)
+            self._add("threshold", x=out, threshold=of_value, out=out)
             self.at.append((ffn.layer, ffn.part))
 
     # ---- attention, and what may stand in its place
@@ -745,15 +753,15 @@ class _Emission:
     # ---- small things
 
     def _channels(self, ops: Sequence[Linear | None]) -> list[Facts | None]:
-        """Copies by channel: bytes, outputs in all, those of a tile, its first, below which share of channels
-        it pays.
+        """Input-major copies: bytes, outputs in all, those of a tile, its first, below which share of
+        channels it pays.
 
         None where there is none, or every channel is to be read, and under a budget of memory, which has room
         for the rows alone: the result is bitwise identical.
         """
         found: list[Facts | None] = []
         for op in ops:
-            copy = None if op is None or isinstance(self._weights, StoredWeights) else op.by_channel
+            copy = None if op is None or isinstance(self._weights, StoredWeights) else op.input_major
             is_whole = op is not None and op.first_row % PLANE_GROUP == op.out.width % PLANE_GROUP == 0
             if op is None or copy is None or not self._sparse or not is_whole:
                 found.append(None)

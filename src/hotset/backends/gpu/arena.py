@@ -2,7 +2,7 @@
 
 torch's allocator rounds what it is asked for: to 2 MiB above 10 MiB, and smaller tensors share pieces of
 20 MiB in which a quarter may stay empty. Over some hundred matrices that is more than a budget has to spare,
-so they are cut from pieces whose size it does not round.
+so they are parts of pieces whose size it does not round.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that was taken for the largest step goes back to the device; and where a capture
 the current one.
 
 What may be recorded: kernels that are loaded already (loading one is forbidden in a capture), on memory that
-stays where it is. So whoever records has run the same calls with the same shapes before.
+stays where it is. So the same calls with the same shapes must have run before.
 """
 
 from __future__ import annotations

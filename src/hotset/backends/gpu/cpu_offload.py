@@ -22,8 +22,8 @@ for every token. How the stream waits is the *kind*:
 `choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
 stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.
 
-Whatever fails, nobody waits for ever: the flags are set (csrc/cpu_worker.h, poison), the stream runs to its
-end,
+Whatever fails, no thread waits for ever: the flags are set (csrc/cpu_worker.h, poison), the stream runs to
+its end,
 and `end_step` raises one sentence. The next step begins with clean flags.
 """
 
@@ -167,15 +167,17 @@ class CpuOffload:
 
     # ---- one step
 
-    def begin_step(self, n_tokens: int, cut: np.ndarray | None = None) -> None:
-        """Requests are served from now on, for the first n_tokens rows of what is submitted; cut: as in
-        Batch.
+    def begin_step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> None:
+        """Requests are served from now on, for the first n_tokens rows of what is submitted; thresholded: as
+        in Batch.
 
         Raises DeviceError where the service cannot: it was closed, or an earlier failure is not over.
         """
         if self._broken:
             raise DeviceError(self._broken)
-        if reason := self._native.begin(n_tokens, None if cut is None else cut.view(np.uint8)):
+        if reason := self._native.begin(
+            n_tokens, None if thresholded is None else thresholded.view(np.uint8)
+        ):
             raise DeviceError(f"the hybrid step cannot begin: {reason}")
         self._is_open = True
 
@@ -218,7 +220,7 @@ class CpuOffload:
             raise DeviceError(f"the hybrid step was given up: {reason}")
 
     def cancel(self, reason: str) -> None:
-        """Gives the step up, from any thread: nobody waits any longer, and its owner's end_step raises."""
+        """Gives the step up, from any thread: no thread waits any longer, and its owner's end_step raises."""
         self._native.poison(reason)
 
     def abort(self, reason: str) -> None:
@@ -233,9 +235,9 @@ class CpuOffload:
             self._native.end()
 
     @contextmanager
-    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> Iterator[None]:
+    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> Iterator[None]:
         """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
-        self.begin_step(n_tokens, cut)
+        self.begin_step(n_tokens, thresholded)
         try:
             yield
         except BaseException as error:
@@ -266,15 +268,15 @@ class CpuOffload:
         return self._native.route(index).reshape(-1, self._n_used[index])
 
     def close(self) -> None:
-        """Ends the threads; whoever waits is released with a sentence. Safe to call twice."""
+        """Ends the threads; those that wait for them get an error message. Safe to call twice."""
         self._finalizer()
 
 
 def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
     """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
-    by_neuron, mixed = split_ffns(graph), moe_layers(graph)
+    split, mixed = split_ffns(graph), moe_layers(graph)
     for layer in sorted(layers):
-        if layer not in by_neuron:
+        if layer not in split:
             raise UnsupportedModelError(
                 f"the neurons of layer {layer} cannot be shared between devices: its activation leaves none "
                 "at zero, or its down projection has no row per neuron"
@@ -285,7 +287,7 @@ def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collec
                 f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
                 "alone; use --no-gpu"
             )
-    return {i: by_neuron[i] for i in layers} | {i: mixed[i] for i in experts}
+    return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
 
 
 def _end(threads: ExitStack, exchange: _Direct | _OnStream) -> None:

@@ -23,7 +23,8 @@ LEAST_CAPABILITY = (
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `name` stands for: "cuda", "cuda:1", "mps", "xpu:0", or "cpu", the stand-in of tests.
+    """The device that `name` stands for: "cuda", "cuda:1", "mps", "xpu:0", or "cpu", the simulated device of
+    tests.
 
     Raises InvalidRequestError for a name that means nothing, DeviceError where the device, its driver or
     PyTorch is missing, or kernels are not compiled for it; the sentence says what to install or to do.

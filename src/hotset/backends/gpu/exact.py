@@ -1,4 +1,4 @@
-"""The CPU's arithmetic in torch, to the bit: what an expert yields must not depend on where it lies.
+"""The CPU's arithmetic in torch, bitwise identical: what an expert yields must not depend on its device.
 
 An expert of an MoE model is computed by the device while its cache holds it and by the CPU otherwise, so both
 must round alike. The CPU has one order for everything (csrc/kernels/kernels.h): activations of quantised
@@ -21,7 +21,7 @@ from hotset.backends.stage import SLICE_VALUES
 from hotset.model.operations import ActivationKind
 
 LANES = 16
-RANGES, TILE = 8, 64  # of neurons in a down projection by neuron (csrc/ops/experts.cpp)
+RANGES, TILE = 8, 64  # of neurons in a neuron-major down projection (csrc/ops/experts.cpp)
 ACTIVATIONS: tuple[ActivationKind, ...] = (
     "silu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
 )  # fmt: skip
@@ -165,7 +165,7 @@ def _sum_lanes(lanes: Tensor) -> Tensor:
 def linear_t(x: Tensor, m: DeviceMatrix, first: int, n_rows: int) -> Tensor:
     """x [n, n_rows] times the rows [first, first + n_rows) of m, a row for each of x: [n, n_cols].
 
-    Neurons are cut into ranges, each of which is summed in order, and then the ranges.
+    Neurons are split into ranges, each of which is summed in order, and then the ranges.
     """
     n_tiles = -(-n_rows // TILE)
     of_range = -(-n_tiles // RANGES) * TILE

@@ -47,7 +47,7 @@ class ExpertLayout:
     up: tuple[int, int, int]
     down: tuple[int, int, int]
     biased: tuple[bool, bool, bool]
-    by_neuron: bool
+    neuron_major: bool
 
 
 @dataclass
@@ -94,8 +94,8 @@ def parts_of(ffn: Ffn) -> dict[str, ExpertLinear | ExpertSum]:
 class ExpertCache:
     """The experts of some MoE models in `n_slots` slots of a device's memory.
 
-    ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage. n_spare:
-    slots for what a step fetches, of each layout.
+    ffns: MoE layers of one stage; n_used is alike in those that share slots. sparse: as of the stage.
+    n_spare: slots for what a step fetches, of each layout.
     host: where the experts lie. nbytes: what the slots take there, all of it from the beginning. n_fetched:
     experts that were copied there, since then, into spare slots too; n_streamed: of experts of tokens those
     that were computed there.
@@ -172,7 +172,7 @@ class ExpertCache:
         biases = {f"{name}_bias": bias for name, bias in group.slots.biases.items()}
         return {
             "gate": None, **group.slots.matrices, **biases, "n_neurons": ffn.up.n_rows,
-            "activation": ffn.gate_act, "up_activation": ffn.up_act, "by_neuron": ffn.down.by_neuron,
+            "activation": ffn.gate_act, "up_activation": ffn.up_act, "neuron_major": ffn.down.neuron_major,
             "sparse": self._sparse and ffn.has_zeros,
         }  # fmt: skip
 
@@ -280,8 +280,8 @@ def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:
         shapes[name] = int(info.type), n_rows, info.shape[0]
     gate, up, down = (parts.get(name) for name in ("gate", "up", "down"))
     biased = tuple(op is not None and op.bias is not None for op in (gate, up, down))
-    by_neuron = isinstance(down, ExpertSum) and down.by_neuron
-    return ExpertLayout(shapes.get("gate"), shapes["up"], shapes["down"], biased, by_neuron)  # type: ignore[arg-type]
+    neuron_major = isinstance(down, ExpertSum) and down.neuron_major
+    return ExpertLayout(shapes.get("gate"), shapes["up"], shapes["down"], biased, neuron_major)  # type: ignore[arg-type]
 
 
 def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch.device) -> Slots:
@@ -304,9 +304,9 @@ def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) 
     """Whether a device computes the experts of an MoE model, with the CPU's bits."""
     types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
     kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
-    by_neuron = isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron
+    neuron_major = isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major
     return (
-        (device.type == "cpu" or (device.type == "cuda" and not by_neuron))
+        (device.type == "cpu" or (device.type == "cuda" and not neuron_major))
         and ffn.mask is None
         and all(kind in exact.ACTIVATIONS for kind in kinds)
         and types <= set(EXPERT_TYPES)

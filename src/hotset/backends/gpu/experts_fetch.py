@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.experts import ExpertCache
-from hotset.backends.gpu.fallback import Cut
+from hotset.backends.gpu.fallback import TokenThreshold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.errors import DeviceError
 from hotset.offload.misses import Fetching, fetched_of, n_fetched
@@ -144,10 +144,15 @@ class Fetcher:
         return Choice(torch.where(own < 0, ids, -1 - ids), own)
 
     def compute(
-        self, layer: int, choice: Choice, h: Tensor, counts: Tensor, gate_cut: Cut | None = None
+        self,
+        layer: int,
+        choice: Choice,
+        h: Tensor,
+        counts: Tensor,
+        gate_threshold: TokenThreshold | None = None,
     ) -> Tensor:
-        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes. gate_cut:
-        as in fallback.experts."""
+        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes.
+        gate_threshold: as in fallback.experts."""
         k, given = self._kernels, self._cache.arguments(layer)
         n_used = choice.asked.shape[1]
         if choice.done is not None:
@@ -155,12 +160,14 @@ class Fetcher:
         if choice.slots is None:
             own = torch.empty((len(h), n_used, h.shape[1]), device=h.device)
         else:
-            own = k.experts(h, choice.slots, counts=counts, gate_cut=gate_cut, **given)
+            own = k.experts(h, choice.slots, counts=counts, gate_threshold=gate_threshold, **given)
         for i, group in enumerate(choice.groups):
             self._beside.wait(group.done)
             tokens = torch.div(group.pairs, n_used, rounding_mode="floor")
-            own_cut = None if gate_cut is None else gate_cut.of(tokens)
-            found = k.experts(h[tokens], group.slots[:, None], counts=counts, gate_cut=own_cut, **given)
+            own_threshold = None if gate_threshold is None else gate_threshold.of(tokens)
+            found = k.experts(
+                h[tokens], group.slots[:, None], counts=counts, gate_threshold=own_threshold, **given
+            )
             own.view(-1, h.shape[1])[group.pairs] = found[:, 0]
             if i + 2 < len(choice.groups):  # into the half that was just computed with
                 self._beside.after_all()

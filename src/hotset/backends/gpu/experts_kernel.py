@@ -1,4 +1,4 @@
-"""Experts of a device's slots in Triton: the arithmetic of exact.py, which has its meaning, to the bit.
+"""Experts of a device's slots in Triton: bitwise identical to exact.py, which defines it.
 
 A *pair* is a token and one of its experts. Inputs are quantised once, then a program has some rows of one
 pair's expert: sixteen lanes for each row, which take blocks in turn. A pair whose expert has no slot costs
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu.fallback import Cut
+from hotset.backends.gpu.fallback import TokenThreshold
 from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
 from hotset.backends.gpu.triton_kernels import (
     CLAMPED_PLUS_ONE,
@@ -44,7 +44,7 @@ from hotset.backends.gpu.triton_kernels import (
     RELU2,
     SIGMOID,
     SILU,
-    _cut,
+    _zero_small,
     is_amd,
 )
 from hotset.formats.quants import GGMLType
@@ -254,7 +254,7 @@ def _expert_tiles_kernel(
         rows = tl.program_id(0) * R + tl.arange(0, R)
         place = tl.load(tile_firsts + tl.program_id(1)) + tl.arange(0, M)
         end = tl.load(tile_ends + tl.program_id(1))
-        # Rows and pairs that are not there are others once more: nobody stores what comes of them.
+        # Rows and pairs that are not there are others once more: their results are not stored.
         pair = tl.load(order + tl.minimum(place, end - 1)).to(tl.int64)
         row = slot.to(tl.int64) * n_rows + tl.minimum(rows, n_rows - 1)
         given = pair // pairs_of_input
@@ -341,13 +341,13 @@ def _activated(x, threshold, KIND: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _values_kernel(
-    gate, up, slots, values, counts, n, threshold, up_threshold, cut, small, n_used,
+    gate, up, slots, values, counts, n, threshold, up_threshold, thresholded, small, n_used,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as fallback.experts adds them.
 
-    cut: int32, of each token whether what is smaller than `small` of f is zero; None: nobody's. n_used:
-    pairs of a token.
+    thresholded: int32, of each token whether values of f smaller than `small` are zero; None: of none.
+    n_used: pairs of a token.
     """
     pair = tl.program_id(0)
     i = tl.program_id(1) * N + tl.arange(0, N)
@@ -357,16 +357,16 @@ def _values_kernel(
     fires = inside
     if gate is not None:
         fired = _activated(tl.load(gate + at, mask=inside, other=0.0), threshold, KIND, N)
-        if cut is not None:
-            fired = _cut(fired, tl.load(cut + pair // n_used) != 0, small)
+        if thresholded is not None:
+            fired = _zero_small(fired, tl.load(thresholded + pair // n_used) != 0, small)
         value = fired * _activated(value, up_threshold, UP_KIND, N)
         if SPARSE:
             fires = inside & (fired != 0.0)
             value = tl.where(fires, value, 0.0)
     else:
         value = _activated(value, threshold, KIND, N)
-        if cut is not None:
-            value = _cut(value, tl.load(cut + pair // n_used) != 0, small)
+        if thresholded is not None:
+            value = _zero_small(value, tl.load(thresholded + pair // n_used) != 0, small)
     value = tl.where(inside, value, 0.0)
     if counts is not None:
         tl.atomic_add(counts, tl.sum(inside.to(tl.int32), axis=0).to(tl.int64))
@@ -480,17 +480,17 @@ def experts(
     n_neurons: int,
     activation: Activate,
     up_activation: Activate | None,
-    by_neuron: bool,
+    neuron_major: bool,
     sparse: bool,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: Cut | None = None,
+    gate_threshold: TokenThreshold | None = None,
 ) -> Tensor:
-    """fallback.experts, but for down projections by neuron (experts.can_hold). Of several tokens that have an
-    expert in common its rows are counted for each."""
-    assert not by_neuron
+    """fallback.experts, but for neuron-major down projections (experts.can_hold). Of several tokens that have
+    an expert in common its rows are counted for each."""
+    assert not neuron_major
     n_tokens, n_used = slots.shape
     h, flat = h.contiguous(), slots.contiguous().view(-1)
     tiles = None
@@ -506,7 +506,8 @@ def experts(
     launcher.launch(
         _values_kernel, (len(flat), -(-n_neurons // 256)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
-        *((None, 0.0) if gate_cut is None else (gate_cut.tokens, gate_cut.threshold)), n_used,
+        *((None, 0.0) if gate_threshold is None else (gate_threshold.tokens, gate_threshold.threshold)),
+        n_used,
         KIND=KINDS[activation.kind], UP_KIND=KINDS[up_activation.kind if up_activation else None],
         SPARSE=sparse, N=256, warps=4, fused=False,
     )  # fmt: skip

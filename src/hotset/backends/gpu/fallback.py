@@ -33,8 +33,8 @@ N_COUNTS = len(COUNTS)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which tokens lose their small values, and what is small (operations.Cutoff).
+class TokenThreshold:
+    """Which tokens lose their small values, and what is small (operations.Threshold).
 
     tokens: int32 [T], other than 0 for those that do. threshold: magnitudes below it are zero.
     """
@@ -42,12 +42,12 @@ class Cut:
     tokens: Tensor
     threshold: float
 
-    def of(self, tokens: Tensor) -> Cut:
+    def of(self, tokens: Tensor) -> TokenThreshold:
         """That of some tokens, by their indices."""
-        return Cut(self.tokens[tokens], self.threshold)
+        return TokenThreshold(self.tokens[tokens], self.threshold)
 
 
-def cut(x: Tensor, by: Cut | None) -> Tensor:
+def zero_small(x: Tensor, by: TokenThreshold | None) -> Tensor:
     """x [T, n] without its small values; None: as it is."""
     if by is None:
         return x
@@ -121,7 +121,7 @@ def linear_t(
     if left_out is not None:
         left_out += (~fires).sum() * m.row_bytes
     y = torch.zeros((len(x), m.n_cols), device=x.device)
-    for rows in _cuts(fires, m):
+    for rows in _row_slices(fires, m):
         y += x[:, rows] @ m.values(rows)
     return _finish(y, bias, residual, out)
 
@@ -139,22 +139,23 @@ def neurons(  # noqa: PLR0913
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: Cut | None = None,
-    value_cut: Cut | None = None,
+    gate_threshold: TokenThreshold | None = None,
+    value_threshold: TokenThreshold | None = None,
 ) -> Tensor:
     """One value per neuron: f(gate) * g(up), or f(up) without a gate; 0 where it is not selected. [T, n].
 
     h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f;
     up_activation: g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 says whether
     neuron i is wanted; None: all are. held: the neurons of the rows; None: all of the layer's. The up row of
-    a neuron whose gate yields 0 for every token is not read. gate_cut: of f, value_cut: of the result.
+    a neuron whose gate yields 0 for every token is not read. gate_threshold: of f, value_threshold: of the
+    result.
     counts: int64 [N_COUNTS], is added to.
     """
     first = up if gate is None else gate
     numbers = None if held is None else held.numbers
     chosen = None if selected is None else unpack_bits(selected, up.n_rows, numbers)
     z = _products(h, first, up_bias if gate is None else gate_bias, chosen)
-    value = cut(activate(z, activation, threshold), gate_cut)
+    value = zero_small(activate(z, activation, threshold), gate_threshold)
     if chosen is not None:
         value = torch.where(chosen, value, 0.0)
     fires = value != 0
@@ -163,7 +164,7 @@ def neurons(  # noqa: PLR0913
         if up_activation is not None:
             u = activate(u, up_activation)
         value = torch.where(fires, value * u, 0.0)
-    value = cut(value, value_cut)
+    value = zero_small(value, value_threshold)
     if counts is not None:
         count(counts, chosen, fires if gate is not None else None, value)
     return value
@@ -177,16 +178,16 @@ def fired(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     counts: Tensor | None = None,
-    gate_cut: Cut | None = None,
-    value_cut: Cut | None = None,
+    gate_threshold: TokenThreshold | None = None,
+    value_threshold: TokenThreshold | None = None,
 ) -> Tensor:
     """f(gate) * g(up), or f(gate) alone, of products [T, n] that are there: `neurons` where every row was
     read, whose other arguments these are."""
-    fires = cut(activate(gate, activation, threshold), gate_cut)
+    fires = zero_small(activate(gate, activation, threshold), gate_threshold)
     value = fires
     if up is not None:
         value = torch.where(fires != 0, fires * (activate(up, up_activation) if up_activation else up), 0.0)
-    value = cut(value, value_cut)
+    value = zero_small(value, value_threshold)
     if counts is not None:
         count(counts, None, None if up is None else torch.ones_like(value, dtype=torch.bool), value)
     return value
@@ -208,15 +209,15 @@ def sparse_ffn(  # noqa: PLR0913
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: Cut | None = None,
-    value_cut: Cut | None = None,
+    gate_threshold: TokenThreshold | None = None,
+    value_threshold: TokenThreshold | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """An FFN by neurons: `neurons`, then `linear_t` over those that are not 0. [T, down_t.n_cols]."""
     values = neurons(
         h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
         selected=selected, held=held, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
-        gate_cut=gate_cut, value_cut=value_cut,
+        gate_threshold=gate_threshold, value_threshold=value_threshold,
     )  # fmt: skip
     return linear_t(values, down_t, down_bias, residual, out)
 
@@ -249,20 +250,21 @@ def experts(  # noqa: PLR0913
     n_neurons: int,
     activation: Activate,
     up_activation: Activate | None,
-    by_neuron: bool,
+    neuron_major: bool,
     sparse: bool,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: Cut | None = None,
+    gate_threshold: TokenThreshold | None = None,
 ) -> Tensor:
     """What experts yield for the tokens, neither weighed nor summed: [T, n_used, n_embd], the CPU's bits.
 
     h: [T, n_embd]; slots: int32 [T, n_used], -1: another computes that one, and zeros stand in its place.
     gate, up, down: the matrices of each slot's expert, one under the other, n_neurons rows of gate and up;
-    biases: [n_slots, width]. by_neuron: down has a row per neuron. sparse: a neuron whose activation is zero
-    is zero, whatever its up. gate_cut: of what is activated first. counts: int64 [N_COUNTS], is added to.
+    biases: [n_slots, width]. neuron_major: down has a row per neuron. sparse: a neuron whose activation is
+    zero is zero, whatever its up. gate_threshold: of what is activated first. counts: int64 [N_COUNTS], is
+    added to.
     """
     out = torch.zeros((*slots.shape, h.shape[1]), device=h.device)
     for slot in slots.unique().tolist():
@@ -270,17 +272,17 @@ def experts(  # noqa: PLR0913
             continue
         token, rank = (slots == slot).nonzero(as_tuple=True)
         x, first = h[token], slot * n_neurons
-        own_cut = None if gate_cut is None else gate_cut.of(token)
+        own_threshold = None if gate_threshold is None else gate_threshold.of(token)
         value = _biased(exact.linear(x, up, first, n_neurons), up_bias, slot)
         if gate is None:
-            value = cut(exact.activate(value, activation.kind, activation.threshold), own_cut)
+            value = zero_small(exact.activate(value, activation.kind, activation.threshold), own_threshold)
         else:
             fired = _biased(exact.linear(x, gate, first, n_neurons), gate_bias, slot)
-            fired = cut(exact.activate(fired, activation.kind, activation.threshold), own_cut)
+            fired = zero_small(exact.activate(fired, activation.kind, activation.threshold), own_threshold)
             if up_activation is not None:
                 value = exact.activate(value, up_activation.kind, up_activation.threshold)
             value = torch.where(fired != 0, fired * value, 0.0) if sparse else fired * value
-        if by_neuron:
+        if neuron_major:
             y = exact.linear_t(value, down, first, n_neurons)
         else:
             y = exact.linear(value, down, slot * h.shape[1], h.shape[1])
@@ -291,7 +293,7 @@ def experts(  # noqa: PLR0913
             counts[2 if gate is not None else 3] += n_neurons
             if gate is not None:
                 counts[3] += (fired != 0).any(dim=0).sum() if sparse else n_neurons
-            if by_neuron:
+            if neuron_major:
                 counts[4] += (value != 0).any(dim=0).sum()
     return out
 
@@ -347,14 +349,19 @@ def sum_experts(parts: Tensor, weights: Tensor, residual: Tensor | None = None) 
     return y if residual is None else y + residual
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: Cut | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width; by: what is cut."""
-    return cut(functions.rms_norm(x, weight, eps, n_head), by)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: TokenThreshold | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width; by: the threshold of
+    the result."""
+    return zero_small(functions.rms_norm(x, weight, eps, n_head), by)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: Cut | None = None) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width; by: what is cut."""
-    return cut(functions.layer_norm(x, weight, bias, eps), by)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: TokenThreshold | None = None
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width; by: the threshold of the result."""
+    return zero_small(functions.layer_norm(x, weight, bias, eps), by)
 
 
 gaussian_top_k = functions.gaussian_top_k
@@ -525,7 +532,7 @@ def _finish(y: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
     return y if out is None else out.copy_(y)
 
 
-def _cuts(wanted: Tensor, m: DeviceMatrix) -> list[slice] | list[Tensor]:
+def _row_slices(wanted: Tensor, m: DeviceMatrix) -> list[slice] | list[Tensor]:
     """The rows of m that are wanted, bool [n_rows], in pieces that decode to some megabytes."""
     index = wanted.nonzero()[:, 0]
     if len(index) > GATHER_BELOW * m.n_rows:
@@ -538,7 +545,7 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
     if wanted is None:
         return linear(x, m, bias)
     y = torch.zeros((len(x), m.n_rows), device=x.device)
-    for rows in _cuts(wanted.any(dim=0), m):
+    for rows in _row_slices(wanted.any(dim=0), m):
         y[:, rows] = x @ m.values(rows).T
         if bias is not None:
             y[:, rows] += bias[rows]
@@ -547,7 +554,7 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
 
 def count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
     """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them.
-    (What is left out of matrices by channel is `linear_t`'s to add.)"""
+    (What is left out of input-major matrices is `linear_t`'s to add.)"""
     active = value != 0
     if chosen is None:
         chosen = torch.ones_like(active)

@@ -27,7 +27,7 @@ class Kernels:
         self.triton = _wants_triton(self.device) if triton is None else triton
         ops = _triton_kernels() if self.triton else fallback
         self.activate = functions.activate
-        self.cut = ops.cut
+        self.zero_small = ops.zero_small
         self.angles = ops.angles
         self.route = functions.route
         experts = _expert_kernels() if self.triton else fallback

@@ -1,7 +1,7 @@
 """What a step reads on a device and never moves: the paged cache, and the numbers of the batch.
 
 A captured graph replays with the addresses that it was captured with, so a step's tokens are always written
-to the same tensors, and whoever runs, captured or not, reads nothing else.
+to the same tensors, and a step, captured or not, reads nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Copies:
     """Copies to and from a device that the host does not wait for: it keeps off their memory until `wait`."""
 
     def __init__(self, device: torch.device) -> None:
-        # Elsewhere memory is not pinned, and a copy of it that nobody waits for is no promise (MPS).
+        # Elsewhere memory is not pinned, and a copy of it without a wait is no promise (MPS).
         self._device, self._at_once = device, device.type != "cuda"
         self._event = None if self._at_once else torch.cuda.Event()
 
@@ -74,7 +74,8 @@ class Copies:
 class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
-    positions, sequences, outputs: int32 [max_batch]; cut: the same, other than 0 where small values are zero;
+    positions, sequences, outputs: int32 [max_batch]; thresholded: the same, other than 0 where small values
+    are zero;
     page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors: float32
     [max_batch, width], by the id of the graph's value. copies: of tests.
     """
@@ -95,7 +96,7 @@ class StepInputs:
             id: torch.zeros((max_batch, width), pin_memory=pinned) for id, width in vectors.items()
         }
         self._on_device = self._numbers.to(device, copy=True)
-        self.positions, self.sequences, self.outputs, self.cut = self._on_device.unbind(0)
+        self.positions, self.sequences, self.outputs, self.thresholded = self._on_device.unbind(0)
         self.page_tables = self._tables.to(device, copy=True)
         self.vectors = {id: rows.to(device, copy=True) for id, rows in self._vectors.items()}
 
@@ -123,7 +124,7 @@ class StepInputs:
         numbers = self._numbers.numpy()
         numbers[0, :n], numbers[1, :n] = batch.positions, own.reshape(-1)
         numbers[2, : len(batch.outputs)] = batch.outputs
-        numbers[3, :n] = 0 if batch.cut is None else batch.cut
+        numbers[3, :n] = 0 if batch.thresholded is None else batch.thresholded
         numbers[2, len(batch.outputs) :] = 0  # a captured step computes the logits of as many rows as tokens
         self._tables.numpy()[: len(rows), :width] = batch.page_tables[rows, :width]
         self._copies.copy(self._on_device, self._numbers)

@@ -21,7 +21,7 @@ A byte of `codes` holds two weights HALF columns apart (formats/quants.py has th
 
 Down projections of a plain file (formats/planes.py) are codes by neuron under scales that 32 neurons share:
 `scales` is then [groups, n_cols], one value per column, and `group_of` says which row of it a neuron uses.
-So are matrices by channel, the transpose of some others, whose rows are inputs: `mins` are shared as scales
+So are input-major matrices, the transpose of some others, whose rows are inputs: `mins` are shared as scales
 are, and of Q4_K, whose 256 inputs share both, 32 inputs have a row of `sub_scales` and one of minimums, a
 byte each, in `high`.
 """
@@ -74,7 +74,7 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
     },
     GGMLType.MXFP4: {"codes": ("qs", "u1"), "scales": ("e", "u1")},
 }
-# Of types by channel whose codes have four bits: HALF of the module's text.
+# Of input-major types whose codes have four bits: HALF of the module's text.
 _HALVES = {GGMLType.Q4_0: 16, GGMLType.Q4_1: 16, GGMLType.Q4_K: 32}
 _K_GROUP = 256
 FIELDS = ("codes", "scales", "mins", "high", "sub_scales")
@@ -189,7 +189,7 @@ class DeviceMatrix:
         rows: np.ndarray | None = None,
         arena: Arena | None = None,
     ) -> DeviceMatrix:
-        """The down projection of a plain file, by neuron; of the scales only the groups that `rows` touch.
+        """The neuron-major down projection of a plain file; of the scales only the groups that `rows` touch.
 
         codes: bytes [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16 [n_ff / 32, n_cols].
         rows: int64, neurons to take, in this order; None, of an array: all. arena: as in from_bytes.
@@ -222,13 +222,13 @@ class DeviceMatrix:
         )
 
     @classmethod
-    def by_channel(
+    def input_major(
         cls, n_in: int, n_out: Sequence[int], load: Callable[[int], DeviceMatrix], arena: Arena | None = None
     ) -> DeviceMatrix:
         """Matrices of one input and type side by side, a row per input: [n_in, sum of n_out].
 
-        n_out: rows of each; load: brings one of them, which is dropped before the next. can_be_by_channel
-        must say yes. arena: as in from_bytes. Values stay as they are, to the bit.
+        n_out: rows of each; load: brings one of them, which is dropped before the next. can_be_input_major
+        must say yes. arena: as in from_bytes. Values stay bitwise identical.
         """
         made: DeviceMatrix | None = None
         first = 0
@@ -292,7 +292,7 @@ class DeviceMatrix:
         return _sub_scales_q4_k({name: getattr(self, name) for name in _FIELDS[self.type]})
 
     def values(self, rows: slice | Tensor) -> Tensor:
-        """Some rows decoded, float32 [n, n_cols], to the bit what the file's decoder yields.
+        """Some rows decoded, float32 [n, n_cols], bitwise what the file's decoder yields.
 
         rows: a slice, or indices int64 [n] on the same device.
         """
@@ -323,7 +323,7 @@ class DeviceMatrix:
         return self.type in _FLOATS
 
     def blocks(self, rows: slice) -> Blocks:
-        """Some rows of a quantised matrix that is not in planes."""
+        """Some rows of a quantised matrix that is not neuron-major."""
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _BLOCKS[self.type](part)
 
@@ -335,7 +335,7 @@ class DeviceMatrix:
         return out
 
     def slices(self) -> list[slice]:
-        """Cuts the rows so that each slice decodes to a temporary of some megabytes."""
+        """Splits the rows so that each slice decodes to a temporary of some megabytes."""
         step = max(SLICE_VALUES // self.n_cols, 1)
         return [slice(i, min(i + step, self.n_rows)) for i in range(0, self.n_rows, step)]
 
@@ -379,8 +379,8 @@ def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
     }
 
 
-def can_be_by_channel(type: GGMLType, n_out: int) -> bool:
-    """Whether `DeviceMatrix.by_channel` takes a matrix of n_out rows: codes of some outputs share bytes."""
+def can_be_input_major(type: GGMLType, n_out: int) -> bool:
+    """Whether `DeviceMatrix.input_major` takes a matrix of n_out rows: codes of some outputs share bytes."""
     return type in _FLOATS or type == GGMLType.Q8_0 or (type in _HALVES and n_out % (2 * _HALVES[type]) == 0)
 
 

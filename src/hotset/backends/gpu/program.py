@@ -28,21 +28,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.gpu.fallback import N_COUNTS, Cut, unpack_bits
+from hotset.backends.gpu.fallback import N_COUNTS, TokenThreshold, unpack_bits
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import CopyStream, CpuWorkerRows
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.fusion import Fused, fuse
-from hotset.model.graph import Graph, cut_products
+from hotset.model.graph import Graph, thresholded_products
 from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
     AddStreams,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -63,6 +62,7 @@ from hotset.model.operations import (
     SelectOutputs,
     ShortConv,
     SoftCap,
+    Threshold,
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
@@ -89,10 +89,11 @@ class CpuWorkerProtocol(Protocol):
     @property
     def capturable(self) -> bool: ...
 
-    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> AbstractContextManager[None]:
-        """A block in which layers are submitted and gathered; its end waits for the device. cut: as in Batch.
+    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> AbstractContextManager[None]:
+        """A block in which layers are submitted and gathered; its end waits for the device. thresholded: as
+        in Batch.
 
-        Raises where the CPU's half failed; an exception in the block releases whoever waits.
+        Raises where the CPU worker failed; an exception in the block releases threads that wait.
         """
         ...
 
@@ -124,7 +125,7 @@ class CpuWorkerProtocol(Protocol):
         ...
 
     def cancel(self, reason: str) -> None:
-        """Gives the step in flight up, from any thread: nobody waits any longer."""
+        """Gives the step in flight up, from any thread: no thread waits any longer."""
         ...
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class Call:
     """One group of operations. layer: 0 outside of the layers; part: an index of PARTS.
 
     reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
-    kind: what an FFN, or a router, that does not wait for attention is moved by. drops: ids that nobody reads
+    kind: what an FFN, or a router, that does not wait for attention is moved by. drops: ids that are not read
     after it.
     """
 
@@ -179,7 +180,7 @@ class Call:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What the programs of a stage compute with. hot, by_channel: see GpuStage.
+    """What the programs of a stage compute with. hot, input_major: see GpuStage.
 
     counts: int64 [n_layer, N_COUNTS], is added to. sparse: False computes every neuron of an FFN.
     """
@@ -196,7 +197,7 @@ class StageParts:
     n_ctx: int
     sparse: bool
     stream_bytes: int
-    by_channel: Collection[str]
+    input_major: Collection[str]
 
 
 class Program:
@@ -212,7 +213,7 @@ class Program:
         self._cache_of_experts, self._fetcher = parts.experts, parts.fetcher
         self._n_ctx, self._sparse, self._stream_bytes = parts.n_ctx, parts.sparse, parts.stream_bytes
         self._copies = parts.copies
-        self._by_channel = _read_by_channel(graph, parts.hot, parts.by_channel if parts.sparse else ())
+        self._input_major = _read_input_major(graph, parts.hot, parts.input_major if parts.sparse else ())
         groups = fuse(graph, taps)
         self._check_split(groups, taps)
         self._kept_names = taps
@@ -239,7 +240,7 @@ class Program:
     # ---- groups → calls ----
 
     def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
-        """Scores of predictors of which nobody wants more than bits, by id: where one product makes them, it
+        """Scores of predictors of which bits alone are wanted, by id: where one product makes them, it
         makes the bits at once, and these are what the value holds."""
         masks = {f.mask.scores.id: f.mask for group in groups if (f := group.ffn) is not None and f.mask}
         readers = Counter(value.id for group in groups for value in group.reads)
@@ -254,7 +255,7 @@ class Program:
         }
 
     def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
-        """Layers whose neurons are shared must have an FFN that can be, and nobody may look inside."""
+        """Layers whose neurons are shared must have an FFN that can be, without taps inside."""
         split = {
             group.layer
             for group in groups
@@ -316,7 +317,7 @@ class Program:
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
             case Attention():
                 return self._attention(group, main)
-            case Cutoff():
+            case Threshold():
                 left = self._entered(main.x, None, main)
                 return lambda f: f.values.__setitem__(out, left(f))
             case Rotate():
@@ -358,8 +359,8 @@ class Program:
                 x, multiplier = op.x.id, op.multiplier
                 return lambda v: k.gaussian_top_k(v[x], multiplier)
             case Mask():
-                x, scores, cut, first = op.x.id, op.scores.id, op.threshold, op.first
-                return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < cut), (first, 0), value=True)
+                x, scores, least, first = op.x.id, op.scores.id, op.threshold, op.first
+                return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < least), (first, 0), value=True)
             case Add():
                 a, b = op.a.id, op.b.id
                 return lambda v: v[a] + v[b]
@@ -378,8 +379,8 @@ class Program:
             case _:
                 assert_never(op)
 
-    def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, Cut | None], Tensor]:
-        """A norm, and a cutoff behind it."""
+    def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
+        """A norm, and a threshold behind it."""
         weight, k, eps = self._weights.vector(op.weight), self._kernels, op.eps
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
@@ -388,22 +389,26 @@ class Program:
         return lambda x, by: k.rms_norm(x, weight, eps, n_head, by)
 
     def _entered(
-        self, x: Value, norm: RMSNorm | LayerNorm | None, cut: Cutoff | None
+        self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
     ) -> Callable[[Frame], Tensor]:
         """What a product reads: x, normalised, and without what is small."""
-        id, by, k = x.id, _cutting(cut), self._kernels
+        id, by, k = x.id, _token_threshold(input_threshold), self._kernels
         if norm is not None:
             normalised = self._norm(norm)
             return lambda f: normalised(f.values[id], by(f))
-        if cut is None:
+        if input_threshold is None:
             return lambda f: f.values[id]
-        return lambda f: k.cut(f.values[id], by(f))
+        return lambda f: k.zero_small(f.values[id], by(f))
 
     def _linears(self, group: Fused) -> Callable[[Frame], None]:
-        """Products of one input, with what was fused: a norm and a cutoff before, an activation or a sum
+        """Products of one input, with what was fused: a norm and a threshold before, an activation or a sum
         after."""
-        linears, norm, cut = group.linears, group.first(RMSNorm, LayerNorm), group.first(Cutoff)
-        x, residual = (norm or cut or linears[0]).x, _id(group.residual(linears[0].out))
+        linears, norm, input_threshold = (
+            group.linears,
+            group.first(RMSNorm, LayerNorm),
+            group.first(Threshold),
+        )
+        x, residual = (norm or input_threshold or linears[0]).x, _id(group.residual(linears[0].out))
         outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
         if (mask := self._bits_of.get(outs[0])) is not None:
             (op,), threshold, first = linears, mask.threshold, mask.first
@@ -414,7 +419,7 @@ class Program:
 
             return select
         after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
-        entered, products = self._entered(x, norm, cut), self._products(linears, after)
+        entered, products = self._entered(x, norm, input_threshold), self._products(linears, after)
 
         def run(f: Frame) -> None:
             added = None if residual is None else f.values[residual]
@@ -429,7 +434,7 @@ class Program:
         assert not after or len(linears) == 1
         # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
         kinds = {
-            (self._weights.source.tensors[op.weight].type, op.weight in self._by_channel) for op in linears
+            (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
         }
         stacks = [linears] if len(kinds) == 1 else [[op] for op in linears]
         products = [self._product(ops, after or {}) for ops in stacks]
@@ -445,12 +450,12 @@ class Program:
         return run
 
     def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """One product with matrices of one type; by channel those of zeros are not read."""
+        """One product with matrices of one type; of input-major ones channels of zeros are not read."""
         bias, k = self._weights.biases(ops), self._kernels
-        if ops[0].weight not in self._by_channel:
+        if ops[0].weight not in self._input_major:
             rows = self._weights.linear(*ops)
             return lambda h, added: k.linear(h, rows, bias, added, **after)
-        matrix, left_out = self._weights.by_channel(*ops), self._counts[ops[0].layer, N_COUNTS - 1 :]
+        matrix, left_out = self._weights.input_major(*ops), self._counts[ops[0].layer, N_COUNTS - 1 :]
 
         def run(h: Tensor, added: Tensor | None) -> Tensor:
             y = k.linear_t(h, matrix, bias, added, left_out=left_out)
@@ -536,7 +541,11 @@ class Program:
                 "experts with predictors, and values inside experts, are computed on the CPU alone; use "
                 "--no-gpu"
             )
-        entered, scores, cut = self._entered(ffn.x, ffn.norm, ffn.in_cut), op.x.id, _cutting(ffn.gate_cut)
+        entered, scores, gate_threshold = (
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
+            op.x.id,
+            _token_threshold(ffn.gate_threshold),
+        )
         bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
         experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
@@ -556,7 +565,7 @@ class Program:
             h, choice = entered(f), f.choices.get(layer)
             cold.post(layer, h, f.asked[layer] if choice is None else choice.asked)
             if choice is not None and fetcher is not None:
-                f.own[layer] = fetcher.compute(layer, choice, h, counts, cut(f))
+                f.own[layer] = fetcher.compute(layer, choice, h, counts, gate_threshold(f))
 
         def finish(f: Frame) -> None:
             parts = cold.collect(layer)
@@ -590,11 +599,11 @@ class Program:
         """All neurons on the device. Their values are kept where they are asked for."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
         entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_cut),
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
             self._bits(ffn.mask),
             _id(residual),
         )
-        values, cuts = self._values(ffn), _cuts_of_neurons(ffn)
+        values, thresholds = self._values(ffn), _neuron_thresholds(ffn)
         is_kept = selected.name in self._kept_names
         down = ffn.down
         by_rows = self._leaves_out_rows(ffn) and self._sparse
@@ -606,7 +615,7 @@ class Program:
                 added = None if added_id is None else f.values[added_id]
                 f.values[out.id] = k.sparse_ffn(
                     entered(f), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
-                    counts=counts, **given, **cuts(f),
+                    counts=counts, **given, **thresholds(f),
                 )  # fmt: skip
 
             return fused
@@ -624,38 +633,38 @@ class Program:
     def _down(self, op: Linear | TransposedLinear | ExpertSum) -> Callable[[Tensor, Tensor | None], Tensor]:
         k = self._kernels
         if isinstance(op, TransposedLinear):
-            by_neuron, bias = self._weights.down(op), self._weights.bias(op.bias)
-            return lambda neurons, added: k.linear_t(neurons, by_neuron, bias, added)
+            neuron_major, bias = self._weights.down(op), self._weights.bias(op.bias)
+            return lambda neurons, added: k.linear_t(neurons, neuron_major, bias, added)
         assert isinstance(op, Linear)
         products = self._products([op])
         return lambda neurons, added: products(neurons, added)[0]
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
-        """Whether rows of gate and up are left out one by one; else both are read whole, or by channel."""
-        by_cutoff = ffn.gate_cut is not None and one_matrix(ffn.up).weight not in self._by_channel
+        """Whether rows of gate and up are left out one by one; else both are read whole, or input-major."""
+        by_threshold = ffn.gate_threshold is not None and one_matrix(ffn.up).weight not in self._input_major
         if ffn.top_k is not None:  # of one kernel's gates no program has all
             return False
-        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_cutoff
+        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_threshold
 
     def _values(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None], Tensor]:
         """The values of the neurons from the FFN's input and the predicted ones' bits."""
-        k, options, cuts = self._kernels, _activations(ffn), _cuts_of_neurons(ffn)
+        k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
         if self._leaves_out_rows(ffn):
             given = self._rows(ffn, None) | options
             compute: Any = k.neurons if self._sparse else self._every_neuron
-            return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **cuts(f))
+            return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **thresholds(f))
         products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
         if (top_k := ffn.top_k) is not None:
 
             def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:
                 gate, up = products(h, None)
                 gate = k.gaussian_top_k(gate, top_k.multiplier)
-                values: Tensor = k.fired(gate, up, counts=counts, **options, **cuts(f))
+                values: Tensor = k.fired(gate, up, counts=counts, **options, **thresholds(f))
                 return values
 
             return above
-        return lambda f, h, _: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
+        return lambda f, h, _: k.fired(*products(h, None), counts=counts, **options, **thresholds(f))
 
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
@@ -675,11 +684,11 @@ class Program:
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
         stream = CpuWorkerRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
         entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_cut),
+            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
             self._bits(ffn.mask),
             _id(residual),
         )
-        cuts = _cuts_of_neurons(ffn)
+        thresholds = _neuron_thresholds(ffn)
 
         def post(f: Frame) -> None:
             f.submitted[layer] = h, selected = entered(f), bits(f)
@@ -690,7 +699,7 @@ class Program:
             if len(indices):
                 y: Tensor = k.sparse_ffn(
                     h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
-                    counts=counts, **given, **cuts(f),
+                    counts=counts, **given, **thresholds(f),
                 )  # fmt: skip
                 return y
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
@@ -702,7 +711,7 @@ class Program:
             if f.streamed:
                 for i, part in enumerate(stream.parts()):
                     y = k.sparse_ffn(
-                        h, selected=selected, residual=y, counts=counts, **part, **options, **cuts(f)
+                        h, selected=selected, residual=y, counts=counts, **part, **options, **thresholds(f)
                     )
                     del part  # else three would be there while the next is made
                     if f.warming and i == 1:
@@ -743,18 +752,20 @@ class Program:
         counts: Tensor,
         gate_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
-        gate_cut: Cut | None = None,
-        value_cut: Cut | None = None,
+        gate_threshold: TokenThreshold | None = None,
+        value_threshold: TokenThreshold | None = None,
     ) -> Tensor:
         """`neurons` by whole products: nothing is left out, the dense mode."""
         k = self._kernels
         value: Tensor = k.linear(h, up, up_bias)
         if gate is None:
-            value = k.cut(k.activate(value, activation, threshold), gate_cut)
+            value = k.zero_small(k.activate(value, activation, threshold), gate_threshold)
         else:
             value = k.activate(value, up_activation, 0.0) if up_activation else value
-            value = value * k.cut(k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_cut)
-        value = k.cut(value, value_cut)
+            value = value * k.zero_small(
+                k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_threshold
+            )
+        value = k.zero_small(value, value_threshold)
         chosen = None
         if selected is not None:
             chosen = unpack_bits(selected, value.shape[1])
@@ -777,32 +788,32 @@ def _id(value: Value | None) -> int | None:
     return None if value is None else value.id
 
 
-def _read_by_channel(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
-    """Of the matrices that are wanted by channel those that can be: their input is cut, and their rows are no
-    neurons that are left out, or shared with the CPU, one by one."""
+def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
+    """Of the matrices that are wanted input-major those that can be: their input is thresholded, and their
+    rows are no neurons that are left out, or shared with the CPU, one by one."""
     by_row = set()
     for ffn in graph.ffns:
         both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
         one_by_one = ffn.fires_exactly or ffn.mask is not None or ffn.layer in hot
         if one_by_one or not set(both) <= set(wanted):
             by_row.update(both)
-    return frozenset(op.weight for op in cut_products(graph) if op.weight in wanted) - by_row
+    return frozenset(op.weight for op in thresholded_products(graph) if op.weight in wanted) - by_row
 
 
-def _cutting(op: Cutoff | None) -> Callable[[Frame], Cut | None]:
-    """What a cutoff leaves out of a step's tokens."""
+def _token_threshold(op: Threshold | None) -> Callable[[Frame], TokenThreshold | None]:
+    """What a threshold leaves out of a step's tokens."""
     if op is None:
         return lambda _: None
     threshold = float(np.float32(op.threshold))
-    return lambda f: Cut(f.inputs.cut[: f.n], threshold)
+    return lambda f: TokenThreshold(f.inputs.thresholded[: f.n], threshold)
 
 
-def _cuts_of_neurons(ffn: Ffn) -> Callable[[Frame], dict[str, Cut | None]]:
-    """The cutoffs of gates and of neurons, as the kernels' arguments are named."""
-    of_gate, of_value = _cutting(ffn.gate_cut), _cutting(ffn.down_cut)
-    if ffn.gate_cut is None and ffn.down_cut is None:
+def _neuron_thresholds(ffn: Ffn) -> Callable[[Frame], dict[str, TokenThreshold | None]]:
+    """The thresholds of gates and of neurons, as the kernels' arguments are named."""
+    of_gate, of_value = _token_threshold(ffn.gate_threshold), _token_threshold(ffn.down_threshold)
+    if ffn.gate_threshold is None and ffn.down_threshold is None:
         return lambda _: {}
-    return lambda f: {"gate_cut": of_gate(f), "value_cut": of_value(f)}
+    return lambda f: {"gate_threshold": of_gate(f), "value_threshold": of_value(f)}
 
 
 def _activations(ffn: Ffn) -> dict[str, Any]:

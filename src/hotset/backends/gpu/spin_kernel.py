@@ -23,7 +23,8 @@ BLOCK = 1024  # numbers that the block copies at a time
 def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, request: Tensor) -> None:
     """Puts h and bits (uint8) where the CPU reads them, and then raises its flag, int32 [1].
 
-    The tensors of the host lie in memory that the device was told of (cpu_offload.CudaDriver.register).
+    The tensors of the host lie in memory that is registered with the device
+    (cpu_offload.CudaDriver.register).
     """
     h, bits = h.contiguous(), None if bits is None else bits.contiguous()
     # Without bits something must stand in their place; nothing of it is read.

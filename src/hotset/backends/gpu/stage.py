@@ -57,7 +57,7 @@ class GpuStage:
     expert_slots: experts of MoE models that are kept in the device's memory, as its replacement policy says.
     fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
     weight_bytes: what its weights were planned to take, where there is a plan.
-    by_channel: matrices whose inputs are cut that are laid out so that channels of zeros are not read; they
+    input_major: matrices with thresholded inputs, in the layout that leaves channels of zeros unread; they
     are there once, and every step reads them so.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
@@ -84,11 +84,11 @@ class GpuStage:
         expert_slots: int = 0,
         fetching: Fetching | None = None,
         weight_bytes: int = 0,
-        by_channel: Collection[str] = (),
+        input_major: Collection[str] = (),
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
-        self.graph, self.entering = graph.cut(first_op, len(graph.ops) if last_op is None else last_op)
+        self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
@@ -98,7 +98,7 @@ class GpuStage:
         self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
         self._is_served = False  # whether the CPU worker took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
-        self._by_channel = frozenset(by_channel)
+        self._input_major = frozenset(input_major)
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
@@ -164,7 +164,7 @@ class GpuStage:
         try:
             return self._step(batch, x)
         except DeviceError:
-            if self._cancelled:  # the CPU worker was told so, too
+            if self._cancelled:  # the CPU worker was cancelled, too
                 raise StepCancelledError from None
             raise
 
@@ -191,7 +191,7 @@ class GpuStage:
             if self._expert_cache is not None:
                 self._expert_cache.begin_step()
             try:
-                with nullcontext() if cold is None else cold.step(n, batch.cut):
+                with nullcontext() if cold is None else cold.step(n, batch.thresholded):
                     result = self._run(program, n, len(batch.outputs))
                     self._counting.copy(self._counted, self._counts)
                     self._counting.end()
@@ -410,7 +410,7 @@ class GpuStage:
             parts = StageParts(
                 self._weights, self._cache, self.kernels, self._hot, self._cold, self._counts, self._copies,
                 self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
-                stream_bytes=self._stream_bytes, by_channel=self._by_channel,
+                stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip
             self._programs[taps] = Program(self.graph, taps, parts)
         return self._programs[taps]

@@ -75,7 +75,7 @@ class CpuWorkerRows:
     def parts(self) -> Iterator[dict[str, Any]]:
         """Arguments of sparse_ffn for some of the neurons: held, gate, up, down_t, gate_bias, up_bias.
 
-        Whoever takes the next part has let go of the one before.
+        The caller has released a part before it takes the next.
         """
         for first in range(0, len(self._neurons), self._step):
             try:

@@ -114,7 +114,7 @@ def _load(
 ):  # fmt: skip
     """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
 
-    Floats: [R, W, 4]. In place of what the type lacks stand the codes, which nobody reads there: a tuple with
+    Floats: [R, W, 4]. In place of what the type lacks are the codes, which are not read there: a tuple with
     None in it is more than Triton 3.6 compiles. The scales of planes are left to `_planes`.
     """
     row = rows.to(tl.int64)[:, None]
@@ -296,7 +296,7 @@ def _dot_rows(
             if TYPE == FLOAT:
                 inside = inside & (column < n_cols)
             for t in tl.static_range(T):
-                # [1, W, 4]; where there are fewer tokens, the last one again, which nobody stores
+                # [1, W, 4]; where there are fewer tokens, the last one again, which is not stored
                 xs = tl.load(x + tl.minimum(t, n_tokens - 1) * n_cols + column, mask=inside, other=0.0)
                 if TYPE == FLOAT:  # whose rows may begin anywhere: threads then share four neighbours
                     y = tl.sum(_rounded(q, tl.broadcast_to(xs, [R, W, 4])), axis=2)
@@ -435,15 +435,16 @@ def _activated(x, threshold, KIND: tl.constexpr):
 
 
 @triton.jit
-def _cut(x, is_cut, threshold):
-    """x where it is not small, or its token is not cut; is_cut: of x's shape, or one that grows to it."""
-    return tl.where(is_cut & (tl.abs(x) < threshold), 0.0, x)
+def _zero_small(x, is_thresholded, threshold):
+    """x where it is not small, or its token is not thresholded; is_thresholded: of x's shape, or one that
+    grows to it."""
+    return tl.where(is_thresholded & (tl.abs(x) < threshold), 0.0, x)
 
 
 @triton.jit
-def _is_cut(cut, t, n_tokens):
-    """Whether tokens t are cut, of flags int32 [n_tokens]."""
-    return tl.load(cut + t, mask=t < n_tokens, other=0) != 0
+def _is_thresholded(thresholded, t, n_tokens):
+    """Whether tokens t are thresholded, of flags int32 [n_tokens]."""
+    return tl.load(thresholded + t, mask=t < n_tokens, other=0) != 0
 
 
 @triton.jit
@@ -451,13 +452,15 @@ def _values_of(
     h, rows, wanted, inside, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
+    n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, thresholded, gate_threshold,
+    value_threshold, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """f(gate) * g(up), or f(up) without a gate, of rows [R] that tokens want, [T, R]; what _count adds.
 
-    cut: int32 [T], None: nobody is; gate_cut, value_cut: what is small of f and of the result, 0: nothing.
+    thresholded: int32 [T], None: no token is; gate_threshold, value_threshold: what is small of f and of the
+    result, 0: nothing.
     """
     live = tl.max(wanted.to(tl.int32), axis=0) != 0
     n_live = tl.sum(live.to(tl.int32), axis=0)
@@ -471,8 +474,10 @@ def _values_of(
         if gate_bias is not None:
             z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
         value = _activated(z, threshold, KIND)
-        if cut is not None:
-            value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), gate_cut)
+        if thresholded is not None:
+            value = _zero_small(
+                value, _is_thresholded(thresholded, tl.arange(0, T)[:, None], n_tokens), gate_threshold
+            )
         value = tl.where(wanted, value, 0.0)
         up_wanted = value != 0.0
     up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
@@ -488,11 +493,15 @@ def _values_of(
             value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
         else:
             value = _activated(z, threshold, KIND)
-            if cut is not None:
-                value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), gate_cut)
+            if thresholded is not None:
+                value = _zero_small(
+                    value, _is_thresholded(thresholded, tl.arange(0, T)[:, None], n_tokens), gate_threshold
+                )
             value = tl.where(up_wanted, value, 0.0)
-    if cut is not None:
-        value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), value_cut)
+    if thresholded is not None:
+        value = _zero_small(
+            value, _is_thresholded(thresholded, tl.arange(0, T)[:, None], n_tokens), value_threshold
+        )
     active = (value != 0.0).to(tl.int32)
     counted = tl.sum(tl.sum(wanted.to(tl.int32) + (active << 8), axis=1), axis=0)
     counted += (n_up << 20) + (tl.sum(tl.max(active, axis=0), axis=0) << 24)
@@ -506,7 +515,8 @@ def _neurons_kernel(
     h, values, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, threshold, thresholded, gate_threshold,
+    value_threshold, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -519,7 +529,8 @@ def _neurons_kernel(
         h, rows, wanted, inside, gate_bias, up_bias,
         gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
         codes, scales, mins, high, sub_scales,
-        n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
+        n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, thresholded, gate_threshold,
+        value_threshold, zero,
         GATE_TYPE, TYPE, KIND, UP_KIND, T, R, W,
     )  # fmt: skip
     if packed is not None:
@@ -543,13 +554,13 @@ def _chosen_kernel(
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
     n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold,
-    cut, gate_cut, value_cut, zero,
+    thresholded, gate_threshold, value_threshold, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """values of the neurons that some token selects, each by itself: these programs share a list of them.
 
-    The list is in the order of neurons and nobody writes it first: a program counts the bits before each word
+    The list is in the order of neurons and is not written first: a program counts the bits before each word
     of 32 neurons, [S], and finds there its own places of the list, program_id, + num_programs, and so on.
     With ids, its k-th neuron's value is at k of values [T, n], its row at ids[k], and count says how many
     there are; without, values [T, n] are by row. packed [n]: by place, see _count.
@@ -594,7 +605,8 @@ def _chosen_kernel(
             h, rows, wanted, rows < n, gate_bias, up_bias,
             gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
             codes, scales, mins, high, sub_scales,
-            n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut,
+            n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, thresholded,
+            gate_threshold, value_threshold,
             zero, GATE_TYPE, TYPE, KIND, UP_KIND, T, 1, W,
         )  # fmt: skip
         if ids is not None:
@@ -713,7 +725,7 @@ def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.conste
 #
 # Tensor cores multiply halves. Weights of 16 bits are what they are; those of quantised types have at most
 # eleven bits that count, once scaled. Inputs are rounded to halves beforehand, once for all rows: float16
-# after a power of two of their own for each token, so that whoever is large makes nobody else small; bfloat16
+# after a power of two of their own for each token, so that a large token makes no other small; bfloat16
 # as sums of two, which is as exact as their weights ask. Float32 by float32 are three products of TF32.
 
 
@@ -901,7 +913,7 @@ def _matmul_kernel(
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     rows = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1) * M + tl.arange(0, M)
-    # Rows and tokens that are not there are the last once more: nobody stores what comes of them.
+    # Rows and tokens that are not there are the last once more: their results are not stored.
     row = tl.minimum(rows, n_rows - 1)
     live = rows >= 0
     token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_cols
@@ -982,15 +994,15 @@ def _matmul_t_kernel(
 @triton.jit
 def _fired_kernel(
     gate, up, values, selected, numbers, counts, n_tokens, n, stride, n_bytes, threshold,
-    cut, gate_cut, value_cut,
+    thresholded, gate_threshold, value_threshold,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """values [T, n] are f(gate) * g(up), or 0 where a neuron is not selected or does not fire, of sums of the
     gate (or of up, where up is None), whose rows are `stride` apart. N neurons of all tokens a program, T
     tokens at a time. READ: every row of up was, and counts say so.
 
-    numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. cut: as in
-    _values_of.
+    numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. thresholded:
+    as in _values_of.
     """
     i = tl.program_id(0) * N + tl.arange(0, N)
     inside = i < n
@@ -1010,16 +1022,16 @@ def _fired_kernel(
         at = t[:, None].to(tl.int64) * stride + i[None, :]
         z = tl.load(gate + at, mask=there, other=0.0)
         value = _activated(z, threshold, KIND)
-        if cut is not None:
-            value = _cut(value, _is_cut(cut, t[:, None], n_tokens), gate_cut)
+        if thresholded is not None:
+            value = _zero_small(value, _is_thresholded(thresholded, t[:, None], n_tokens), gate_threshold)
         value = tl.where(wanted, value, 0.0)
         if up is not None:
             fires = value != 0.0
             n_fires += tl.sum((fires | (READ & there)).to(tl.int32), axis=0)
             z = tl.load(up + at, mask=fires, other=0.0)
             value = tl.where(fires, value * _activated(z, threshold, UP_KIND), 0.0)
-        if cut is not None:
-            value = _cut(value, _is_cut(cut, t[:, None], n_tokens), value_cut)
+        if thresholded is not None:
+            value = _zero_small(value, _is_thresholded(thresholded, t[:, None], n_tokens), value_threshold)
         tl.store(values + t[:, None].to(tl.int64) * n + i[None, :], value, mask=there)
         n_selected += tl.sum(wanted.to(tl.int32), axis=0)
         n_active += tl.sum((value != 0.0).to(tl.int32), axis=0)
@@ -1249,8 +1261,8 @@ def _merge_kernel(
 
 
 @triton.jit
-def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constexpr, N: tl.constexpr):
-    """One part of one row: RMSNorm, or LayerNorm, and of a whole row what a cutoff leaves of it."""
+def _norm_kernel(x, out, weight, bias, eps, n, thresholded, threshold, LAYER: tl.constexpr, N: tl.constexpr):
+    """One part of one row: RMSNorm, or LayerNorm, and of a whole row what a threshold leaves of it."""
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
     y = tl.load(x + row + i, mask=i < n, other=0.0)
@@ -1263,8 +1275,8 @@ def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constex
     )
     if bias is not None:
         y += tl.load(bias + i, mask=i < n, other=0.0)
-    if cut is not None:
-        y = _cut(y, tl.load(cut + tl.program_id(0)) != 0, threshold)
+    if thresholded is not None:
+        y = _zero_small(y, tl.load(thresholded + tl.program_id(0)) != 0, threshold)
     tl.store(out + row + i, y, mask=i < n)
 
 
@@ -1281,13 +1293,13 @@ def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
 
 
 @triton.jit
-def _cut_kernel(x, out, cut, threshold, n, N: tl.constexpr):
+def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
     """Rows of x [T, n] without their small values, N of them a program."""
     i = tl.program_id(1) * N + tl.arange(0, N)
     t = tl.program_id(0)
     at = t.to(tl.int64) * n + i
     y = tl.load(x + at, mask=i < n, other=0.0)
-    tl.store(out + at, _cut(y, tl.load(cut + t) != 0, threshold), mask=i < n)
+    tl.store(out + at, _zero_small(y, tl.load(thresholded + t) != 0, threshold), mask=i < n)
 
 
 @triton.jit
@@ -1665,15 +1677,15 @@ class _What:
     activation: ActivationKind
     threshold: float
     up_activation: ActivationKind | None
-    gate_cut: fallback.Cut | None
-    value_cut: fallback.Cut | None
+    gate_threshold: fallback.TokenThreshold | None
+    value_threshold: fallback.TokenThreshold | None
 
     @property
     def numbers(self) -> tuple[float, Tensor | None, float, float]:
-        """Threshold of the activation, which tokens are cut, and what is small (_values_of)."""
-        cut = self.gate_cut or self.value_cut
-        small = [0.0 if by is None else by.threshold for by in (self.gate_cut, self.value_cut)]
-        return self.threshold, None if cut is None else cut.tokens, small[0], small[1]
+        """Threshold of the activation, which tokens are thresholded, and what is small (_values_of)."""
+        either = self.gate_threshold or self.value_threshold
+        small = [0.0 if by is None else by.threshold for by in (self.gate_threshold, self.value_threshold)]
+        return self.threshold, None if either is None else either.tokens, small[0], small[1]
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -1693,12 +1705,12 @@ def neurons(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: fallback.Cut | None = None,
-    value_cut: fallback.Cut | None = None,
+    gate_threshold: fallback.TokenThreshold | None = None,
+    value_threshold: fallback.TokenThreshold | None = None,
 ) -> Tensor:
     """fallback.neurons; more than FEW_TOKENS read every row."""
     h, n_tokens = _inputs(h), len(h)
-    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
+    what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     if n_tokens > FEW_TOKENS:
         return _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
     if n_tokens == 0 or up.n_rows == 0:
@@ -1811,16 +1823,16 @@ def fired(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     counts: Tensor | None = None,
-    gate_cut: fallback.Cut | None = None,
-    value_cut: fallback.Cut | None = None,
+    gate_threshold: fallback.TokenThreshold | None = None,
+    value_threshold: fallback.TokenThreshold | None = None,
 ) -> Tensor:
     """fallback.fired."""
-    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
+    what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     n_tokens, n = gate.shape
     if activation not in FUSED or up_activation not in FUSED:
         return fallback.fired(
             gate, up, activation=activation, threshold=threshold, up_activation=up_activation, counts=counts,
-            gate_cut=gate_cut, value_cut=value_cut,
+            gate_threshold=gate_threshold, value_threshold=value_threshold,
         )  # fmt: skip
     if up is None or up.stride() != gate.stride() or gate.stride(1) != 1:
         gate, up = gate.contiguous(), None if up is None else up.contiguous()
@@ -1850,13 +1862,13 @@ def sparse_ffn(
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
-    gate_cut: fallback.Cut | None = None,
-    value_cut: fallback.Cut | None = None,
+    gate_threshold: fallback.TokenThreshold | None = None,
+    value_threshold: fallback.TokenThreshold | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """fallback.sparse_ffn."""
     h, n_tokens, n = _inputs(h), len(h), up.n_rows
-    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
+    what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     if n_tokens > FEW_TOKENS:
         values = _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
         return _linear_t(values, down_t, down_bias, residual, out)
@@ -1886,20 +1898,20 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     return bits
 
 
-def cut(x: Tensor, by: fallback.Cut | None) -> Tensor:
-    """fallback.cut."""
+def zero_small(x: Tensor, by: fallback.TokenThreshold | None) -> Tensor:
+    """fallback.zero_small."""
     if by is None or not len(x):
         return x
     x = x.contiguous()
     out, (n_tokens, n) = torch.empty_like(x), x.shape
     launcher.launch(
-        _cut_kernel, (n_tokens, -(-n // 1024)), x, out, by.tokens, by.threshold, n, N=1024, warps=4
+        _zero_small_kernel, (n_tokens, -(-n // 1024)), x, out, by.tokens, by.threshold, n, N=1024, warps=4
     )
     return out
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: fallback.Cut | None = None
+    x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: fallback.TokenThreshold | None = None
 ) -> Tensor:
     """fallback.rms_norm; by: of one head."""
     assert by is None or n_head == 1
@@ -1907,7 +1919,7 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: fallback.Cut | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: fallback.TokenThreshold | None = None
 ) -> Tensor:
     """fallback.layer_norm."""
     return _norm(x, weight, bias, eps, x.shape[1], by, layer=True)
@@ -1919,7 +1931,7 @@ def _norm(
     bias: Tensor | None,
     eps: float,
     n: int,
-    by: fallback.Cut | None,
+    by: fallback.TokenThreshold | None,
     *,
     layer: bool,
 ) -> Tensor:

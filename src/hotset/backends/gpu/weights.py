@@ -44,19 +44,19 @@ class DeviceWeights:
             )
         return self._kept[key]  # type: ignore[return-value]
 
-    def by_channel(self, *ops: Linear) -> DeviceMatrix:
-        """The same rows as columns: a row per input (DeviceMatrix.by_channel)."""
+    def input_major(self, *ops: Linear) -> DeviceMatrix:
+        """The same rows as columns: a row per input (DeviceMatrix.input_major)."""
         key = "by channel", tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
             widths = [op.out.width for op in ops]
-            made = DeviceMatrix.by_channel(
+            made = DeviceMatrix.input_major(
                 ops[0].x.width, widths, lambda i: self.some_rows(ops[i], None), self._arena
             )
             self._keep(key, made)
         return self._kept[key]  # type: ignore[return-value]
 
     def down(self, op: TransposedLinear) -> DeviceMatrix:
-        """A down projection, a row per neuron, in rows or in planes."""
+        """A down projection, a row per neuron, in rows or as planes."""
         if op.weight not in self._kept:
             self._keep(op.weight, self.some_rows(op, None, self._arena))
         return self._kept[op.weight]  # type: ignore[return-value]

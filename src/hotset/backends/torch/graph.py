@@ -43,7 +43,6 @@ from hotset.model.operations import (
     Add,
     AddStreams,
     Attention,
-    Cutoff,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -64,6 +63,7 @@ from hotset.model.operations import (
     SelectOutputs,
     ShortConv,
     SoftCap,
+    Threshold,
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
@@ -97,8 +97,8 @@ Edit = Callable[[Tensor], Tensor]
 class TorchGraph:
     """A model over texts [n_texts, n_tokens], each from position 0; values are [n_texts * n_tokens, width].
 
-    room: bytes of decoded weights that are kept. device: of the weights and values. Cutoffs cut nothing: that
-    is for edits to do.
+    room: bytes of decoded weights that are kept. device: of the weights and values. Thresholds have no
+    effect: edits do that.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class TorchGraph:
             case Linear():
                 return F.linear(step[op.x], *self.rows_of(op))
             case TransposedLinear():
-                return F.linear(step[op.x], self._weights.by_neuron(op).T, self.bias(op.bias))
+                return F.linear(step[op.x], self._weights.neuron_major(op).T, self.bias(op.bias))
             case Heads():
                 shared = None if op.shared is None else step[op.shared]
                 return join_heads(step[op.x], op.n_head, op.first, op.count, shared)
@@ -252,7 +252,7 @@ class TorchGraph:
                 return torch.cat(route(step[op.x], op, self.bias(op.bias)), dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
-            case SelectOutputs() | Cutoff():  # all tokens; nothing is cut
+            case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
             case _:
                 assert_never(op)
@@ -296,7 +296,7 @@ class TorchGraph:
         for expert in ids.unique().tolist():
             of_it = ids == expert
             matrix = self._weights.expert(op, expert)
-            if isinstance(op, ExpertSum) and op.by_neuron:
+            if isinstance(op, ExpertSum) and op.neuron_major:
                 matrix = matrix.T
             bias = None if op.bias is None else self.weight(op.bias)[expert, first : first + n_rows]
             out[of_it] = F.linear(x[of_it], matrix[first : first + n_rows], bias)
@@ -323,7 +323,7 @@ class Part:
     """Operations between two places where only the residual stream crosses."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
-        part, self.entering = graph.cut(first, last)
+        part, self.entering = graph.split(first, last)
         self.ops = list(part.primitives)
         self.result = part.result
         self.made = {op.out.id for op in self.ops}

@@ -112,7 +112,7 @@ def _with_known_role(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if role == "developer" else message
 
 
-# What a message is for the document. Whoever reads it says more exactly what is wrong with one
+# What a message is for the document. The parser says more exactly what is wrong with one
 # (generation.py, text/messages.py), and a template may want more of it than is here.
 _TEXT_PART = {
     "type": "object",
@@ -211,7 +211,7 @@ class ChatBody(SamplingFields):
         return {"enable_thinking": True, "reasoning_effort": self.reasoning_effort}
 
     def check_effort(self, template: str) -> None:
-        """Raises RequestError where a model with this template cannot be told how much to think."""
+        """Raises RequestError where a model with this template takes no reasoning effort."""
         switch, levels = "enable_thinking" in template, "reasoning_effort" in template
         effort = self.reasoning_effort
         if effort is None or switch or (levels and effort != "none") or not (levels or effort != "none"):

@@ -1,4 +1,4 @@
-"""The response of /v1/responses as an answer grows: its items, and the events that tell a client of them."""
+"""The response of /v1/responses as an answer grows: its items, and the events that a client gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ResponseWriter:
 
     def __init__(self, head: Mapping[str, Any], tokenizer: Tokenizer, n_top: int | None) -> None:
         self._tokenizer, self._n_top = tokenizer, n_top
-        self._n_told = 0  # events
+        self._n_sent = 0  # events
         self._items: list[dict[str, Any]] = []
         self.response = shapes.ResponseReply.written(
             id=f"resp_{uuid.uuid4().hex}",
@@ -58,18 +58,18 @@ class ResponseWriter:
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream of an answer."""
-        for told in self.start(answer.created):
-            yield await event_beside(told, told["type"])
+        for one in self.start(answer.created):
+            yield await event_beside(one, one["type"])
         try:
             async for delta in answer:
-                for told in self.push(delta):
-                    yield await event_beside(told, told["type"])
+                for one in self.push(delta):
+                    yield await event_beside(one, one["type"])
         except HotsetError as error:
-            told = self.failed(str(error))
-            yield await event_beside(told, told["type"])
+            one = self.failed(str(error))
+            yield await event_beside(one, one["type"])
             return
-        for told in self.end(answer.usage):
-            yield await event_beside(told, told["type"])
+        for one in self.end(answer.usage):
+            yield await event_beside(one, one["type"])
 
     def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
         """The response of a finished answer."""
@@ -84,32 +84,32 @@ class ResponseWriter:
         self.response["created_at"] = created
         now = self.response | {"output": []}
         return [
-            self._told("response.created", response=now),
-            self._told("response.in_progress", response=now),
+            self._event("response.created", response=now),
+            self._event("response.in_progress", response=now),
         ]
 
     def push(self, delta: Delta) -> list[Event]:
         match delta:
             case TextDelta(text=text) if text:
-                told = self._open("message", shapes.OutputText.written(text="", logprobs=[]))
+                events = self._open("message", shapes.OutputText.written(text="", logprobs=[]))
                 logprobs = self._logprobs(delta)
                 part = self._items[-1]["content"][0]
                 part["text"] += text
                 part["logprobs"] += logprobs
-                return [*told, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
+                return [*events, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
             case ReasoningDelta(text=text) if text:
-                told = self._open("reasoning", shapes.ReasoningPart.written(text=""))
+                events = self._open("reasoning", shapes.ReasoningPart.written(text=""))
                 self._items[-1]["content"][0]["text"] += text
-                return [*told, self._of_part("response.reasoning_text.delta", delta=text)]
+                return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
             case ToolCallStart():
                 return self._open("function_call", call_id=delta.id, name=delta.name, arguments="")
             case ToolCallArguments(text=text) if text:
                 self._items[-1]["arguments"] += text
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]
             case Finished(reason="length"):
-                told = self._close("incomplete")
+                events = self._close("incomplete")
                 self.response |= {"status": "incomplete", "incomplete_details": shapes.Incomplete.written()}
-                return told
+                return events
             case Finished():
                 self.response["status"] = "completed"
                 return self._close("completed")
@@ -124,29 +124,29 @@ class ResponseWriter:
             total_tokens=usage.total_tokens,
         )
         self.response["completed_at"] = int(time.time())
-        return [self._told(f"response.{self.response['status']}", response=self.response)]
+        return [self._event(f"response.{self.response['status']}", response=self.response)]
 
     def failed(self, message: str) -> Event:
         error = {"code": "server_error", "message": message}
         self.response |= {"status": "failed", "error": error}
-        return self._told("response.failed", response=self.response)
+        return self._event("response.failed", response=self.response)
 
     def _open(self, kind: str, part: dict[str, Any] | None = None, **fields: Any) -> list[Event]:
         """Begins an item, unless the last one goes on: those with a part do. part: its content, yet empty."""
         if part is not None and self._items and self._items[-1]["type"] == kind:
             return []
-        told = self._close("completed")
+        events = self._close("completed")
         shape, prefix = _ITEMS[kind]
         content: dict[str, Any] = {} if part is None else {"content": []}
         item = shape.written(id=f"{prefix}_{uuid.uuid4().hex}", status="in_progress", **fields, **content)
         self._items.append(item)
-        told.append(
-            self._told("response.output_item.added", output_index=len(self._items) - 1, item=deepcopy(item))
+        events.append(
+            self._event("response.output_item.added", output_index=len(self._items) - 1, item=deepcopy(item))
         )
         if part is not None:
             item["content"] = [part]
-            told.append(self._of_part("response.content_part.added", part=deepcopy(part)))
-        return told
+            events.append(self._of_part("response.content_part.added", part=deepcopy(part)))
+        return events
 
     def _close(self, status: str) -> list[Event]:
         """Ends the last item, if there is one."""
@@ -154,27 +154,27 @@ class ResponseWriter:
             return []
         item = self._items[-1]
         item["status"] = status
-        told = []
+        events = []
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
-            told.append(self._of_item("response.function_call_arguments.done", **done))
+            events.append(self._of_item("response.function_call_arguments.done", **done))
         else:
             part = item["content"][0]
             done = {key: value for key, value in part.items() if key in ("text", "logprobs")}
             name = (
                 "response.output_text.done" if item["type"] == "message" else "response.reasoning_text.done"
             )
-            told += [self._of_part(name, **done), self._of_part("response.content_part.done", part=part)]
-        told.append(self._told("response.output_item.done", output_index=len(self._items) - 1, item=item))
-        return told
+            events += [self._of_part(name, **done), self._of_part("response.content_part.done", part=part)]
+        events.append(self._event("response.output_item.done", output_index=len(self._items) - 1, item=item))
+        return events
 
-    def _told(self, kind: str, **fields: Any) -> Event:
-        number = self._n_told
-        self._n_told += 1
+    def _event(self, kind: str, **fields: Any) -> Event:
+        number = self._n_sent
+        self._n_sent += 1
         return {"type": kind, "sequence_number": number, **fields}
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
-        return self._told(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _of_part(self, kind: str, **fields: Any) -> Event:
         return self._of_item(kind, content_index=0, **fields)

@@ -67,7 +67,7 @@ class MessageItem(Body):
     content: Content
     id: str | None = None
     status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # no template tells these apart
+    phase: Literal["commentary", "final_answer"] | None = None  # no template distinguishes these
 
 
 class FunctionCallItem(Body):
@@ -102,7 +102,7 @@ class ReasoningItem(Body):
 
 
 def _kind(item: Any) -> Any:
-    """What tells items apart: the type, which a message may leave out."""
+    """What distinguishes items: the type, which a message may leave out."""
     return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 

@@ -41,7 +41,7 @@ export const ICONS = {
   save: "M8 2.500v8M4.500 7 8 10.500 11.500 7M3 13.500h10",
 };
 
-/** Tells those who listen to the page, once; the same message twice is heard twice. */
+/** Announces a message to screen readers, once; the same message twice is heard twice. */
 export function announce(message) {
   const live = byId("live");
   live.replaceChildren();

@@ -1,4 +1,4 @@
-// The page: what its parts tell one another. The conversation that is open, the answer that runs.
+// The page: the events between its parts. The conversation that is open, the answer that runs.
 
 import { Activity } from "./activity.js";
 import { scheme, onSchemeChange } from "./colours.js";

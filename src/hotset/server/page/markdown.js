@@ -1,6 +1,6 @@
 // Markdown of an answer, as nodes. The vendored lexer (marked) says what the text means; here each kind of token
 // becomes an element, and what is not listed stays the text that it is: HTML is text, an image is a link (a model
-// must not make the browser call somebody), a link leads to the web or to mail or nowhere.
+// must not make the browser call another host), a link leads to the web or to mail or nowhere.
 
 import { lexer } from "./vendor/marked.esm.js";
 import { copyFrom, h } from "./dom.js";

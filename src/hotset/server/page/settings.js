@@ -50,7 +50,7 @@ export class Settings {
     }
   }
 
-  /** Fills the panel. defaults: the server's, by name, where it tells them. */
+  /** Fills the panel. defaults: the server's, by name, where it has them. */
   build(root, defaults = {}) {
     const text = (name, label, note, rows) => {
       const area = h("textarea", { id: `set-${name}`, rows, value: this.values[name] ?? "", "aria-describedby": `note-${name}` });

@@ -4,7 +4,7 @@ Which form a model uses follows from its chat template, with whose renderings it
 table, docs/SERVER.md the same in words. Marks may be special tokens, which a decoder leaves out:
 `Form.marks` are those that must be passed on as text.
 
-A parser takes pieces of any size and gives parts; how the answer was cut changes nothing. Nothing is an
+A parser takes pieces of any size and gives parts; how the answer was split changes nothing. Nothing is an
 error, and no text is lost: what looks like a call and is none is passed on as text. A call that breaks off
 keeps its arguments as far as they go, so that they are no JSON, and what follows is text. White space between
 text and calls belongs to the form and is left out.

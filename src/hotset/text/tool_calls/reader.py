@@ -1,7 +1,7 @@
 """A reader of text that arrives in pieces, on which all forms of tool calls are built.
 
 A form is read by generators that yield when they need more text, so that they can be written as if the whole
-answer were there. No decision depends on where the text is cut: a reader waits while what has arrived may
+answer were there. No decision depends on where the text is split: a reader waits while what has arrived may
 still become one thing or another, but never for more than a mark, or MAX_HEAD characters. The rest is passed
 on to a sink as it arrives. So the time is linear in the text, whatever it is.
 """
@@ -104,16 +104,16 @@ class Reader:
         return mark
 
     def closed(self, mark: str) -> Steps[bool]:
-        """Takes the mark that ends something, also one that the end of the text has cut.
+        """Takes the mark that ends something, also one that the end of the text has truncated.
 
         A single character that is left may as well be text.
         """
         if (yield from self.at(mark)):
             return True
-        is_cut = self.is_final and self.n_left > 1 and mark.startswith(self._buffer[self._at :])
-        if is_cut:
+        is_truncated = self.is_final and self.n_left > 1 and mark.startswith(self._buffer[self._at :])
+        if is_truncated:
             self.take(self.n_left)
-        return is_cut
+        return is_truncated
 
     def space(self, more: str = "") -> Steps[None]:
         """Takes white space, and the further characters."""
@@ -174,7 +174,7 @@ class Reader:
     def value(
         self, sink: Sink, stops: tuple[str, ...], quotes: tuple[str, ...] = ('"',)
     ) -> Steps[str | None]:
-        """A value of brackets, strings and words, which nobody has checked, as it is written.
+        """A value of brackets, strings and words, unchecked, as it is written.
 
         Returns "" where its own bracket has ended it, and what has stopped it otherwise, which is left: a
         bracket that it has not opened, a stop of one character outside of all brackets, or a longer stop

@@ -1,4 +1,5 @@
-"""Where a model is cut: which layers are on which machine, and a batch in pieces that follow one another."""
+"""Where a model is split: which layers are on which machine, and a batch in pieces that follow one
+another."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ _PROMPT = 64  # tokens of a step from which it is a prompt's, whose pieces are m
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """So many layers, one after the other, on one machine."""
 
     host: str
     n_layers: int
 
 
-def parse_cuts(text: str, n_layer: int) -> list[Cut]:
+def parse_splits(text: str, n_layer: int) -> list[Split]:
     """Of "HOST:LAYERS,HOST:LAYERS", layers in their order. Raises InvalidRequestError.
 
     The embedding goes with the first layer, the output with the last.
     """
-    cuts = []
+    splits = []
     for part in text.split(","):
         host, _, count = part.strip().rpartition(":")
         if not host or not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) <= n_layer):
@@ -40,18 +41,18 @@ def parse_cuts(text: str, n_layer: int) -> list[Cut]:
                 f"{clause(shown(part.strip()))} is no stage: each is HOST:LAYERS, such as box:16, with a "
                 f"number of layers, of which the model has {n_layer}"
             )
-        cuts.append(Cut(host, int(count)))
-    if (total := sum(cut.n_layers for cut in cuts)) != n_layer:
+        splits.append(Split(host, int(count)))
+    if (total := sum(split.n_layers for split in splits)) != n_layer:
         raise InvalidRequestError(f"the stages have {total} layers together, and the model has {n_layer}")
-    return cuts
+    return splits
 
 
-def spans(graph: Graph, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+def spans(graph: Graph, splits: Sequence[Split]) -> list[tuple[int, int]]:
     """The operations [first, last) of each stage."""
     *starts, _ = graph.layer_starts
     firsts, layer = [0], 0
-    for cut in cuts[:-1]:
-        layer += cut.n_layers
+    for split in splits[:-1]:
+        layer += split.n_layers
         firsts.append(starts[layer])
     return list(zip(firsts, [*firsts[1:], len(graph.ops)], strict=True))
 
@@ -67,20 +68,20 @@ class Room:
     hop: float = 0.0
 
 
-def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Cut]:
-    """The cuts that take the least time per token of one answer.
+def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Split]:
+    """The splits that take the least time per token of one answer.
 
     layers: bytes of each, weights and cache, about the same. Every further machine costs a hop, and each byte
     what its machine takes to read it: so the quickest are filled first, and no more are used than the model
     needs. Raises OutOfMemoryError where all together do not hold it.
     """
-    each, left, cuts = max(layers), len(layers), []
+    each, left, splits = max(layers), len(layers), []
     for room in sorted(rooms, key=lambda room: (each / room.rate, room.hop, room.host)):
         if n := min(left, int(room.n_bytes // each)):
-            cuts.append(Cut(room.host, n))
+            splits.append(Split(room.host, n))
             left -= n
         if not left:
-            return cuts
+            return splits
     raise OutOfMemoryError(
         f"the model needs {human_size(sum(layers))}, and the machines have room for "
         f"{human_size(sum(room.n_bytes for room in rooms))}; add one, or lower -c"
@@ -109,7 +110,7 @@ def pieces(batch: Batch, n: int) -> list[Batch]:
                 positions=batch.positions[first:last],
                 sequences=batch.sequences[first:last],
                 outputs=(wanted - first).astype(np.int32),
-                cut=None if batch.cut is None else batch.cut[first:last],
+                thresholded=None if batch.thresholded is None else batch.thresholded[first:last],
             )
         )
     return found

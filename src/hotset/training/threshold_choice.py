@@ -1,4 +1,4 @@
-"""Which cutoffs a model gets: at every site the threshold whose loss is worth the bytes that it saves.
+"""Which thresholds a model gets: at every site the threshold whose loss is worth the bytes that it saves.
 
 With one price for all of a model, each site takes the threshold where loss + price * bytes read is least.
 That is where a greedy search ends that always takes the step with the least loss per byte saved, without the
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset.formats.source import WeightSource
-from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
-from hotset.training.cut_losses import LayerLosses, sites_of
+from hotset.model.thresholds import LayerThresholds
+from hotset.training.threshold_losses import LayerLosses, sites_of
 
 KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # of losses
 _BISECTIONS = 60
@@ -25,9 +25,9 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True)
 class SiteBytes:
-    """Bytes of the matrices of a layer that its cutoffs can save. up is also saved by neurons whose gate is
-    cut, down by neurons that are zero. Of experts those of a token: up, and down where it has a row for each
-    neuron."""
+    """Bytes of the matrices of a layer that its thresholds can save. up is also saved by neurons whose gate
+    is zero, down by neurons that are zero. Of experts those of a token: up, and down where it has a row for
+    each neuron."""
 
     attn_in: int = 0
     attn_out: int = 0
@@ -41,12 +41,12 @@ class SiteBytes:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Cutoffs of every layer. loss: in nats of KL, by kind, as it is foreseen. saved: share of the bytes of
-    the matrices whose inputs can be cut. kept: of each layer, the shares of values that are left, by the
-    names of cutoffs (down_in: of neurons, whichever cutoff makes them zero)."""
+class ThresholdChoice:
+    """Thresholds of every layer. loss: in nats of KL, by kind, as it is predicted. saved: share of the bytes
+    of the matrices whose inputs can be thresholded. kept: of each layer, the shares of values that are left,
+    by the names of thresholds (down_in: of neurons, whichever threshold makes them zero)."""
 
-    layers: tuple[LayerCutoffs, ...]
+    layers: tuple[LayerThresholds, ...]
     loss: Mapping[str, float]
     saved: float
     kept: tuple[Mapping[str, float], ...] = ()
@@ -55,14 +55,16 @@ class Cuts:
     def total_loss(self) -> float:
         return sum(self.loss.values())
 
-    def only(self, kind: str) -> tuple[LayerCutoffs, ...]:
-        """The cutoffs of one kind."""
+    def only(self, kind: str) -> tuple[LayerThresholds, ...]:
+        """The thresholds of one kind."""
         names = ("gate", "down_in") if kind == "neurons" else (kind,)
-        return tuple(LayerCutoffs(**{name: getattr(layer, name) for name in names}) for layer in self.layers)
+        return tuple(
+            LayerThresholds(**{name: getattr(layer, name) for name in names}) for layer in self.layers
+        )
 
 
 def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
-    """Of a graph with a cutoff at every site."""
+    """Of a graph with a threshold at every site."""
     ops, tensors, found = list(graph.primitives), weights.tensors, []
     for layer, sites in enumerate(sites_of(graph)):
         of: dict[str, int] = {}
@@ -79,14 +81,14 @@ def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
         elif ffn is not None and "gate" in sites:
             if ffn.gate is not None and isinstance(ffn.up, ExpertLinear):
                 of["up"] = ffn.up.matrix_bytes(tensors)
-            if isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron:
+            if isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major:
                 of["down"] = ffn.down.matrix_bytes(tensors)
         found.append(SiteBytes(**of))
     return found
 
 
-class CutChoices:
-    """All that a model may be cut by. factors: of the losses, by kind, where they were measured."""
+class ThresholdChoices:
+    """All thresholds that a model may have. factors: of the losses, by kind, where they were measured."""
 
     def __init__(
         self, losses: Sequence[LayerLosses], sizes: Sequence[SiteBytes], gated: Sequence[bool]
@@ -95,24 +97,26 @@ class CutChoices:
         self.factors = dict.fromkeys(KINDS, 1.0)
         self._layers = [_Layer(*one) for one in zip(losses, sizes, gated, strict=True)]
 
-    def at_price(self, price: float) -> Cuts:
+    def at_price(self, price: float) -> ThresholdChoice:
         """price: of a byte, in nats."""
         chosen = [layer.best(price, self.factors) for layer in self._layers]
         loss = {kind: sum(one.loss.get(kind, 0.0) for one in chosen) for kind in KINDS}
         saved = sum(one.saved for one in chosen) / self.total
-        return Cuts(tuple(one.cutoffs for one in chosen), loss, saved, tuple(one.kept for one in chosen))
+        return ThresholdChoice(
+            tuple(one.layer_thresholds for one in chosen), loss, saved, tuple(one.kept for one in chosen)
+        )
 
-    def with_loss(self, loss: float) -> Cuts:
-        """The cuts that save most of those with so much loss at most."""
-        low, _ = self._bracket(lambda cuts: cuts.total_loss <= loss)
+    def with_loss(self, loss: float) -> ThresholdChoice:
+        """The thresholds that save most of those with so much loss at most."""
+        low, _ = self._bracket(lambda choice: choice.total_loss <= loss)
         return self.at_price(math.exp(low))
 
-    def with_share(self, share: float) -> Cuts:
-        """The cuts that lose least of those that save so much, or all that can be saved."""
-        _, high = self._bracket(lambda cuts: cuts.saved < share)
+    def with_share(self, share: float) -> ThresholdChoice:
+        """The thresholds that lose least of those that save so much, or all that can be saved."""
+        _, high = self._bracket(lambda choice: choice.saved < share)
         return self.at_price(math.exp(high))
 
-    def _bracket(self, fits: Callable[[Cuts], bool]) -> tuple[float, float]:
+    def _bracket(self, fits: Callable[[ThresholdChoice], bool]) -> tuple[float, float]:
         """Two prices, next to each other, of which the lower one fits and the higher one does not."""
         low, high = -80.0, 20.0
         for _ in range(_BISECTIONS):
@@ -126,7 +130,7 @@ class CutChoices:
 
 @dataclass(frozen=True)
 class _Chosen:
-    cutoffs: LayerCutoffs
+    layer_thresholds: LayerThresholds
     loss: Mapping[str, float]
     saved: float
     kept: Mapping[str, float]
@@ -140,37 +144,37 @@ class _Layer:
 
         def share(name: str) -> np.ndarray:
             width = losses.widths["down_in" if name == "neurons" else name]
-            return losses.cut[name] / (n * width)
+            return losses.zeroed[name] / (n * width)
 
-        self.cut = {name: share(name) for name in losses.cut}
+        self.zeroed = {name: share(name) for name in losses.zeroed}
         self.saved: dict[str, np.ndarray] = {
-            name: self.cut[name] * getattr(size, name)
+            name: self.zeroed[name] * getattr(size, name)
             for name in ("attn_in", "attn_out")
             if name in self.loss
         }
         if "gate" in self.loss:  # of experts
-            self.saved["gate"] = self.cut["gate"] * (size.up + size.down)
+            self.saved["gate"] = self.zeroed["gate"] * (size.up + size.down)
         if "ffn_in" in self.loss:
-            of_input = self.cut["ffn_in"][:, None, None]
-            of_gate = self.cut["gate"][None, :, None] if gated else np.zeros((1, 1, 1))
+            of_input = self.zeroed["ffn_in"][:, None, None]
+            of_gate = self.zeroed["gate"][None, :, None] if gated else np.zeros((1, 1, 1))
             # Rows of up that are not needed are not read, or channels: whichever is more.
             self.saved_ffn = (
                 size.gate * of_input
                 + size.up * np.maximum(of_input, of_gate)
-                + size.down * self.cut["neurons"][None]
+                + size.down * self.zeroed["neurons"][None]
             )
 
     def best(self, price: float, factors: Mapping[str, float]) -> _Chosen:
-        cutoffs: dict[str, float] = {}
+        layer_thresholds: dict[str, float] = {}
         loss: dict[str, float] = {}
         kept: dict[str, float] = {}
         saved = 0.0
         for name, own in self.saved.items():
             kind = "neurons" if name == "gate" else name
             at = int(np.argmin(factors[kind] * self.loss[name] - price * own))
-            cutoffs[name] = float(self.thresholds[name][at])
+            layer_thresholds[name] = float(self.thresholds[name][at])
             loss[kind] = factors[kind] * float(self.loss[name][at])
-            kept[name] = 1 - float(self.cut[name][at])
+            kept[name] = 1 - float(self.zeroed[name][at])
             saved += float(own[at])
         if "ffn_in" in self.loss:
             of_input = factors["ffn_in"] * self.loss["ffn_in"]
@@ -178,9 +182,9 @@ class _Layer:
             worth = of_input[:, None, None] + of_neurons[None] - price * self.saved_ffn
             i, g, d = map(int, np.unravel_index(int(np.argmin(worth)), worth.shape))
             places = {"ffn_in": i, "gate": g, "down_in": d}
-            cutoffs |= {name: float(self.thresholds[name][at]) for name, at in places.items()}
+            layer_thresholds |= {name: float(self.thresholds[name][at]) for name, at in places.items()}
             loss |= {"ffn_in": float(of_input[i]), "neurons": float(of_neurons[g, d])}
-            kept |= {"ffn_in": 1 - float(self.cut["ffn_in"][i]), "gate": 1 - float(self.cut["gate"][g])}
-            kept["down_in"] = 1 - float(self.cut["neurons"][g, d])
+            kept |= {"ffn_in": 1 - float(self.zeroed["ffn_in"][i]), "gate": 1 - float(self.zeroed["gate"][g])}
+            kept["down_in"] = 1 - float(self.zeroed["neurons"][g, d])
             saved += float(self.saved_ffn[i, g, d])
-        return _Chosen(LayerCutoffs(**cutoffs), loss, saved, kept)
+        return _Chosen(LayerThresholds(**layer_thresholds), loss, saved, kept)

@@ -18,22 +18,22 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
-from hotset.model.operations import Cutoff
+from hotset.model.operations import Threshold
+from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 
 SILU = {"llama.hidden_activation": "silu"}
-EVERY = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
+EVERY = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
 CASES = {
-    "nothing": LayerCutoffs(),
-    "gate": LayerCutoffs(gate=0.1),
-    "attn_in": LayerCutoffs(attn_in=0.6),
-    "attn_out": LayerCutoffs(attn_out=0.1),
-    "ffn_in": LayerCutoffs(ffn_in=0.6),
-    "down_in": LayerCutoffs(down_in=0.05),
+    "nothing": LayerThresholds(),
+    "gate": LayerThresholds(gate=0.1),
+    "attn_in": LayerThresholds(attn_in=0.6),
+    "attn_out": LayerThresholds(attn_out=0.1),
+    "ffn_in": LayerThresholds(ffn_in=0.6),
+    "down_in": LayerThresholds(down_in=0.05),
     "every": EVERY,
 }
 
@@ -44,39 +44,47 @@ def write(folder: Path, architecture: str = "llama", type: GGMLType = T.F32, **o
     return open_gguf(write_relu(folder / "model.gguf", architecture=architecture, **{**given, **options}))
 
 
-def graph_of(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None) -> tuple[Any, Graph]:
+def graph_of(
+    gguf: GGUFFile, layer_thresholds: LayerThresholds, mode: BaseMode | None = None
+) -> tuple[Any, Graph]:
     config = config_from_gguf(gguf)
     if mode is None:
         mode = choose(config, gguf.tensors).mode  # type: ignore[assignment]
         assert mode != "threshold"
-    choice = choose(config, gguf.tensors, thresholds=thresholds_of(gguf, mode, cutoffs))  # type: ignore[arg-type]
+    choice = choose(config, gguf.tensors, thresholds=thresholds_of(gguf, mode, layer_thresholds))  # type: ignore[arg-type]
     ready = prepare(gguf, config, choice)
-    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
+    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
 
 
-def cpu(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None, **options: Any) -> CpuBackend:
-    weights, graph = graph_of(gguf, cutoffs, mode)
+def cpu(
+    gguf: GGUFFile, layer_thresholds: LayerThresholds, mode: BaseMode | None = None, **options: Any
+) -> CpuBackend:
+    weights, graph = graph_of(gguf, layer_thresholds, mode)
     return CpuBackend(
         weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
     )
 
 
 def run(
-    backend: Any, ids: Sequence[int], cut: np.ndarray, cuts: Sequence[int] = (), taps: tuple[str, ...] = ()
+    backend: Any,
+    ids: Sequence[int],
+    thresholded: np.ndarray,
+    splits: Sequence[int] = (),
+    taps: tuple[str, ...] = (),
 ) -> np.ndarray:
     """Logits [n_tokens, n_vocab] of one sequence, computed in chunks that begin at 0 and at `cuts`."""
     rows = []
-    for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+    for first, last in zip([0, *splits], [*splits, len(ids)], strict=True):
         part = batch([(ids[first:last], first, [0])], taps)
-        rows.append(np.array(backend.step(replace(part, cut=cut[first:last].copy())).logits))
+        rows.append(np.array(backend.step(replace(part, thresholded=thresholded[first:last].copy())).logits))
     return np.concatenate(rows)
 
 
-OF_EXPERTS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1)
+OF_EXPERTS = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1)
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one by one": {"one_by_one": True},
-    "by neuron": {"down_by_neuron": True},
+    "by neuron": {"down_neuron_major": True},
     "relu": {"keys": {"llama.hidden_activation": "relu"}},
 }
 
@@ -96,25 +104,27 @@ def scores(engine: Engine, ids: Sequence[int], *, as_answer: bool) -> np.ndarray
     return np.concatenate(rows)
 
 
-def thresholds_of(gguf: GGUFFile, mode: BaseMode = "dense", cutoffs: LayerCutoffs = EVERY) -> Thresholds:
-    return Thresholds(Calibrated.of(gguf), (cutoffs,) * config_from_gguf(gguf).n_layer, mode)
+def thresholds_of(
+    gguf: GGUFFile, mode: BaseMode = "dense", layer_thresholds: LayerThresholds = EVERY
+) -> Thresholds:
+    return Thresholds(Calibrated.of(gguf), (layer_thresholds,) * config_from_gguf(gguf).n_layer, mode)
 
 
-def with_kept(gguf: GGUFFile, kept: Any, cutoffs: LayerCutoffs = EVERY) -> Thresholds:
-    return replace(thresholds_of(gguf, cutoffs=cutoffs), measured={"kept": kept})
+def with_kept(gguf: GGUFFile, kept: Any, layer_thresholds: LayerThresholds = EVERY) -> Thresholds:
+    return replace(thresholds_of(gguf, layer_thresholds=layer_thresholds), measured={"kept": kept})
 
 
 IDS = tokens(12)
-CUT = np.arange(12) % 4 > 0
+THRESHOLDED = np.arange(12) % 4 > 0
 MARGIN = 1e-5  # of a threshold: nearer to it the rounding of a sum may put a value on either side
 
 
 def clearly(
     folder: Path,
-    cutoffs: LayerCutoffs,
+    layer_thresholds: LayerThresholds,
     architecture: str,
     type_: T = T.F32,
-    cut: np.ndarray = CUT,
+    thresholded: np.ndarray = THRESHOLDED,
     **options: Any,
 ) -> tuple[GGUFFile, np.ndarray]:
     """A model of which no value of IDS is so near to its threshold that a sum's rounding decides, and its
@@ -122,12 +132,12 @@ def clearly(
     for seed in range(1, 60):
         (own := folder / str(seed)).mkdir()
         gguf = write(own, architecture, type_, seed=seed, **options)
-        weights, graph = graph_of(gguf, cutoffs)
-        found = [op for op in graph.primitives if isinstance(op, Cutoff)]
+        weights, graph = graph_of(gguf, layer_thresholds)
+        found = [op for op in graph.primitives if isinstance(op, Threshold)]
         backend = ReferenceBackend(weights, graph, n_pages=8, kv_type="f32")
-        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), cut=cut)
+        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), thresholded=thresholded)
         taken = backend.step(step)
         near = [np.abs(np.abs(taken.taps[op.x.name]) / op.threshold - 1).min() for op in found]
         if min(near, default=1.0) > MARGIN:
-            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, cut)
+            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, thresholded)
     raise AssertionError("every seed has a value at its threshold")

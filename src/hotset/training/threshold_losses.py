@@ -1,4 +1,4 @@
-"""What each cutoff of a model would cost, all of them from one pass forward and one back.
+"""What each threshold of a model would cost, all of them from one pass forward and one back.
 
 Where small values count as zero the logits move, and the divergence of the output from what it was is, to
 second order, half the square of how far the log-probability of a token drawn from the output moves (the
@@ -12,8 +12,8 @@ for all sites and thresholds of a model at the price of about four runs over a t
 would be a run per layer, site and threshold. What sites cost together is taken for the sum; thresholds.py
 measures how far that holds.
 
-The two sites of an FFN's neurons overlap (a neuron whose gate is cut is zero for the down projection too), so
-their loss is one of pairs of thresholds.
+The two sites of an FFN's neurons overlap (a neuron whose gate is zero is zero for the down projection too),
+so their loss is one of pairs of thresholds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.torch.graph import TorchGraph
-from hotset.model.operations import Cutoff
+from hotset.model.operations import Threshold
 
 if TYPE_CHECKING:
     from hotset.model.graph import Graph
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 INPUTS = ("attn_in", "attn_out", "ffn_in")
 NEURONS = ("gate", "down_in")  # the two that overlap
-# Shares of the values of a site that the thresholds on offer cut, of the text they were made from.
+# Shares of the values of a site that the thresholds on offer set to zero, of the text they were made from.
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
 _SHARES_GATE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 _SHARES_OF = dict.fromkeys((*INPUTS, "down_in"), _SHARES) | {"gate": _SHARES_GATE}
 
 
-def sites_of(graph: Graph) -> list[dict[str, Cutoff]]:
-    """For each layer the cutoffs that its graph has, by their names in LayerCutoffs."""
-    sites: list[dict[str, Cutoff]] = [{} for _ in range(graph.n_layer)]
+def sites_of(graph: Graph) -> list[dict[str, Threshold]]:
+    """For each layer the thresholds that its graph has, by their names in LayerThresholds."""
+    sites: list[dict[str, Threshold]] = [{} for _ in range(graph.n_layer)]
     for op in graph.primitives:
-        if isinstance(op, Cutoff):
+        if isinstance(op, Threshold):
             sites[op.layer][op.site] = op
     return sites
 
@@ -54,16 +54,16 @@ def sites_of(graph: Graph) -> list[dict[str, Cutoff]]:
 class LayerLosses:
     """Of one layer; sums over n_tokens.
 
-    thresholds: of each site, rising from 0, [n]. loss, cut: of each input, [n]: Σ of squares / 2, and values
-    cut. Of the neurons under "neurons", [n_gate, n_down]: loss, and neurons that are zero for the down
-    projection; "gate" has those whose gate is cut, [n_gate]. Of experts, whose down projection has no
-    site, "gate" is as an input.
+    thresholds: of each site, rising from 0, [n]. loss, zeroed: of each input, [n]: Σ of squares / 2, and
+    values set to zero. Of the neurons under "neurons", [n_gate, n_down]: loss, and neurons that are zero for
+    the down projection; "gate" has those whose gate is zero, [n_gate]. Of experts, whose down projection has
+    no site, "gate" is as an input.
     """
 
     thresholds: dict[str, np.ndarray]
     widths: dict[str, int]
     loss: dict[str, np.ndarray]
-    cut: dict[str, np.ndarray]
+    zeroed: dict[str, np.ndarray]
     n_tokens: int = 0
 
     @classmethod
@@ -72,20 +72,20 @@ class LayerLosses:
         shapes: dict[str, tuple[int, ...]] = {
             name: (len(values),) for name, values in thresholds.items() if not (has_both and name in NEURONS)
         }
-        cut = dict(shapes)
+        zeroed = dict(shapes)
         if has_both:
             gate, down = (len(thresholds[name]) for name in NEURONS)
-            shapes["neurons"] = cut["neurons"] = (gate, down)
-            cut["gate"] = (gate,)
+            shapes["neurons"] = zeroed["neurons"] = (gate, down)
+            zeroed["gate"] = (gate,)
         return cls(
             thresholds, widths,
             {name: np.zeros(shape) for name, shape in shapes.items()},
-            {name: np.zeros(shape) for name, shape in cut.items()},
+            {name: np.zeros(shape) for name, shape in zeroed.items()},
         )  # fmt: skip
 
     def only(self, names: Collection[str], share: float | None = None) -> LayerLosses:
-        """With no other thresholds on offer than those of the cutoffs `names`, and with a share nothing but
-        the one of each that cuts most nearly so much of the values."""
+        """With thresholds on offer for `names` alone, and with a share nothing but
+        the one of each that is nearest to it."""
         at = {name: self._offers_of(name, name in names, share) for name in self.thresholds}
 
         def taken(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -96,16 +96,16 @@ class LayerLosses:
             }
 
         return LayerLosses(
-            taken(self.thresholds), self.widths, taken(self.loss), taken(self.cut), self.n_tokens
+            taken(self.thresholds), self.widths, taken(self.loss), taken(self.zeroed), self.n_tokens
         )
 
-    def _offers_of(self, name: str, cut: bool, share: float | None) -> np.ndarray:
+    def _offers_of(self, name: str, offered: bool, share: float | None) -> np.ndarray:
         """Places among the thresholds of a site."""
-        if not cut:
+        if not offered:
             return np.zeros(1, np.int64)
         if share is None:
             return np.arange(len(self.thresholds[name]))
-        values = self.cut["neurons"][0] if name == "down_in" else self.cut[name]
+        values = self.zeroed["neurons"][0] if name == "down_in" else self.zeroed[name]
         wanted = share * self.n_tokens * self.widths[name]
         nearest: np.ndarray = np.argmin(np.abs(values - wanted), keepdims=True)
         return nearest
@@ -114,10 +114,10 @@ class LayerLosses:
         """Counts the values x [n_tokens, width] of an input with their gradient."""
         bins = _bins(x, self.thresholds[name])
         n = len(self.thresholds[name])
-        # Bin b lies between thresholds b and b + 1: threshold i cuts the bins below i.
+        # Bin b lies between thresholds b and b + 1: threshold i zeroes the bins below i.
         moved = _before(_sums(x * gradient, bins, n))
         self.loss[name] += _half_squares(moved)
-        self.cut[name] += np.concatenate(([0], np.cumsum(np.bincount(bins.flatten(), minlength=n))))[:n]
+        self.zeroed[name] += np.concatenate(([0], np.cumsum(np.bincount(bins.flatten(), minlength=n))))[:n]
 
     def add_neurons(self, gate: Tensor, neurons: Tensor, gradient: Tensor) -> None:
         """Counts the neurons [n_tokens, n_ff] with their gradient, and the activated gates."""
@@ -130,8 +130,8 @@ class LayerLosses:
         self.loss["neurons"] += _half_squares(kept[:, :1, :1] - kept)
         counts = np.bincount(bins.flatten(), minlength=n_gate * n_down).reshape(n_gate, n_down)
         above = counts[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
-        self.cut["neurons"] += above[0, 0] - above
-        self.cut["gate"] += above[0, 0] - above[:, 0]
+        self.zeroed["neurons"] += above[0, 0] - above
+        self.zeroed["gate"] += above[0, 0] - above[:, 0]
 
 
 def _bins(x: Tensor, thresholds: np.ndarray) -> Tensor:
@@ -156,15 +156,15 @@ def _half_squares(moved: Tensor) -> np.ndarray:
 class LossPass:
     """Collects the losses of a model's layers, text after text.
 
-    model: of a graph with a cutoff at every site that may be cut. first: a text [n_tokens] whose values say
-    what thresholds are on offer.
+    model: of a graph with a threshold at every site that may have one. first: a text [n_tokens] whose values
+    say what thresholds are on offer.
     """
 
     def __init__(self, model: TorchGraph, first: Tensor) -> None:
         self.model = model
         self.sites = sites_of(model.graph)
         self._at = {
-            cutoff.out.id: (i, name) for i, of in enumerate(self.sites) for name, cutoff in of.items()
+            threshold.out.id: (i, name) for i, of in enumerate(self.sites) for name, threshold in of.items()
         }
         self._watched = [value for value in model.graph.values if value.id in self._at]
         self.layers = self._offers(first)

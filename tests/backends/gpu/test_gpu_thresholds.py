@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from cutoff_models import (
+from threshold_models import (
     CASES,
     EVERY,
     OF_EXPERTS,
@@ -25,13 +25,13 @@ from cutoff_models import (
 
 torch = pytest.importorskip("torch")
 
-from cutoff_models import CUT, IDS, clearly  # noqa: E402
 from gpu_runs import (  # noqa: E402
     Recorder,
     assert_close,
     gpu,
 )
 from hybrid_runs import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
+from threshold_models import IDS, THRESHOLDED, clearly  # noqa: E402
 from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
@@ -39,8 +39,8 @@ from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs  # noqa: E402
-from hotset.model.graph import cut_products  # noqa: E402
+from hotset.model.graph import thresholded_products  # noqa: E402
+from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds  # noqa: E402
 from hotset.placement import channel_rates, machine  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.channels import ChannelRates, Workload, plan_device_channels  # noqa: E402
@@ -50,19 +50,19 @@ from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
 K_SIZES = {"n_embd": 256, "n_ff": 512}
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("input_major", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str, by_channel: bool) -> None:
+def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str, input_major: bool) -> None:
     dialect = "powerinfer" if architecture == "bamboo" else "gguf"
     gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect=dialect)
     weights, graph = graph_of(gguf, CASES[case])
-    names = [op.weight for op in cut_products(graph)] if by_channel else []
+    names = [op.weight for op in thresholded_products(graph)] if input_major else []
     for sparse in (True, False):
-        backend = gpu(weights, graph, by_channel=names, sparse=sparse)
-        for cuts in ([], [3, 9, 10, 11], [*range(1, 12)]):
-            assert_close(run(backend, IDS, CUT, cuts), expected)
-    assert (np.abs(run(backend, IDS, ~CUT) - expected).max() > 1e-3) == (case != "nothing")
+        backend = gpu(weights, graph, input_major=names, sparse=sparse)
+        for splits in ([], [3, 9, 10, 11], [*range(1, 12)]):
+            assert_close(run(backend, IDS, THRESHOLDED, splits), expected)
+    assert (np.abs(run(backend, IDS, ~THRESHOLDED) - expected).max() > 1e-3) == (case != "nothing")
 
 
 @pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q4_K, T.Q6_K], ids=lambda t: t.name)
@@ -70,14 +70,14 @@ def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
     """Of Q6_K nothing is, and it is computed by row."""
     gguf, expected = clearly(tmp_path, EVERY, "llama", type_, **(K_SIZES if type_.name.endswith("K") else {}))
     weights, graph = graph_of(gguf, EVERY)
-    names = [] if type_ == T.Q6_K else [op.weight for op in cut_products(graph)]
-    backend = gpu(weights, graph, by_channel=names)
-    assert_close(run(backend, IDS, CUT, [3, 9, 10, 11]), expected)
+    names = [] if type_ == T.Q6_K else [op.weight for op in thresholded_products(graph)]
+    backend = gpu(weights, graph, input_major=names)
+    assert_close(run(backend, IDS, THRESHOLDED, [3, 9, 10, 11]), expected)
     stats = backend.stats()
     assert stats is not None
     assert stats.left_out is not None
     assert (stats.left_out > 0).all() == (type_ != T.Q6_K)
-    backend.step(batch([(IDS[:1], 0, [1])]))  # whom nobody cuts
+    backend.step(batch([(IDS[:1], 0, [1])]))  # not thresholded
     rest = backend.stats()
     assert rest is not None
     assert rest.left_out is not None
@@ -85,12 +85,12 @@ def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
 
 
 def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
-    cutoffs = LayerCutoffs(gate=0.3)
-    gguf, _ = clearly(tmp_path, cutoffs, "llama")
-    weights, graph = graph_of(gguf, cutoffs)
-    backend, other = gpu(weights, graph), cpu(gguf, cutoffs, kv_type="f32")
+    layer_thresholds = LayerThresholds(gate=0.3)
+    gguf, _ = clearly(tmp_path, layer_thresholds, "llama")
+    weights, graph = graph_of(gguf, layer_thresholds)
+    backend, other = gpu(weights, graph), cpu(gguf, layer_thresholds, kv_type="f32")
     for one in (backend, other):
-        run(one, IDS, CUT, [11])
+        run(one, IDS, THRESHOLDED, [11])
     ours, theirs = backend.stats(), other.stats()
     assert ours is not None
     assert theirs is not None
@@ -103,25 +103,30 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
 def test_a_captured_step_asks_each_time_who_is_cut(tmp_path: Path) -> None:
     gguf, _ = clearly(tmp_path, EVERY, "llama")
     weights, graph = graph_of(gguf, EVERY)
-    names = [op.weight for op in cut_products(graph)]
+    names = [op.weight for op in thresholded_products(graph)]
     recorder = Recorder()
-    captured = gpu(weights, graph, by_channel=names, capture=recorder)
-    plain = gpu(weights, graph, by_channel=names)
-    for cuts in ([*range(1, 12)], [3, 6, 9]):
+    captured = gpu(weights, graph, input_major=names, capture=recorder)
+    plain = gpu(weights, graph, input_major=names)
+    for splits in ([*range(1, 12)], [3, 6, 9]):
         np.testing.assert_allclose(
-            run(captured, IDS, CUT, cuts), run(plain, IDS, CUT, cuts), rtol=1e-5, atol=1e-6
+            run(captured, IDS, THRESHOLDED, splits),
+            run(plain, IDS, THRESHOLDED, splits),
+            rtol=1e-5,
+            atol=1e-6,
         )
     assert [made.n_replays for made in recorder.made] == [11, 3]
 
 
-def chain(gguf: GGUFFile, cutoffs: LayerCutoffs, placement: Placement, **options: Any) -> ChainBackend:
-    weights, graph = graph_of(gguf, cutoffs)
+def chain(
+    gguf: GGUFFile, layer_thresholds: LayerThresholds, placement: Placement, **options: Any
+) -> ChainBackend:
+    weights, graph = graph_of(gguf, layer_thresholds)
     given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "timeout": 30}
     return open_chain(placement, weights, graph, **given | options)
 
 
-def close_to(backend: ChainBackend, expected: np.ndarray, cuts: Sequence[int]) -> bool:
-    found = within(120, lambda: run(backend, IDS, CUT, cuts))
+def close_to(backend: ChainBackend, expected: np.ndarray, splits: Sequence[int]) -> bool:
+    found = within(120, lambda: run(backend, IDS, THRESHOLDED, splits))
     within(120, backend.close)
     return relative_error(found, expected) < TOLERANCE
 
@@ -135,19 +140,19 @@ def test_hot_and_cold_are_cut_alike(tmp_path: Path, architecture: str, case: str
     gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect="powerinfer", **options)
     layers = tuple(LayerPlacement(0, hot_neurons(share, 288, i)) for i in range(2))
     for stream_from in (None, 8):
-        for cuts in ([], [3, 9, 10, 11]):
+        for splits in ([], [3, 9, 10, 11]):
             backend = chain(gguf, CASES[case], Placement(("cpu",), layers, 0), stream_from=stream_from)
-            assert close_to(backend, expected, cuts)
+            assert close_to(backend, expected, splits)
 
 
 @pytest.mark.parametrize("owners", [(0, -1), (-1, 0), (0, 1)])
 def test_layers_are_cut_wherever_they_are(tmp_path: Path, owners: tuple[int, int]) -> None:
     gguf, expected = clearly(tmp_path, EVERY, "llama")
-    names = [op.weight for op in cut_products(graph_of(gguf, EVERY)[1])]
+    names = [op.weight for op in thresholded_products(graph_of(gguf, EVERY)[1])]
     layers = tuple(LayerPlacement(owner) for owner in owners)
     placement = Placement(("cpu",) * (max(owners) + 1), layers, owners[-1])
-    backend = chain(gguf, EVERY, placement, by_channel=names)
-    run(backend, IDS, CUT)
+    backend = chain(gguf, EVERY, placement, input_major=names)
+    run(backend, IDS, THRESHOLDED)
     stats = backend.stats()
     assert stats is not None
     assert stats.left_out is not None
@@ -158,11 +163,11 @@ def test_layers_are_cut_wherever_they_are(tmp_path: Path, owners: tuple[int, int
 @pytest.mark.parametrize("kind", ["plain", "one by one", "relu"])
 def test_experts_are_cut_alike_wherever_they_are(tmp_path: Path, kind: str, type_: T) -> None:
     gguf = write_experts(tmp_path, kind, type_)
-    ids, cut = tokens(30), np.arange(30) % 5 > 1
+    ids, thresholded = tokens(30), np.arange(30) % 5 > 1
     found = []
     for n_slots in (0, 5, 8):
         backend = chain(gguf, OF_EXPERTS, whole((0, 0)), expert_slots=n_slots)
-        found.append(within(120, lambda: run(backend, ids, cut, [18, *range(25, 30)])))  # noqa: B023
+        found.append(within(120, lambda: run(backend, ids, thresholded, [18, *range(25, 30)])))  # noqa: B023
         within(120, backend.close)
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
@@ -171,12 +176,12 @@ def test_experts_are_cut_alike_wherever_they_are(tmp_path: Path, kind: str, type
 def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     """All neurons cold, of tokens that are cut and tokens that are not, in any step."""
     gguf = write(tmp_path, "bamboo", T.Q4_0, dialect="powerinfer")
-    cutoffs = replace(EVERY, ffn_in=0.0)
-    weights, graph = graph_of(gguf, cutoffs, "exact")
+    layer_thresholds = replace(EVERY, ffn_in=0.0)
+    weights, graph = graph_of(gguf, layer_thresholds, "exact")
     ffn = graph.ffns[0]
     names = (ffn.norm.out.name, ffn.out.name)  # type: ignore[union-attr]
-    backend = cpu(gguf, cutoffs, "exact")
-    taps = backend.step(replace(batch([(IDS, 0, [0])], names), cut=CUT)).taps
+    backend = cpu(gguf, layer_thresholds, "exact")
+    taps = backend.step(replace(batch([(IDS, 0, [0])], names), thresholded=THRESHOLDED)).taps
     h, expected = (taps[name] for name in names)
     for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
         service = CpuOffload(
@@ -184,28 +189,28 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
         )
         first = 0
         for last in steps:
-            with service.step(last - first, CUT[first:last].copy()):
+            with service.step(last - first, THRESHOLDED[first:last].copy()):
                 service.post(0, torch.from_numpy(h[first:last]))
                 answer = service.collect(0).numpy().copy()
             np.testing.assert_array_equal(answer[: last - first], expected[first:last])
             first = last
         with service.step(12):
             service.post(0, torch.from_numpy(h))
-            assert (service.collect(0).numpy() != expected)[CUT].any()
+            assert (service.collect(0).numpy() != expected)[THRESHOLDED].any()
         service.close()
 
 
-# ---- which matrices are by channel, and models with a file of thresholds
+# ---- which matrices are input-major, and models with a file of thresholds
 
 
 def planned(
     gguf: GGUFFile, thresholds: Thresholds, channels: float = 0.8e9, **options: Any
 ) -> dict[str, bool]:
-    """Of each matrix that gains: whether it is by channel, else by neuron."""
+    """Of each matrix that gains: whether it is input-major, else by neuron."""
     _, graph = graph_of(gguf, thresholds.layers[0], thresholds.mode)
     rates = dict.fromkeys(T, ChannelRates(1e9, channels))
     gains = plan_device_channels(graph, gguf.tensors, thresholds, {0: rates, 1: rates}, **options)
-    return {gain.tensor: not gain.by_neuron for gain in gains if gain.pays}
+    return {gain.tensor: not gain.neuron_major for gain in gains if gain.pays}
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.F16], ids=lambda t: t.name)
@@ -227,7 +232,9 @@ def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> N
         assert planned(gguf, thresholds) == expected
         assert planned(gguf, thresholds, split=frozenset([0])) == {pair[1]: False}
     relu = write(tmp_path, "bamboo", T.Q4_0, dialect="gguf")
-    thresholds = with_kept(relu, [{"ffn_in": 0.5, "attn_in": 0.5}, {}], LayerCutoffs(ffn_in=0.6, attn_in=0.6))
+    thresholds = with_kept(
+        relu, [{"ffn_in": 0.5, "attn_in": 0.5}, {}], LayerThresholds(ffn_in=0.6, attn_in=0.6)
+    )
     assert {name.split(".")[2] for name in planned(relu, thresholds)} == {"attn_q", "attn_k", "attn_v"}
 
 
@@ -263,8 +270,8 @@ def test_a_model_with_thresholds_on_a_device(
     monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
     slow = replace(machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7)
     monkeypatch.setattr(machine, "STAND_IN", slow)
-    gguf, expected = clearly(tmp_path, EVERY, "llama", cut=np.ones(12, np.bool_))
-    with_kept(gguf, [dict.fromkeys(CUTOFF_NAMES, 0.4)] * 2).save(thresholds_path(gguf.path))
+    gguf, expected = clearly(tmp_path, EVERY, "llama", thresholded=np.ones(12, np.bool_))
+    with_kept(gguf, [dict.fromkeys(THRESHOLD_NAMES, 0.4)] * 2).save(thresholds_path(gguf.path))
     settings: dict[str, Any] = {
         "n_ctx": 64, "max_batch": 16, "n_threads": 1, "kv_type": "f32", "sparsity": "threshold",
     }  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from cutoff_models import (
+from derived_bounds import Oracle
+from threshold_models import (
     CASES,
     EVERY,
     EXPERTS,
@@ -24,7 +25,6 @@ from cutoff_models import (
     write,
     write_experts,
 )
-from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu
 
 import hotset
@@ -32,13 +32,13 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
-from hotset.engine.engine import CutTokens, Engine
+from hotset.engine.engine import Engine, ThresholdedTokens
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.cutoffs import LayerCutoffs
-from hotset.model.operations import Cutoff
+from hotset.model.operations import Threshold
+from hotset.model.thresholds import LayerThresholds
 from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
@@ -52,45 +52,47 @@ ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read however 
 
 def test_without_cutoffs_the_graph_is_that_of_dense(tmp_path: Path) -> None:
     gguf = write(tmp_path)
-    assert graph_of(gguf, LayerCutoffs())[1] == graph_of(gguf, LayerCutoffs(), "dense")[1]
-    assert not graph_of(gguf, LayerCutoffs())[1].is_cut
+    assert graph_of(gguf, LayerThresholds())[1] == graph_of(gguf, LayerThresholds(), "dense")[1]
+    assert not graph_of(gguf, LayerThresholds())[1].has_thresholds
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "falcon"])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "nothing"])
 def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
-    """Where a value's cutoff stands, it has zeros where it was small, and is as it was elsewhere."""
+    """Where a value's threshold stands, it has zeros where it was small, and is as it was elsewhere."""
     options = {"n_head_kv": 1} if architecture == "falcon" else {}
     gguf = write(tmp_path, architecture, **options)
     weights, graph = graph_of(gguf, CASES[case])
-    found = [op for op in graph.primitives if isinstance(op, Cutoff)]
+    found = [op for op in graph.primitives if isinstance(op, Threshold)]
     assert len(found) == 2 * (5 if case == "every" else 1)
     backend = ReferenceBackend(weights, graph, n_pages=8)
-    ids, cut = tokens(24), np.arange(24) % 3 > 0
+    ids, thresholded = tokens(24), np.arange(24) % 3 > 0
     names = tuple(name for op in found for name in (op.x.name, op.out.name))
-    taps = backend.step(replace(batch([(ids, 0, [0])], names), cut=cut)).taps
+    taps = backend.step(replace(batch([(ids, 0, [0])], names), thresholded=thresholded)).taps
     for op in found:
         x, out = taps[op.x.name], taps[op.out.name]
         small = np.abs(x) < np.float32(op.threshold)
         assert 0.02 < small.mean() < 1
-        np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
+        np.testing.assert_array_equal(out, np.where(thresholded[:, None] & small, 0, x))
 
 
 def test_of_experts_gates_alone_are_cut(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", experts=(4, 2)))
-    for cutoffs in (LayerCutoffs(ffn_in=1), LayerCutoffs(down_in=1)):
-        with pytest.raises(UnsupportedModelError, match="of experts the activated gates can be cut"):
-            graph_of(gguf, cutoffs)
-    weights, graph = graph_of(gguf, LayerCutoffs(gate=0.1))
-    op = next(op for op in graph.primitives if isinstance(op, Cutoff))
+    for layer_thresholds in (LayerThresholds(ffn_in=1), LayerThresholds(down_in=1)):
+        with pytest.raises(UnsupportedModelError, match="experts have thresholds of activated gates"):
+            graph_of(gguf, layer_thresholds)
+    weights, graph = graph_of(gguf, LayerThresholds(gate=0.1))
+    op = next(op for op in graph.primitives if isinstance(op, Threshold))
     backend = ReferenceBackend(weights, graph, n_pages=8)
-    ids, cut = tokens(24), np.arange(24) % 3 > 0
-    taps = backend.step(replace(batch([(ids, 0, [0])], (op.x.name, op.out.name)), cut=cut)).taps
+    ids, thresholded = tokens(24), np.arange(24) % 3 > 0
+    taps = backend.step(
+        replace(batch([(ids, 0, [0])], (op.x.name, op.out.name)), thresholded=thresholded)
+    ).taps
     x, out = taps[op.x.name], taps[op.out.name]
     assert x.shape == (24, 2 * 96)  # the neurons of a token's experts
     small = np.abs(x) < np.float32(op.threshold)
     assert 0.02 < small.mean() < 1
-    np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
+    np.testing.assert_array_equal(out, np.where(thresholded[:, None] & small, 0, x))
 
 
 UPS_OF_EXPERTS = [f"blk.{i}.ffn_up_exps.weight" for i in range(2)]
@@ -99,11 +101,11 @@ UPS_OF_EXPERTS = [f"blk.{i}.ffn_up_exps.weight" for i in range(2)]
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_the_reference_agrees_on_cut_experts(tmp_path: Path, kind: str) -> None:
     weights, graph = graph_of(gguf := write_experts(tmp_path, kind), OF_EXPERTS)
-    ids, cut = tokens(24), np.arange(24) % 3 > 0
-    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), cut=cut)
+    ids, thresholded = tokens(24), np.arange(24) % 3 > 0
+    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), thresholded=thresholded)
     found = cpu(gguf, OF_EXPERTS, kv_type="f32").step(every)
     Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
-    plain = run(cpu(gguf, OF_EXPERTS, kv_type="f32"), ids, cut)
+    plain = run(cpu(gguf, OF_EXPERTS, kv_type="f32"), ids, thresholded)
     np.testing.assert_array_equal(found.logits, plain)
 
 
@@ -111,23 +113,23 @@ def test_the_reference_agrees_on_cut_experts(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_a_token_of_cut_experts_is_the_same_in_every_step(tmp_path: Path, kind: str, type_: GGMLType) -> None:
     gguf = write_experts(tmp_path, kind, type_)
-    ids, cut = tokens(40), np.arange(40) % 5 > 1
-    expected = run(cpu(gguf, OF_EXPERTS, n_threads=1, sparse=False), ids, cut)
+    ids, thresholded = tokens(40), np.arange(40) % 5 > 1
+    expected = run(cpu(gguf, OF_EXPERTS, n_threads=1, sparse=False), ids, thresholded)
     ups = [name.replace("_exps", ".0") for name in UPS_OF_EXPERTS]
     for whole in ((), ups if kind == "one by one" else UPS_OF_EXPERTS):
-        for n_threads, cuts in ((1, []), (2, [*range(1, 12)]), (2, [3, 8, 25, 39]), (1, [*range(1, 40)])):
+        for n_threads, splits in ((1, []), (2, [*range(1, 12)]), (2, [3, 8, 25, 39]), (1, [*range(1, 40)])):
             found = cpu(gguf, OF_EXPERTS, n_threads=n_threads, whole=whole)
-            np.testing.assert_array_equal(run(found, ids, cut, cuts), expected)
-    assert (expected != run(cpu(gguf, OF_EXPERTS), ids, ~cut)).any()
+            np.testing.assert_array_equal(run(found, ids, thresholded, splits), expected)
+    assert (expected != run(cpu(gguf, OF_EXPERTS), ids, ~thresholded)).any()
 
 
 def test_rows_of_cut_experts_are_not_read(tmp_path: Path) -> None:
     gguf = write_experts(tmp_path, "plain")
-    backends = [cpu(gguf, LayerCutoffs(gate=0.5), whole=whole) for whole in ((), UPS_OF_EXPERTS)]
+    backends = [cpu(gguf, LayerThresholds(gate=0.5), whole=whole) for whole in ((), UPS_OF_EXPERTS)]
     for backend, most in zip(backends, (0.5, 1.0), strict=True):
         ids = tokens(9)
         run(backend, ids[:8], np.ones(8, np.bool_))
-        backend.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+        backend.step(replace(batch([(ids[8:], 8, [0])]), thresholded=np.ones(1, np.bool_)))
         stats = backend.stats()
         assert stats is not None
         assert (stats.up_rows <= most * 2 * 96).all()
@@ -143,11 +145,11 @@ def test_rows_of_cut_experts_are_not_read(tmp_path: Path) -> None:
 def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str) -> None:
     dialect = "powerinfer" if architecture == "bamboo" else "gguf"
     weights, graph = graph_of(gguf := write(tmp_path, architecture, dialect=dialect), CASES[case])
-    ids, cut = tokens(24), np.arange(24) % 3 > 0
-    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), cut=cut)
+    ids, thresholded = tokens(24), np.arange(24) % 3 > 0
+    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), thresholded=thresholded)
     found = cpu(gguf, CASES[case], kv_type="f32").step(every)
     Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
-    plain = run(cpu(gguf, CASES[case], kv_type="f32"), ids, cut)
+    plain = run(cpu(gguf, CASES[case], kv_type="f32"), ids, thresholded)
     np.testing.assert_array_equal(found.logits, plain)
 
 
@@ -156,14 +158,14 @@ def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str) -> N
 def test_a_token_is_the_same_in_every_step(tmp_path: Path, architecture: str, type_: GGMLType) -> None:
     dialect = "powerinfer" if architecture == "bamboo" else "gguf"
     gguf = write(tmp_path, architecture, type_, dialect=dialect)
-    ids, cut = tokens(40), np.arange(40) % 5 > 1
-    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False), ids, cut)
+    ids, thresholded = tokens(40), np.arange(40) % 5 > 1
+    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False), ids, thresholded)
     for n_threads in (1, 2):
-        for cuts in ([], [*range(1, 12)], [3, 8, 25, 39], [*range(1, 40)]):
+        for splits in ([], [*range(1, 12)], [3, 8, 25, 39], [*range(1, 40)]):
             np.testing.assert_array_equal(
-                run(cpu(gguf, EVERY, n_threads=n_threads), ids, cut, cuts), expected
+                run(cpu(gguf, EVERY, n_threads=n_threads), ids, thresholded, splits), expected
             )
-    assert (expected != run(cpu(gguf, EVERY), ids, ~cut)).any()
+    assert (expected != run(cpu(gguf, EVERY), ids, ~thresholded)).any()
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
@@ -176,43 +178,45 @@ def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     if type_.name.endswith("_K"):
         sizes = {"n_ff": 768, "n_embd": 256, "n_head": 8, "n_head_kv": 2}
     gguf = write(tmp_path, type=type_, **sizes)
-    ids, cut = tokens(24), np.arange(24) % 5 > 1
-    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, cut)
+    ids, thresholded = tokens(24), np.arange(24) % 5 > 1
+    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, thresholded)
     for n_threads in (1, 2):
         found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=ANY_SHARE)
-        np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
+        np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
 
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_1], ids=lambda t: t.name)
 def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType) -> None:
-    """It has room for rows, and none for their copies by channel."""
+    """It has room for rows, and none for their input-major copies."""
     gguf = write(tmp_path, type=type_)
     weights, graph = graph_of(gguf, EVERY)
-    ids, cut = tokens(24), np.arange(24) % 5 > 1
-    expected = run(cpu(gguf, EVERY), ids, cut)
+    ids, thresholded = tokens(24), np.arange(24) % 5 > 1
+    expected = run(cpu(gguf, EVERY), ids, thresholded)
     least = sizes_of(graph, weights.tensors, sparse=True).least_of_all
     stored = StoredWeights(weights, graph, least, sparse=True, reader=_core.Reader(False, 2), gap=0)
     found = CpuBackend(
         stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rates=ANY_SHARE
     )
-    np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
+    np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
 def test_tokens_that_are_not_cut_are_dense(tmp_path: Path, type_: GGMLType) -> None:
     """Of a SiLU model whose down projection is as in `dense`."""
     gguf, ids = write(tmp_path, type=type_), tokens(24)
-    expected = run(cpu(gguf, LayerCutoffs(), "dense", sparse=False), ids, np.zeros(24, np.bool_))
+    expected = run(cpu(gguf, LayerThresholds(), "dense", sparse=False), ids, np.zeros(24, np.bool_))
     found = cpu(gguf, EVERY)
     np.testing.assert_array_equal(run(found, ids, np.zeros(24, np.bool_), [9, 10, 11]), expected)
-    np.testing.assert_array_equal(found.step(batch([(ids, 0, [0])])).logits, expected)  # nobody says who is
+    np.testing.assert_array_equal(
+        found.step(batch([(ids, 0, [0])])).logits, expected
+    )  # without flags of tokens
 
 
 def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
     gguf = write(tmp_path)
-    found, ids = cpu(gguf, LayerCutoffs(gate=0.3)), tokens(9)
+    found, ids = cpu(gguf, LayerThresholds(gate=0.3)), tokens(9)
     run(found, ids[:8], np.ones(8, np.bool_))
-    found.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+    found.step(replace(batch([(ids[8:], 8, [0])]), thresholded=np.ones(1, np.bool_)))
     stats = found.stats()
     assert stats is not None
     assert (stats.up_rows < 0.5 * 288).all()
@@ -221,13 +225,13 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["gate", "down_in", "every"])
 def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> None:
-    """The cutoffs are in the pass of gate and up then, and neither bits nor counts of neurons differ."""
+    """The thresholds are in the pass of gate and up then, and neither bits nor counts of neurons differ."""
     gguf = write(tmp_path, type=T.Q4_0)
-    cutoffs, ids, cut = CASES[case], tokens(24), np.arange(24) % 5 > 1
+    layer_thresholds, ids, thresholded = CASES[case], tokens(24), np.arange(24) % 5 > 1
     ups = [f"blk.{i}.ffn_up.weight" for i in range(2)]
-    backends = cpu(gguf, cutoffs, n_threads=1), cpu(gguf, cutoffs, n_threads=2, whole=ups)
+    backends = cpu(gguf, layer_thresholds, n_threads=1), cpu(gguf, layer_thresholds, n_threads=2, whole=ups)
     for steps in ([], [7, 8, 9], [*range(1, 24)]):
-        found = [run(backend, ids, cut, steps) for backend in backends]
+        found = [run(backend, ids, thresholded, steps) for backend in backends]
         np.testing.assert_array_equal(*found)
         by_row, whole = [backend.stats() for backend in backends]
         assert by_row is not None
@@ -243,22 +247,27 @@ def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType)
     row where too many channels are left."""
     n_ff = 4352 if type_ == T.Q6_K else 4224
     gguf = write(tmp_path, type=type_, n_embd=512, n_ff=n_ff, ranks=(32,))
-    ids, cut = tokens(4), np.ones(4, np.bool_)
-    for cutoffs in (LayerCutoffs(ffn_in=1.0, down_in=0.1), LayerCutoffs(ffn_in=0.1, down_in=0.1)):
-        expected = run(cpu(gguf, cutoffs, sparse=False), ids, cut)
+    ids, thresholded = tokens(4), np.ones(4, np.bool_)
+    for layer_thresholds in (
+        LayerThresholds(ffn_in=1.0, down_in=0.1),
+        LayerThresholds(ffn_in=0.1, down_in=0.1),
+    ):
+        expected = run(cpu(gguf, layer_thresholds, sparse=False), ids, thresholded)
         for n_threads in (1, 2, 9):
-            found = cpu(gguf, cutoffs, n_threads=n_threads, channel_rates={type_: 0.8})
-            np.testing.assert_array_equal(run(found, ids, cut, [1, 2, 3]), expected)
+            found = cpu(gguf, layer_thresholds, n_threads=n_threads, channel_rates={type_: 0.8})
+            np.testing.assert_array_equal(run(found, ids, thresholded, [1, 2, 3]), expected)
 
 
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1, T.Q6_K], ids=lambda t: t.name)
 def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
     gguf = write(tmp_path, type=type_, **({"n_embd": 256, "n_ff": 512} if type_ == T.Q6_K else {}))
-    for case, cutoffs in CASES.items():
-        cutoffs = LayerCutoffs(**{name: 5 * value for name, value in cutoffs.items()})  # enough to pay
-        found, ids = cpu(gguf, cutoffs), tokens(9)
-        found.step(replace(batch([(ids[:8], 0, [0])]), cut=np.ones(8, np.bool_)))
-        found.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+    for case, layer_thresholds in CASES.items():
+        layer_thresholds = LayerThresholds(
+            **{name: 5 * value for name, value in layer_thresholds.items()}
+        )  # enough to pay
+        found, ids = cpu(gguf, layer_thresholds), tokens(9)
+        found.step(replace(batch([(ids[:8], 0, [0])]), thresholded=np.ones(8, np.bool_)))
+        found.step(replace(batch([(ids[8:], 8, [0])]), thresholded=np.ones(1, np.bool_)))
         if case == "nothing":
             assert found.stats() is None
             continue
@@ -277,9 +286,9 @@ def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(4)
     weights, graph = graph_of(gguf, EVERY)
     for backend in (cpu(gguf, EVERY), ReferenceBackend(weights, graph, n_pages=8)):
-        for cut in (np.ones(3, np.bool_), np.ones(4, np.int32)):
-            with pytest.raises(InvalidRequestError, match="cut"):
-                backend.step(replace(batch([(ids, 0, [0])]), cut=cut))
+        for thresholded in (np.ones(3, np.bool_), np.ones(4, np.int32)):
+            with pytest.raises(InvalidRequestError, match="thresholded"):
+                backend.step(replace(batch([(ids, 0, [0])]), thresholded=thresholded))
 
 
 # ---- the engine: which tokens are
@@ -293,13 +302,15 @@ class Watched(CpuBackend):
     def step(self, batch: Batch) -> Any:
         if not hasattr(self, "seen"):
             self.seen = []
-        cut = np.zeros(len(batch.tokens), np.bool_) if batch.cut is None else batch.cut
-        self.seen += zip(batch.positions.tolist(), cut.tolist(), strict=True)
+        thresholded = (
+            np.zeros(len(batch.tokens), np.bool_) if batch.thresholded is None else batch.thresholded
+        )
+        self.seen += zip(batch.positions.tolist(), thresholded.tolist(), strict=True)
         return super().step(batch)
 
 
-def watched(gguf: GGUFFile, cutoffs: LayerCutoffs = EVERY, **options: Any) -> Watched:
-    weights, graph = graph_of(gguf, cutoffs)
+def watched(gguf: GGUFFile, layer_thresholds: LayerThresholds = EVERY, **options: Any) -> Watched:
+    weights, graph = graph_of(gguf, layer_thresholds)
     return Watched(
         weights, graph, **{"n_pages": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
     )
@@ -312,18 +323,20 @@ def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:
     return sequence.generated
 
 
-@pytest.mark.parametrize(("cut", "first"), [("none", 99), ("answers", 20), ("all", 0)])
-def test_which_tokens_the_engine_cuts(tmp_path: Path, cut: CutTokens, first: int) -> None:
+@pytest.mark.parametrize(("thresholded", "first"), [("none", 99), ("answers", 20), ("all", 0)])
+def test_which_tokens_the_engine_cuts(tmp_path: Path, thresholded: ThresholdedTokens, first: int) -> None:
     backend = watched(write(tmp_path))
-    answer(Engine(backend, 256, cut=cut), tokens(20))
+    answer(Engine(backend, 256, thresholded=thresholded), tokens(20))
     assert sorted(backend.seen) == [(i, i >= first) for i in range(31)]
 
 
-@pytest.mark.parametrize("cut", ["answers", "all"])
-def test_a_prefix_is_reused_only_where_it_was_computed_so(tmp_path: Path, cut: CutTokens) -> None:
+@pytest.mark.parametrize("thresholded", ["answers", "all"])
+def test_a_prefix_is_reused_only_where_it_was_computed_so(
+    tmp_path: Path, thresholded: ThresholdedTokens
+) -> None:
     """An answer that comes back in the next prompt is computed anew, unless prompts are cut as well."""
     backend, prompt = watched(write(tmp_path)), tokens(50)
-    engine = Engine(backend, 256, cut=cut)
+    engine = Engine(backend, 256, thresholded=thresholded)
     longer = [*prompt, *answer(engine, prompt, 100)]
     n_reused = []
     for next_prompt in (longer, longer):
@@ -331,13 +344,15 @@ def test_a_prefix_is_reused_only_where_it_was_computed_so(tmp_path: Path, cut: C
         while sequence.finish_reason is None:
             engine.step()
         n_reused.append(sequence.n_reused)
-        alone = answer(Engine(watched(open_gguf(tmp_path / "model.gguf")), 256, cut=cut), next_prompt, 9)
+        alone = answer(
+            Engine(watched(open_gguf(tmp_path / "model.gguf")), 256, thresholded=thresholded), next_prompt, 9
+        )
         assert sequence.generated == alone
-    assert n_reused == ([0, 128] if cut == "answers" else [128, 128])
+    assert n_reused == ([0, 128] if thresholded == "answers" else [128, 128])
 
 
 def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
-    engine, prompt = Engine(watched(write(tmp_path), LayerCutoffs()), 256), tokens(50)
+    engine, prompt = Engine(watched(write(tmp_path), LayerThresholds()), 256), tokens(50)
     longer = [*prompt, *answer(engine, prompt, 100)]
     sequence = engine.enqueue(engine.prepare(longer, SamplingParams(temperature=0, max_tokens=2)))
     while sequence.finish_reason is None:
@@ -347,8 +362,8 @@ def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
 
 def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
-    alone = [answer(Engine(watched(gguf), 256, cut="answers"), prompt, 80) for prompt in prompts]
-    engine = Engine(watched(gguf, n_pages=6), 256, cut="answers")
+    alone = [answer(Engine(watched(gguf), 256, thresholded="answers"), prompt, 80) for prompt in prompts]
+    engine = Engine(watched(gguf, n_pages=6), 256, thresholded="answers")
     running = [
         engine.enqueue(engine.prepare(prompt, SamplingParams(temperature=0, max_tokens=80)))
         for prompt in prompts
@@ -361,7 +376,7 @@ def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path)
 
 def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(30)
-    engine = Engine(watched(gguf), 256, cut="answers")
+    engine = Engine(watched(gguf), 256, thresholded="answers")
     for as_answer in (False, True):
         expected = run(cpu(gguf, EVERY), ids, np.full(30, as_answer))
         np.testing.assert_array_equal(scores(engine, ids, as_answer=as_answer), expected)
@@ -389,13 +404,13 @@ def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) ->
     with load(gguf.path) as model:
         assert model.sparsity.mode == "dense"
         assert any("thresholds that are not used" in note for note in model.notes)
-        assert model.engine.cut == "none"
+        assert model.engine.thresholded == "none"
     with load(gguf.path, sparsity="threshold") as model:
         assert model.sparsity.mode == "threshold"
         assert not any("not used" in note for note in model.notes)
-        assert model.engine.cut == "answers"
+        assert model.engine.thresholded == "answers"
     with load(gguf.path, sparsity="threshold", sparse_prompts=True) as model:
-        assert model.engine.cut == "all"
+        assert model.engine.thresholded == "all"
 
 
 def test_what_is_built_is_said_and_found_again(tmp_path: Path) -> None:
@@ -403,7 +418,7 @@ def test_what_is_built_is_said_and_found_again(tmp_path: Path) -> None:
     thresholds_of(gguf).save(thresholds_path(gguf.path))
     for how in ("built in", "opened"):
         with load(gguf.path, sparsity="threshold") as model:
-            assert any(note.startswith(f"matrices by channel: {how}") for note in model.notes)
+            assert any(note.startswith(f"input-major matrices: {how}") for note in model.notes)
             codes = model.weights.data("blk.0.attn_q_c.blocks")
             assert codes.ctypes.data % 128 == 0
 
@@ -412,15 +427,15 @@ def test_a_file_can_be_named(tmp_path: Path) -> None:
     gguf = write(tmp_path)
     replace(thresholds_of(gguf), prompts=True).save(tmp_path / "other.json")
     with load(gguf.path, thresholds=tmp_path / "other.json") as model:
-        assert (model.sparsity.mode, model.engine.cut) == ("threshold", "all")
+        assert (model.sparsity.mode, model.engine.thresholded) == ("threshold", "all")
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMode) -> None:
     gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture="bamboo", n_embd=64, n_ff=288))
-    thresholds_of(gguf, mode, LayerCutoffs(attn_in=0.6, attn_out=0.1)).save(thresholds_path(gguf.path))
+    thresholds_of(gguf, mode, LayerThresholds(attn_in=0.6, attn_out=0.1)).save(thresholds_path(gguf.path))
     with load(gguf.path, sparsity="threshold") as model, load(gguf.path, sparsity=mode) as plain:
-        assert (model.sparsity.predictor, model.graph.is_cut) == (plain.sparsity.predictor, True)
+        assert (model.sparsity.predictor, model.graph.has_thresholds) == (plain.sparsity.predictor, True)
         ids = tokens(20)
         np.testing.assert_array_equal(model.logits(ids), plain.logits(ids))  # a prompt is not cut
         with model.thread.exclusive() as engine:
@@ -429,7 +444,7 @@ def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMod
 
 def test_thresholds_of_zero_are_dense(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
-    thresholds_of(gguf, cutoffs=LayerCutoffs()).save(thresholds_path(gguf.path))
+    thresholds_of(gguf, layer_thresholds=LayerThresholds()).save(thresholds_path(gguf.path))
     with load(gguf.path, sparsity="threshold", sparse_prompts=True) as model, load(gguf.path) as plain:
         np.testing.assert_array_equal(model.logits(tokens(20)), plain.logits(tokens(20)))
 

@@ -1,6 +1,6 @@
 """What small means in a layer: the magnitudes below which inputs and neurons count as zero.
 
-A cutoff of 0 leaves its matrix as it is. Where the values stand in the graph: model/decoder.py.
+A threshold of 0 leaves its matrix as it is. Where the values stand in the graph: model/decoder.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-CutoffName = Literal["gate", "attn_in", "attn_out", "ffn_in", "down_in"]
-CUTOFF_NAMES: tuple[CutoffName, ...] = get_args(CutoffName)
+ThresholdName = Literal["gate", "attn_in", "attn_out", "ffn_in", "down_in"]
+THRESHOLD_NAMES: tuple[ThresholdName, ...] = get_args(ThresholdName)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCutoffs:
+class LayerThresholds:
     """Of one layer; each at least 0 and finite.
 
     gate: of a neuron's activated gate, of its activation where there is no gate (CATS, arXiv 2404.08763).
@@ -30,15 +30,15 @@ class LayerCutoffs:
 
     @property
     def of_ffn(self) -> bool:
-        """Whether something of the FFN is cut."""
+        """Whether a threshold of the FFN is other than 0."""
         return bool(self.gate or self.ffn_in or self.down_in)
 
     @property
-    def cuts(self) -> bool:
-        """Whether anything is cut."""
+    def has_thresholds(self) -> bool:
+        """Whether any is other than 0."""
         return any(value for _, value in self.items())
 
-    def items(self) -> Iterator[tuple[CutoffName, float]]:
+    def items(self) -> Iterator[tuple[ThresholdName, float]]:
         """Name and value of each, in the order above."""
-        for name in CUTOFF_NAMES:
+        for name in THRESHOLD_NAMES:
             yield name, getattr(self, name)
