@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -564,7 +564,7 @@ class ModelConfig:
 
 
 # Of neurons, as a key or an option may name them; the others are parts of an architecture.
-_NAMED = get_args(ActivationKind)[:6]
+_NAMED: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")
 
 
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
@@ -590,7 +590,7 @@ def parse_activation(text: str, threshold: float | None = None) -> FFNActivation
     if name not in _NAMED or number:
         known = ", ".join([*(k for k in _NAMED if k != "fatrelu"), "drelu", "fatrelu:T"])
         raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
-    return FFNActivation(name)  # type: ignore[arg-type]
+    return FFNActivation(cast(ActivationKind, name))
 
 
 class _Keys:
