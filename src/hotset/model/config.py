@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -590,7 +590,7 @@ def parse_activation(text: str, threshold: float | None = None) -> FFNActivation
     if name not in _NAMED or number:
         known = ", ".join([*(k for k in _NAMED if k != "fatrelu"), "drelu", "fatrelu:T"])
         raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
-    return FFNActivation(cast(ActivationKind, name))
+    return FFNActivation(name)
 
 
 class _Keys:
