@@ -84,7 +84,7 @@ OF_EXPERTS = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1)
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one by one": {"one_by_one": True},
-    "by neuron": {"down_neuron_major": True},
+    "neuron-major": {"down_neuron_major": True},
     "relu": {"keys": {"llama.hidden_activation": "relu"}},
 }
 
