@@ -17,12 +17,12 @@ from fuzz import fuzz_reads
 from gpu_runs import assert_close, gpu
 from sparse_runs import N_FF, ONE_BY_ONE, cpu, prepared
 from tiny_gguf import write_relu
+from torch_graphs import same_as_reference
 
 import hotset
 from hotset import _core
 from hotset.backends.gpu.cpu_offload import split_ffns
 from hotset.backends.reference import ReferenceBackend
-from hotset.backends.torch.graph import TorchGraph
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
@@ -99,12 +99,7 @@ def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
 
 
 def test_torch_computes_it(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    gguf, ids = write(tmp_path), tokens(40)
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    expected = logits_of(ReferenceBackend(gguf, graph, n_pages=1), ids, [], [0])
-    found = TorchGraph(gguf, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
-    assert_close(found.numpy(), expected)
+    same_as_reference(write(tmp_path))
 
 
 def test_the_mode(tmp_path: Path) -> None:

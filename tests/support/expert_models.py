@@ -44,7 +44,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu": {"keys": {"llama.hidden_activation": "relu"}},
     "biased relu": {"keys": {"llama.hidden_activation": "relu"}, "biased": True},
     "neuron-major": {"down_neuron_major": True, "n_ff": 160, "keys": {"llama.hidden_activation": "relu"}},
-    "biased neuron-major": {"down_neuron_major": True, "n_ff": 96, "biased": True, "type_of": lambda _: T.Q8_0},
+    "biased neuron-major": {
+        "down_neuron_major": True,
+        "n_ff": 96,
+        "biased": True,
+        "type_of": lambda _: T.Q8_0,
+    },
     "one used": {"experts": (4, 1)},
     "all used": {"experts": (3, 3)},
     "many": {"experts": (70, 2), "n_ff": 32, "type_of": lambda _: T.Q4_0},

@@ -23,6 +23,7 @@ from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from sparse_runs import prepared  # noqa: E402
 from threshold_models import EVERY, graph_of  # noqa: E402
 from threshold_models import run as run_thresholded  # noqa: E402
+from tiny_gguf import write_relu  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
@@ -30,6 +31,7 @@ from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenT
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
+from hotset.formats.gguf import open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.graph import thresholded_products  # noqa: E402
 from hotset.model.operations import Activate, Value  # noqa: E402
@@ -105,6 +107,10 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) ->
         logits_of(gpu(ready.weights, graph), ids, splits, [3])
         stage, _ = split(ready.weights, graph, masks(0.3))
         run(stage, ids, splits)
+    keys = {"llama.activation_sparsity_scale": [1.0, 0.5]}
+    top_k = open_gguf(write_relu(tmp_path / "top_k.gguf", dialect="gguf", keys=keys))
+    ready, graph = prepared(top_k, "exact")
+    logits_of(gpu(ready.weights, graph), ids, splits, [3])
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
