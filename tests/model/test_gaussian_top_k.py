@@ -27,7 +27,6 @@ from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
-from hotset.model.decoder import describe
 from hotset.placement import ram
 from hotset.sparsity.modes import choose
 
