@@ -12,6 +12,7 @@ from byte_models import N_FF, N_LAYER, write_sparse
 from byte_models import write_model as write_dense
 
 import hotset
+from hotset.formats.overlay import Overlay
 from hotset.sparsity import profile as profiles
 from hotset.sparsity import sidecar
 
@@ -121,7 +122,11 @@ def test_what_is_built_is_built_once_and_closed_with_the_model(plain: Path):
 
 def test_a_failing_load_closes_what_it_opened(plain: Path, monkeypatch: pytest.MonkeyPatch):
     closed = []
-    monkeypatch.setattr("hotset.formats.overlay.Overlay.close", closed.append)
+
+    def close(overlay: Overlay) -> None:
+        closed.append(overlay)
+
+    monkeypatch.setattr(Overlay, "close", close)
     with pytest.raises(hotset.OutOfMemoryError):
         hotset.load(plain, backend="reference", n_ctx=10**13)
     assert len(closed) == 1

@@ -175,6 +175,14 @@ def test_a_stream_that_is_cut_at_any_letter_is_the_whole(form: str, emitted: str
 COMMON = [*"{}[]()\":,\\ \n;<>|='aé`", "get_weather", "city", '"name"', '"arguments": {', "null", "json\n"]
 
 
+def test_a_long_quote_whose_end_has_not_come_is_no_short_one() -> None:
+    """In pieces as in whole: `<|"|>` begins before the `"` within it."""
+    text = '<|tool_call>call:get_weather{city:<|"|>Rome"}'  # the string has no end
+    whole = read("gemma4", [text])
+    for at in range(1, len(text)):
+        assert read("gemma4", [text[:at], text[at:]]) == whole
+
+
 @pytest.mark.parametrize("form", FORM)
 def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
     """Also halves of examples, in any order."""

@@ -76,10 +76,12 @@ class Reader:
         pattern = _any_of(marks)
         while True:
             found = pattern.search(self._buffer, self._at)
-            if found:
+            n_kept = 0 if self.is_final else held_back(self._buffer[self._at :], marks)
+            # What may yet become a mark that begins before it, or there and is longer, comes first.
+            rest = self._buffer[len(self._buffer) - n_kept :]
+            if found and not (found.start() >= len(self._buffer) - n_kept and rest not in marks):
                 sink(self.take(found.start() - self._at))
                 return found[0]
-            n_kept = 0 if self.is_final else held_back(self._buffer[self._at :], marks)
             sink(self.take(self.n_left - n_kept))
             if self.is_final:
                 return ""
