@@ -120,6 +120,7 @@ class HFClass:
     required: entries that change what a model computes in a way that no key describes, and the only value
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
+    named_windows: none has one where config.json has no layer_types, whatever the row says of files.
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
     indexed: see Architecture.
@@ -130,7 +131,8 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
+    and then those of up. depth_scales: config.json has MiniCPM's scales. latent: keys and values are made of
+    one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
     stores_by_input: matrices of layers are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
@@ -152,6 +154,7 @@ class HFClass:
     numbers: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    named_windows: bool = False
     sections: bool = False
     sees: bool = False
     indexed: bool = False
@@ -161,6 +164,7 @@ class HFClass:
     rotates: RopeKind = "neox"
     partial: bool = False
     grouped_qkv: bool = False
+    depth_scales: bool = False
     fused_gate: bool = False
     latent: bool = False
     activates_up: bool = False
@@ -1265,6 +1269,69 @@ CLASSES: dict[str, HFClass] = {
         sections=True,
         experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
     ),
+    "MellumForCausalLM": HFClass(
+        "mellum",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 896,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "sliding_window": 1024,
+            "rope_theta": 10000.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        windows=("sliding_window", "layer_types"),
+        named_windows=True,
+        experts=HFExperts(),
+    ),
+    "XverseForCausalLM": HFClass("xverse"),
+    "InternLM2ForCausalLM": HFClass(
+        "internlm2",
+        tensors={
+            "model.tok_embeddings": "token_embd",
+            "model.norm": "output_norm",
+            "model.output": "output",
+        },
+        layer_tensors={
+            "attention_norm": "attn_norm",
+            "attention.wqkv": "attn_q attn_k attn_v",
+            "attention.wo": "attn_output",
+            "ffn_norm": "ffn_norm",
+            "feed_forward.w1": "ffn_gate",
+            "feed_forward.w3": "ffn_up",
+            "feed_forward.w2": "ffn_down",
+        },
+        grouped_qkv=True,
+    ),
+    "OrionForCausalLM": HFClass("orion"),  # its norms have a mean and a bias, whatever the entry is called
+    "PanguEmbeddedForCausalLM": HFClass("pangu-embedded"),
+    "ExaoneForCausalLM": HFClass(
+        "exaone",
+        tensors={"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"},
+        layers="transformer.h",
+        layer_tensors={
+            "ln_1": "attn_norm",
+            "attn.attention.q_proj": "attn_q",
+            "attn.attention.k_proj": "attn_k",
+            "attn.attention.v_proj": "attn_v",
+            "attn.attention.out_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.c_fc_0": "ffn_gate",
+            "mlp.c_fc_1": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        own_names={"num_hidden_layers": "num_layers"},
+    ),
 }
 """What config.json calls a class."""
 
@@ -1719,6 +1786,10 @@ class HFConfig:
             key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None
         }
         keys |= {key: self._flag(entry) for key, entry in self.hf_class.flags.items()}
+        if self.hf_class.depth_scales:
+            keys["embedding_scale"] = positive("scale_emb")
+            keys["residual_scale"] = positive("scale_depth") / math.sqrt(self.n_layer)
+            keys["logit_scale"] = self.n_embd / positive("dim_model_base")
         if self.hf_class.query_scalar is not None:
             scalar = positive(self.hf_class.query_scalar)
             narrow = self.n_layer == ARCHITECTURES[self.architecture].narrow_scale_at
@@ -1752,6 +1823,8 @@ class HFConfig:
             return {}
         keys: dict[str, Any] = {"attention.sliding_window": integer(config, "sliding_window")}
         types = config.get("layer_types")
+        if types is None and self.hf_class.named_windows:
+            return {}
         if types is not None:
             known = ("full_attention", "sliding_attention")
             types = _checked_types(types, n, known)
@@ -1794,6 +1867,8 @@ class HFConfig:
             # Scaled for the longest context, whatever the context is.
             rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
             rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+            kind = "default"
+        if kind == "dynamic" and self.architecture == "internlm2":  # begins where its context ends
             kind = "default"
         if kind == "mrope":  # of a text all dimensions of a position are the same
             kind = "default"

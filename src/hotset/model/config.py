@@ -205,6 +205,7 @@ class Architecture:
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
+_SAME_GRAPH = "transformers' {}, of the same graph"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
@@ -328,6 +329,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
         experts=ExpertDefaults(gated_share=True),
     ),
+    "mellum": Architecture(
+        rope="neox", qk_norm="head", window_period=4, unscaled_windows=True, experts=ExpertDefaults(),
+    ),
+    "xverse": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "internlm2": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "orion": Architecture(rope="neox", norm="layer", compared_with=_SAME_GRAPH.format("StableLm")),
+    "pangu-embedded": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
+    "exaone": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
