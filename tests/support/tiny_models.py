@@ -94,14 +94,17 @@ def use_fatrelu(model: torch.nn.Module) -> None:
 class DeepseekExperts(torch.nn.Module):
     """The FFN of DeepSeek's first MoE model: six experts, of which a token has three, and a shared one."""
 
-    def __init__(self, n_embd: int) -> None:
+    def __init__(self, n_embd: int, *, normalised: bool = False) -> None:
         super().__init__()
+        self.normalised = normalised
         self.gate = torch.nn.Linear(n_embd, 6, bias=False)
         self.experts = torch.nn.ModuleList(SwiGLU(n_embd, 48) for _ in range(6))
         self.shared_experts = SwiGLU(n_embd, 2 * 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = torch.topk(torch.softmax(self.gate(x), -1), 3)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
         parts = torch.stack([expert(x) for expert in self.experts], -2)  # [..., n_expert, n_embd]
         chosen = torch.gather(parts, -2, ids[..., None].expand(*ids.shape, x.shape[-1]))
         return (weights[..., None] * chosen).sum(-2) + self.shared_experts(x)
@@ -118,9 +121,9 @@ class SwiGLU(torch.nn.Module):
         return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def use_deepseek_experts(model: torch.nn.Module) -> None:
+def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) -> None:
     for layer in model.model.layers[1:]:
-        layer.mlp = DeepseekExperts(model.config.hidden_size)
+        layer.mlp = DeepseekExperts(model.config.hidden_size, normalised=normalised)
 
 
 def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
@@ -130,7 +133,7 @@ def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
         found = {}
         for name, tensor in tensors.items():
             for part, other in names.items():
-                name = re.sub(rf"(^|\.){re.escape(part)}\.", rf"\1{other}.", name)
+                name = re.sub(rf"(^|\.){re.escape(part)}(\.|$)", rf"\1{other}\2", name)
             found[name] = tensor
         return found
 
@@ -261,6 +264,33 @@ EXAONE_NAMES = renamed(
         "mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj",
     }
 )  # fmt: skip
+MINICPM = {
+    "attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 1.4 / 3**0.5,
+    "logits_scaling": 96 / 40,
+}  # fmt: skip
+MINICPM_SCALES = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 40}
+MINICPM_LONG = {
+    "rope_parameters": long_rope(ROPE_ORIGINAL, 8)["rope_parameters"]
+    | {"original_max_position_embeddings": ROPE_ORIGINAL}
+}
+CODESHELL = {
+    "n_positions": 256, "n_inner": 160, "layer_norm_epsilon": 1e-2, "position_embedding_type": "rope",
+    "activation_function": "gelu_pytorch_tanh",
+}  # fmt: skip
+GPT2_STYLE = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "input_layernorm": "ln_1",
+    "model.norm": "transformer.ln_f", "self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+}  # fmt: skip
+CODESHELL_NAMES = renamed(GPT2_STYLE)
+QWEN1 = {"num_key_value_heads": 6, "tie_word_embeddings": False}
+QWEN1_ENTRIES = {
+    "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 320, "seq_length": 256,
+    "layer_norm_epsilon": 1e-2, "no_bias": True, "rotary_emb_base": 10000, "rotary_pct": 1.0,
+}  # fmt: skip
+QWEN1_NAMES = renamed(
+    GPT2_STYLE | {"mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1", "mlp.down_proj": "mlp.c_proj"}
+)
 TURBOSPARSE = TinyModel(
     "TurboSparse",
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
@@ -537,6 +567,44 @@ RECIPES: dict[str, TinyModel] = {
         written_as=named("Exaone") | EXAONE,
         published=(EXAONE_NAMES,),
     ),
+    "minicpm": TinyModel(
+        "Granite", MINICPM | {"tie_word_embeddings": True}, written_as=named("MiniCPM") | MINICPM_SCALES
+    ),
+    "minicpm-long": TinyModel(
+        "Granite",
+        {**MINICPM, **MINICPM_LONG, "num_key_value_heads": 6},
+        written_as=named("MiniCPM") | MINICPM_SCALES,
+    ),
+    "starcoder": TinyModel("GPTBigCode", GPT2),
+    "starcoder-heads": TinyModel(
+        "GPTBigCode",
+        {**GPT2, "n_inner": 224, "n_head": 3, "multi_query": False, "tie_word_embeddings": False},
+    ),
+    "codeshell": TinyModel(
+        "Starcoder2",
+        {"norm_epsilon": 1e-2, "tie_word_embeddings": False},
+        written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 2},
+        published=(one_qkv, CODESHELL_NAMES),
+    ),
+    "codeshell-tied": TinyModel(
+        "Starcoder2",
+        {"norm_epsilon": 1e-2, "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 1},
+        published=(one_qkv, CODESHELL_NAMES),
+    ),
+    "qwen": TinyModel("Qwen2", QWEN1, written_as=QWEN1_ENTRIES, published=(one_qkv, QWEN1_NAMES)),
+    "qwen-heads": TinyModel(
+        "Qwen2",
+        {**QWEN1, "num_attention_heads": 3, "num_key_value_heads": 3, **rope("default", rope_theta=500.0)},
+        written_as=QWEN1_ENTRIES | {"kv_channels": 32, "rotary_emb_base": 500.0},
+        published=(one_qkv, QWEN1_NAMES),
+    ),
+    "paddleocr": TinyModel("PaddleOCRVL", {**WIDE_HEADS, **mrope(6, 5, 5)}, vision=VISION),
+    "paddleocr-biases": TinyModel(
+        "PaddleOCRVL",
+        {"head_dim": 16, "use_bias": True, **mrope(4, 2, 2), "tie_word_embeddings": True, **ONE_KV_HEAD},
+        vision=VISION,
+    ),
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
@@ -616,6 +684,26 @@ AFMOE = {
 MELLUM = {
     "num_hidden_layers": 5, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 48, "sliding_window": 24,
+}  # fmt: skip
+BAILING = {
+    "self_attn.qkv_proj": "attention.query_key_value", "self_attn.o_proj": "attention.dense",
+    "embed_tokens": "word_embeddings",
+}  # fmt: skip
+BAILING_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+BAILING2 = GLM_EXPERTS | {"use_qk_norm": True, "num_nextn_predict_layers": 0}
+BAILING2_NAMES = renamed(
+    BAILING
+    | {
+        "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+        "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+    }
+)  # fmt: skip
+HY_V3 = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 16,
+    "router_scaling_factor": 1.7,
 }  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
@@ -746,6 +834,40 @@ EXPERTS: dict[str, TinyModel] = {
         {**MELLUM, "num_hidden_layers": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **ONE_KV_HEAD}
         | {"attention_bias": True, **unscaled_windows("linear")},
+    ),
+    "bailingmoe": TinyModel(
+        "Llama",
+        WIDE_HEADS,
+        patch=partial(use_deepseek_experts, normalised=True),
+        written_as=named("BailingMoe") | BAILING_EXPERTS | {"norm_topk_prob": True},
+        published=(one_qkv, renamed(BAILING)),
+    ),
+    "bailingmoe-raw-weights": TinyModel(
+        "Llama",
+        {"num_attention_heads": 3, **ONE_KV_HEAD},
+        patch=use_deepseek_experts,
+        written_as=named("BailingMoe") | BAILING_EXPERTS | {"norm_topk_prob": False},
+        published=(one_qkv, renamed(BAILING)),
+    ),
+    "bailingmoe2": TinyModel(
+        "Glm4Moe",
+        BAILING2 | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2},
+        written_as=named("BailingMoeV2") | BAILING_EXPERTS | {"num_experts": 12, "num_shared_experts": 1},
+        published=(one_qkv, BAILING2_NAMES),
+    ),
+    "bailingmoe2-heads": TinyModel(
+        "Glm4Moe",
+        {**BAILING2, "num_attention_heads": 3, **ONE_KV_HEAD, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        written_as=named("BailingMoeV2") | BAILING_EXPERTS | {"first_k_dense_replace": 0},
+        published=(one_qkv, BAILING2_NAMES),
+    ),
+    "hy_v3": TinyModel("HYV3", HY_V3),
+    "hy_v3-dense": TinyModel(
+        "HYV3",
+        {**HY_V3, "num_attention_heads": 3, **ONE_KV_HEAD, "num_shared_experts": 2, "num_experts_per_tok": 1}
+        | {"tie_word_embeddings": True, "mlp_layer_types": ["dense", "dense", "sparse"]}
+        | rope("linear"),
     ),
     "mistral4": TinyModel("Mistral4", MISTRAL4),
     "mistral4-dense": TinyModel(

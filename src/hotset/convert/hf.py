@@ -69,9 +69,9 @@ _IGNORED = re.compile(
     r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mlp_AR|projector)\..*")
 _TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
-_BARE = frozenset({"ssm_a"})  # tensors whose name says all
+_BARE = frozenset({"ssm_a", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
 )
