@@ -474,6 +474,26 @@ def test_defaults_that_were_others_once() -> None:
     assert glm["expert_weights_norm"] is True
 
 
+def test_entries_of_classes_that_transformers_lacks() -> None:
+    scales = keys("MiniCPM", scale_emb=12, scale_depth=1.4, dim_model_base=16)
+    assert [scales[f"{k}_scale"] for k in ("embedding", "residual", "logit")] == [12, 0.7, 4]
+    for entry in ({"scale_emb": 0}, {"dim_model_base": None}, {"sparse_config": {"topk": 64}}):
+        with pytest.raises(HotsetError, match=next(iter(entry))):
+            keys("MiniCPM", **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16} | entry)
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e6}
+    assert "rope.scaling.type" not in keys("InternLM2", **dynamic)  # begins where the context ends
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        keys("Xverse", **dynamic)
+    qwen = {"architectures": ["QWenLMHeadModel"], **SIZES, "num_key_value_heads": 4, "seq_length": 64}
+    found = HFConfig(qwen | {"layer_norm_epsilon": 1e-6})
+    assert (found.n_ctx, found.n_ff) == (64, 48)
+    assert found.keys("qwen", 64)["qwen.feed_forward_length"] == 96
+    with pytest.raises(UnsupportedModelError, match="first_k_dense_replace"):
+        keys("HYV3", first_k_dense_replace=2)
+    with pytest.raises(UnsupportedModelError, match="mlp_layer_types"):
+        keys("HYV3", num_experts=8, mlp_layer_types=["sparse", "dense", "sparse", "sparse"])
+
+
 FOREIGN: dict[str, Any] = {
     "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "sliding_window": 16,
     "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2,

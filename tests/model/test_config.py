@@ -711,3 +711,24 @@ def test_the_down_projection_takes_the_form_that_the_file_has() -> None:
         read(**planes | {"ffn_down_t.codes": (33, 96)})
     with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.scales is \[64, 2\]"):
         read(**planes | {"ffn_down_t.scales": (64, 2)})
+
+
+def test_minicpm_without_its_scales_is_refused() -> None:
+    """The first converters wrote none, and took them for granted."""
+    scales = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 9.0}
+    config = config_from_gguf(file("minicpm", **scales))
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.25, 1 / 9)
+    for key in scales:
+        with pytest.raises(UnsupportedModelError, match=rf"minicpm\.{key}: an old converter"):
+            config_from_gguf(file("minicpm", **scales | {key: None}))
+
+
+def test_feed_forward_length_of_qwen_is_twice_the_width() -> None:
+    assert config_from_gguf(file("qwen", feed_forward_length=96)).layers[0].n_ff == 48
+
+
+def test_layers_of_hy_v3_with_a_router_have_experts() -> None:
+    """Whatever leading_dense_block_count says, which llama.cpp does not write."""
+    keys = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    layers = config_from_gguf(file("hy_v3", {"blk.1.ffn_gate_inp.weight": (64, 8)}, **keys)).layers
+    assert [(layer.experts is not None, layer.n_ff) for layer in layers] == [(False, 96), (True, 32)]

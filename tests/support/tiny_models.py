@@ -8,9 +8,11 @@ import it inside a fixture or after `pytest.importorskip`.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ SHAPE = {
     "eos_token_id": 301,
     "attn_implementation": "eager",
 }
+Tensors = dict[str, torch.Tensor]
 ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
 
 
@@ -45,14 +48,17 @@ ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
 class TinyModel:
     """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading.
 
-    written_as: replaces entries of the saved config.json. config: of the configuration's class, where it is
-    not called as the model is. settings of a model that sees are those of its text model.
+    written_as: replaces entries of the saved config.json. published: what becomes of the saved tensors, by
+    name, one after the other, where models are published under other names. config: of the
+    configuration's class, where it is not called as the model is. settings of a model that sees are those of
+    its text model.
     """
 
     kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM; or of `OWN`
     settings: dict[str, Any] = field(default_factory=dict)
     patch: Callable[[torch.nn.Module], None] | None = None
     written_as: dict[str, Any] = field(default_factory=dict)
+    published: tuple[Callable[[Tensors], Tensors], ...] = ()
     config: str | None = None
     vision: dict[str, Any] | None = None  # of a model that sees: settings of that part
 
@@ -88,14 +94,17 @@ def use_fatrelu(model: torch.nn.Module) -> None:
 class DeepseekExperts(torch.nn.Module):
     """The FFN of DeepSeek's first MoE model: six experts, of which a token has three, and a shared one."""
 
-    def __init__(self, n_embd: int) -> None:
+    def __init__(self, n_embd: int, *, normalised: bool = False) -> None:
         super().__init__()
+        self.normalised = normalised
         self.gate = torch.nn.Linear(n_embd, 6, bias=False)
         self.experts = torch.nn.ModuleList(SwiGLU(n_embd, 48) for _ in range(6))
         self.shared_experts = SwiGLU(n_embd, 2 * 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = torch.topk(torch.softmax(self.gate(x), -1), 3)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
         parts = torch.stack([expert(x) for expert in self.experts], -2)  # [..., n_expert, n_embd]
         chosen = torch.gather(parts, -2, ids[..., None].expand(*ids.shape, x.shape[-1]))
         return (weights[..., None] * chosen).sum(-2) + self.shared_experts(x)
@@ -112,9 +121,41 @@ class SwiGLU(torch.nn.Module):
         return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def use_deepseek_experts(model: torch.nn.Module) -> None:
+def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) -> None:
     for layer in model.model.layers[1:]:
-        layer.mlp = DeepseekExperts(model.config.hidden_size)
+        layer.mlp = DeepseekExperts(model.config.hidden_size, normalised=normalised)
+
+
+def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
+    """Parts of names in place of others."""
+
+    def rename(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            for part, other in names.items():
+                name = re.sub(rf"(^|\.){re.escape(part)}(\.|$)", rf"\1{other}\2", name)
+            found[name] = tensor
+        return found
+
+    return rename
+
+
+def one_qkv(tensors: Tensors, groups: int = 1) -> Tensors:
+    """q, k and v as one; groups: of KV heads, each with its rows of all three."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            three = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            parts = [part.reshape(groups, -1, *part.shape[1:]) for part in three]
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat(parts, 1).flatten(0, 1)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            found[name] = tensor
+    return found
+
+
+def named(name: str) -> dict[str, Any]:
+    """Entries of a config.json that names a class which transformers lacks."""
+    return {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
 
 
 def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
@@ -141,6 +182,14 @@ def two_ropes(linear: float | None = None) -> dict[str, Any]:
         full |= {"rope_type": "linear", "factor": linear}
     windowed = {"rope_type": "default", "rope_theta": 500.0}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+
+
+def unscaled_windows(kind: str) -> dict[str, Any]:
+    """A scaling of the layers without a window alone."""
+    windowed = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "rope_parameters": {"full_attention": rope(kind)["rope_parameters"], "sliding_attention": windowed}
+    }
 
 
 def mrope(*section: int) -> dict[str, Any]:
@@ -194,6 +243,54 @@ GEMMA3N = {
     "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 12, "pad_token_id": 0,
     "activation_sparsity_pattern": [0.95, 0.8, 0.9, 0.0, 0.0, 0.0, 0.0],
 }  # fmt: skip
+ORION = {**LAYER_NORMS, **rope("linear", factor=1.0, partial_rotary_factor=1.0)}
+INTERNLM2 = (
+    partial(one_qkv, groups=SHAPE["num_key_value_heads"]),
+    renamed(
+        {
+            "embed_tokens": "tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
+            "self_attn.qkv_proj": "attention.wqkv", "self_attn.o_proj": "attention.wo",
+            "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+        }
+    ),
+)  # fmt: skip
+EXAONE = {"num_layers": 3, "activation_function": "silu", "layer_norm_epsilon": 1e-2}
+EXAONE_NAMES = renamed(
+    {
+        "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "input_layernorm": "ln_1",
+        "model.norm": "transformer.ln_f", "self_attn.o_proj": "self_attn.out_proj",
+        "self_attn": "attn.attention", "post_attention_layernorm": "ln_2", "mlp.gate_proj": "mlp.c_fc_0",
+        "mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj",
+    }
+)  # fmt: skip
+MINICPM = {
+    "attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 1.4 / 3**0.5,
+    "logits_scaling": 96 / 40,
+}  # fmt: skip
+MINICPM_SCALES = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 40}
+MINICPM_LONG = {
+    "rope_parameters": long_rope(ROPE_ORIGINAL, 8)["rope_parameters"]
+    | {"original_max_position_embeddings": ROPE_ORIGINAL}
+}
+CODESHELL = {
+    "n_positions": 256, "n_inner": 160, "layer_norm_epsilon": 1e-2, "position_embedding_type": "rope",
+    "activation_function": "gelu_pytorch_tanh",
+}  # fmt: skip
+GPT2_STYLE = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "input_layernorm": "ln_1",
+    "model.norm": "transformer.ln_f", "self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+}  # fmt: skip
+CODESHELL_NAMES = renamed(GPT2_STYLE)
+QWEN1 = {"num_key_value_heads": 6, "tie_word_embeddings": False}
+QWEN1_ENTRIES = {
+    "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 320, "seq_length": 256,
+    "layer_norm_epsilon": 1e-2, "no_bias": True, "rotary_emb_base": 10000, "rotary_pct": 1.0,
+}  # fmt: skip
+QWEN1_NAMES = renamed(
+    GPT2_STYLE | {"mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1", "mlp.down_proj": "mlp.c_proj"}
+)
 TURBOSPARSE = TinyModel(
     "TurboSparse",
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
@@ -399,12 +496,7 @@ RECIPES: dict[str, TinyModel] = {
     "olmo3-yarn": TinyModel(
         "Olmo3",
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | {
-            "rope_parameters": {
-                "full_attention": rope("yarn")["rope_parameters"],
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            }
-        },
+        | unscaled_windows("yarn"),
     ),
     "exaone4": TinyModel("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24}),
     "exaone4-full": TinyModel(
@@ -443,6 +535,74 @@ RECIPES: dict[str, TinyModel] = {
     "qwen3vl-tied": TinyModel(
         "Qwen3VL",
         {"head_dim": 16, **mrope(4, 2, 2), "tie_word_embeddings": True, "attention_bias": True},
+        vision=VISION,
+    ),
+    "xverse": TinyModel("Llama", written_as=named("Xverse")),
+    "xverse-tied": TinyModel(
+        "Llama", {"tie_word_embeddings": True, **ONE_KV_HEAD, **rope("linear")}, written_as=named("Xverse")
+    ),
+    "internlm2": TinyModel("Llama", written_as=named("InternLM2"), published=INTERNLM2),
+    "internlm2-biases": TinyModel(
+        "Llama",
+        {"attention_bias": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        written_as=named("InternLM2"),
+        published=(one_qkv, INTERNLM2[1]),
+    ),
+    "orion": TinyModel("StableLm", ORION, written_as=named("Orion") | {"rms_norm_eps": 1e-2}),
+    "orion-heads": TinyModel(
+        "StableLm",
+        {**ORION, "num_attention_heads": 3, **ONE_KV_HEAD},
+        written_as=named("Orion") | {"rms_norm_eps": 1e-2},
+    ),
+    "pangu-embedded": TinyModel("Llama", {"attention_bias": True}, written_as=named("PanguEmbedded")),
+    "pangu-embedded-tied": TinyModel(
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, **WIDE_HEADS, **ONE_KV_HEAD},
+        written_as=named("PanguEmbedded"),
+    ),
+    "exaone": TinyModel("Llama", written_as=named("Exaone") | EXAONE, published=(EXAONE_NAMES,)),
+    "exaone-llama3": TinyModel(
+        "Llama",
+        {**LLAMA3, "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        written_as=named("Exaone") | EXAONE,
+        published=(EXAONE_NAMES,),
+    ),
+    "minicpm": TinyModel(
+        "Granite", MINICPM | {"tie_word_embeddings": True}, written_as=named("MiniCPM") | MINICPM_SCALES
+    ),
+    "minicpm-long": TinyModel(
+        "Granite",
+        {**MINICPM, **MINICPM_LONG, "num_key_value_heads": 6},
+        written_as=named("MiniCPM") | MINICPM_SCALES,
+    ),
+    "starcoder": TinyModel("GPTBigCode", GPT2),
+    "starcoder-heads": TinyModel(
+        "GPTBigCode",
+        {**GPT2, "n_inner": 224, "n_head": 3, "multi_query": False, "tie_word_embeddings": False},
+    ),
+    "codeshell": TinyModel(
+        "Starcoder2",
+        {"norm_epsilon": 1e-2, "tie_word_embeddings": False},
+        written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 2},
+        published=(one_qkv, CODESHELL_NAMES),
+    ),
+    "codeshell-tied": TinyModel(
+        "Starcoder2",
+        {"norm_epsilon": 1e-2, "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 1},
+        published=(one_qkv, CODESHELL_NAMES),
+    ),
+    "qwen": TinyModel("Qwen2", QWEN1, written_as=QWEN1_ENTRIES, published=(one_qkv, QWEN1_NAMES)),
+    "qwen-heads": TinyModel(
+        "Qwen2",
+        {**QWEN1, "num_attention_heads": 3, "num_key_value_heads": 3, **rope("default", rope_theta=500.0)},
+        written_as=QWEN1_ENTRIES | {"kv_channels": 32, "rotary_emb_base": 500.0},
+        published=(one_qkv, QWEN1_NAMES),
+    ),
+    "paddleocr": TinyModel("PaddleOCRVL", {**WIDE_HEADS, **mrope(6, 5, 5)}, vision=VISION),
+    "paddleocr-biases": TinyModel(
+        "PaddleOCRVL",
+        {"head_dim": 16, "use_bias": True, **mrope(4, 2, 2), "tie_word_embeddings": True, **ONE_KV_HEAD},
         vision=VISION,
     ),
     "turbosparse-mistral": TURBOSPARSE,
@@ -520,6 +680,30 @@ AFMOE = {
     "num_hidden_layers": 5, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "mup_enabled": True,
     "moe_intermediate_size": 48, "num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 1.7,
     "sliding_window": 24,
+}  # fmt: skip
+MELLUM = {
+    "num_hidden_layers": 5, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48, "sliding_window": 24,
+}  # fmt: skip
+BAILING = {
+    "self_attn.qkv_proj": "attention.query_key_value", "self_attn.o_proj": "attention.dense",
+    "embed_tokens": "word_embeddings",
+}  # fmt: skip
+BAILING_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+BAILING2 = GLM_EXPERTS | {"use_qk_norm": True, "num_nextn_predict_layers": 0}
+BAILING2_NAMES = renamed(
+    BAILING
+    | {
+        "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+        "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+    }
+)  # fmt: skip
+HY_V3 = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 16,
+    "router_scaling_factor": 1.7,
 }  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
@@ -638,6 +822,52 @@ EXPERTS: dict[str, TinyModel] = {
         {**QWEN_EXPERTS, **mrope(4, 2, 2), "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}
         | {"num_experts_per_tok": 1, "attention_bias": True},
         vision=VISION,
+    ),
+    "mellum": TinyModel(
+        "Mellum",
+        {**MELLUM, "layer_types": ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]}
+        | unscaled_windows("yarn"),
+    ),
+    "mellum-full": TinyModel("Mellum", {**MELLUM, **unscaled_windows("linear"), "norm_topk_prob": False}),
+    "mellum-pattern": TinyModel(
+        "Mellum",
+        {**MELLUM, "num_hidden_layers": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **ONE_KV_HEAD}
+        | {"attention_bias": True, **unscaled_windows("linear")},
+    ),
+    "bailingmoe": TinyModel(
+        "Llama",
+        WIDE_HEADS,
+        patch=partial(use_deepseek_experts, normalised=True),
+        written_as=named("BailingMoe") | BAILING_EXPERTS | {"norm_topk_prob": True},
+        published=(one_qkv, renamed(BAILING)),
+    ),
+    "bailingmoe-raw-weights": TinyModel(
+        "Llama",
+        {"num_attention_heads": 3, **ONE_KV_HEAD},
+        patch=use_deepseek_experts,
+        written_as=named("BailingMoe") | BAILING_EXPERTS | {"norm_topk_prob": False},
+        published=(one_qkv, renamed(BAILING)),
+    ),
+    "bailingmoe2": TinyModel(
+        "Glm4Moe",
+        BAILING2 | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2},
+        written_as=named("BailingMoeV2") | BAILING_EXPERTS | {"num_experts": 12, "num_shared_experts": 1},
+        published=(one_qkv, BAILING2_NAMES),
+    ),
+    "bailingmoe2-heads": TinyModel(
+        "Glm4Moe",
+        {**BAILING2, "num_attention_heads": 3, **ONE_KV_HEAD, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        written_as=named("BailingMoeV2") | BAILING_EXPERTS | {"first_k_dense_replace": 0},
+        published=(one_qkv, BAILING2_NAMES),
+    ),
+    "hy_v3": TinyModel("HYV3", HY_V3),
+    "hy_v3-dense": TinyModel(
+        "HYV3",
+        {**HY_V3, "num_attention_heads": 3, **ONE_KV_HEAD, "num_shared_experts": 2, "num_experts_per_tok": 1}
+        | {"tie_word_embeddings": True, "mlp_layer_types": ["dense", "dense", "sparse"]}
+        | rope("linear"),
     ),
     "mistral4": TinyModel("Mistral4", MISTRAL4),
     "mistral4-dense": TinyModel(
@@ -760,6 +990,13 @@ def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) ->
     model.save_pretrained(folder, **how)
     config_path = folder / "config.json"
     config_path.write_text(json.dumps(json.loads(config_path.read_text()) | recipe.written_as))
+    if recipe.published:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        for change in recipe.published:
+            tensors = change(tensors)
+        save_file(tensors, folder / "model.safetensors")
     save_tokenizer(folder)
 
 

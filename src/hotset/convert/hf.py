@@ -64,14 +64,14 @@ ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 # The layers of mtp predict more than one token: they are left out.
-_OUTPUTS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
+_OUTPUTS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight", "output.weight")
 _IGNORED = re.compile(
     r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mlp_AR|projector)\..*")
 _TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
-_BARE = frozenset({"ssm_a"})  # tensors whose name says all
+_BARE = frozenset({"ssm_a", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
 )
@@ -353,7 +353,13 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 one = dict(enumerate((name, matrix) for matrix in part))
                 yield target, _stacked(one, target, config, transposed=config.transposes_experts)
             else:
-                yield _converted_name(target, dialect), _source(part, target, name, config, dialect)
+                is_fused = len(place.targets) == len("qkv")
+                yield (
+                    _converted_name(target, dialect),
+                    _of_fused_qkv(values, i, name, config)
+                    if is_fused
+                    else _source(part, target, name, config, dialect),
+                )
     for target, found_experts in of_experts.items():
         raise FormatError(
             f"the checkpoint has {target} of {len(found_experts)} experts, not of {_n_parts(config)}"
@@ -462,11 +468,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     if _stem(target) == "exp_probs_b" and values.ndim == 2 and len(values) == 1:
         values = values[0]
     by_input = hf.stores_by_input and values.ndim == 2 and target.startswith("blk.")
-    if not _fits(values.shape[::-1] if by_input else values.shape, expected):
-        raise FormatError(
-            f"the tensor {name} of the checkpoint is {list(values.shape)}, and its config.json says "
-            f"{'that there is none' if expected is None else list(expected)}"
-        )
+    _check_fits(values.shape[::-1] if by_input else values.shape, expected, name)
     stem = _stem(target)
     if by_input:
         return Origin(values, transposed=True)
@@ -485,6 +487,26 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     if stem == "ffn_gate_inp_shexp":  # files have it as a vector
         return Origin(values[0])
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
+
+
+def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Origin:
+    """q, k or v (i: 0, 1 or 2) of a matrix, or a bias, that has the rows of all three."""
+    hf, heads, kv = config.hf_class, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
+    _check_fits(values.shape, (heads + 2 * kv, config.n_embd)[: values.ndim], name)
+    rows = _ungrouped(config) if hf.grouped_qkv else np.arange(heads + 2 * kv)
+    rows = np.split(rows, [heads, heads + kv])[i]
+    if i < 2 and ARCHITECTURES[config.architecture].rope == "norm" and hf.rotates == "neox":
+        rows = rows[_neighbours(len(rows), config.head_dim)]
+    return Origin(values, rows=rows)
+
+
+def _check_fits(shape: tuple[int, ...], expected: tuple[int, ...] | None, name: str) -> None:
+    """Raises FormatError unless the tensor `name` of the checkpoint is what _shape says."""
+    if not _fits(shape, expected):
+        raise FormatError(
+            f"the tensor {name} of the checkpoint is {list(shape)}, and its config.json says "
+            f"{'that there is none' if expected is None else list(expected)}"
+        )
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:

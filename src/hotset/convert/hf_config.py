@@ -86,6 +86,7 @@ class HFExperts:
 
     scoring: of the class; None: that of the row. methods: values of topk_method, the first where config.json
     has none, and whether they heed groups; None: it is not looked at.
+    first_dense: mlp_layer_types names the layers without experts; without it that is the first.
     says_ff: the file has a key for the width. transposed: matrices of all experts in one tensor are stored by
     input, and gate and up column by column.
     """
@@ -101,6 +102,7 @@ class HFExperts:
     softmax: str | None = None
     scoring: Scoring | None = None
     methods: dict[str, bool] | None = None
+    first_dense: bool = False
     says_ff: bool = True
     transposed: bool = False
 
@@ -120,6 +122,7 @@ class HFClass:
     required: entries that change what a model computes in a way that no key describes, and the only value
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
+    named_windows: none has one where config.json has no layer_types, whatever the row says of files.
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
     indexed: see Architecture.
@@ -130,7 +133,8 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
+    and then those of up. depth_scales: config.json has MiniCPM's scales. latent: keys and values are made of
+    one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
     stores_by_input: matrices of layers are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
@@ -152,6 +156,7 @@ class HFClass:
     numbers: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    named_windows: bool = False
     sections: bool = False
     sees: bool = False
     indexed: bool = False
@@ -161,6 +166,7 @@ class HFClass:
     rotates: RopeKind = "neox"
     partial: bool = False
     grouped_qkv: bool = False
+    depth_scales: bool = False
     fused_gate: bool = False
     latent: bool = False
     activates_up: bool = False
@@ -419,6 +425,12 @@ _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GPT2_TENSORS = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+}
 _GPT2_NAMES = {
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
@@ -427,6 +439,8 @@ _GPT2_NAMES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
+_BAILING_TENSORS = _LLAMA_TENSORS | {"model.word_embeddings": "token_embd"}
+_BAILING_NAMES = _LLAMA_NAMES | _EXPERT_NAMES | _SHARED_EXPERTS | {"attention.dense": "attn_output"}
 _BIASED_CHOICE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
@@ -516,12 +530,7 @@ CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
         "gpt2",
-        tensors={
-            "transformer.wte": "token_embd",
-            "transformer.wpe": "position_embd",
-            "transformer.ln_f": "output_norm",
-            "lm_head": "output",
-        },
+        tensors=_GPT2_TENSORS,
         layers="transformer.h",
         layer_tensors=_GPT2_NAMES,
         ff="n_inner",
@@ -1265,6 +1274,183 @@ CLASSES: dict[str, HFClass] = {
         sections=True,
         experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
     ),
+    "MellumForCausalLM": HFClass(
+        "mellum",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 896,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "sliding_window": 1024,
+            "rope_theta": 10000.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        windows=("sliding_window", "layer_types"),
+        named_windows=True,
+        experts=HFExperts(),
+    ),
+    "XverseForCausalLM": HFClass("xverse"),
+    "InternLM2ForCausalLM": HFClass(
+        "internlm2",
+        tensors={
+            "model.tok_embeddings": "token_embd",
+            "model.norm": "output_norm",
+            "model.output": "output",
+        },
+        layer_tensors={
+            "attention_norm": "attn_norm",
+            "attention.wqkv": "attn_q attn_k attn_v",
+            "attention.wo": "attn_output",
+            "ffn_norm": "ffn_norm",
+            "feed_forward.w1": "ffn_gate",
+            "feed_forward.w3": "ffn_up",
+            "feed_forward.w2": "ffn_down",
+        },
+        grouped_qkv=True,
+    ),
+    "OrionForCausalLM": HFClass("orion"),  # its norms have a mean and a bias, whatever the entry is called
+    "PanguEmbeddedForCausalLM": HFClass("pangu-embedded"),
+    "ExaoneForCausalLM": HFClass(
+        "exaone",
+        tensors=_GPT2_TENSORS,
+        layers="transformer.h",
+        layer_tensors={
+            "ln_1": "attn_norm",
+            "attn.attention.q_proj": "attn_q",
+            "attn.attention.k_proj": "attn_k",
+            "attn.attention.v_proj": "attn_v",
+            "attn.attention.out_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.c_fc_0": "ffn_gate",
+            "mlp.c_fc_1": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        own_names={"num_hidden_layers": "num_layers"},
+    ),
+    "MiniCPMForCausalLM": HFClass("minicpm", tied=True, required={"sparse_config": None}, depth_scales=True),
+    "GPTBigCodeForCausalLM": HFClass(
+        "starcoder",
+        tensors=_GPT2_TENSORS,
+        layers="transformer.h",
+        layer_tensors=_GPT2_NAMES,
+        ff="n_inner",
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        tied=True,
+        defaults={
+            "activation_function": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 1024,
+        },
+        required={"scale_attn_weights": True, "add_cross_attention": False},
+        grouped_qkv=True,
+    ),
+    "CodeShellForCausalLM": HFClass(
+        "codeshell",
+        tensors=_GPT2_TENSORS,
+        layers="transformer.h",
+        layer_tensors=_GPT2_NAMES,
+        ff="n_inner",
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        own_names={"num_key_value_heads": "num_query_groups"},
+        required={"group_query_attention": True, "position_embedding_type": "rope"},
+    ),
+    "QWenLMHeadModel": HFClass(  # beyond seq_length it is another function
+        "qwen",
+        tensors=_GPT2_TENSORS,
+        layers="transformer.h",
+        layer_tensors={
+            "ln_1": "attn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.w2": "ffn_gate",
+            "mlp.w1": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        own_names={
+            "max_position_embeddings": "seq_length",
+            "head_dim": "kv_channels",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        required={"no_bias": True, "scale_attn_weights": True},
+    ),
+    "PaddleOCRVLForConditionalGeneration": HFClass(
+        "paddleocr",
+        tied=True,
+        defaults=_ERNIE_DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128},
+        sections=True,
+        sees=True,
+    ),
+    "BailingMoeForCausalLM": HFClass(
+        "bailingmoe",
+        tensors=_BAILING_TENSORS,
+        layer_tensors=_BAILING_NAMES | {"attention.query_key_value": "attn_q attn_k attn_v"},
+        required={"norm_head": False, "multi_gate": False, "routed_scaling_factor": 1.0},
+        experts=HFExperts(n_shared="num_shared_experts", n_dense="first_k_dense_replace"),
+    ),
+    "BailingMoeV2ForCausalLM": HFClass(
+        "bailingmoe2",
+        tensors=_BAILING_TENSORS,
+        layer_tensors=_BAILING_NAMES
+        | {
+            "attention.query_key_value": "attn_qkv",
+            "attention.query_layernorm": "attn_q_norm",
+            "attention.key_layernorm": "attn_k_norm",
+            "mlp.gate.expert_bias": "exp_probs_b.bias",
+        },
+        defaults={"partial_rotary_factor": 0.5},
+        required={"score_function": "sigmoid", "use_qk_norm": True, "norm_head": False},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        partial=True,
+        experts=HFExperts(
+            n_shared="num_shared_experts", n_dense="first_k_dense_replace", groups=("n_group", "topk_group")
+        ),
+    ),
+    "HYV3ForCausalLM": HFClass(
+        "hy_v3",
+        layer_tensors=_LLAMA_NAMES
+        | _EXPERT_NAMES
+        | _SHARED_EXPERTS
+        | {
+            "mlp.router.gate": "ffn_gate_inp",
+            "mlp.expert_bias": "exp_probs_b",
+            "mlp.e_score_correction_bias": "exp_probs_b",
+            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 11_158_840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+        },
+        required={"route_norm": True, "first_k_dense_replace": 1},
+        numbers={"expert_weights_scale": "router_scaling_factor"},
+        experts=HFExperts(normalised=None, n_shared="num_shared_experts", first_dense=True),
+    ),
 }
 """What config.json calls a class."""
 
@@ -1433,12 +1619,14 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
-        n_ff = 4 * self.n_embd if self.architecture in ("falcon", "gpt2") else None
+        n_ff = 4 * self.n_embd if self.architecture in ("falcon", "gpt2", "starcoder") else None
         widths = config.get(self.hf_class.ff)
         if self.altup is None or not isinstance(widths, list):
             widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
         each = [integer({self.hf_class.ff: width}, self.hf_class.ff, high=1 << 22) for width in widths]
         self.n_ff, self.n_ff_of_layers = each[0], each if len(set(each)) > 1 else None
+        if ARCHITECTURES[self.architecture].halved_ff:
+            self.n_ff //= 2
         if self.hf_class.adjusted_ff:
             self.n_ff = self._adjusted_ff()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
@@ -1474,6 +1662,8 @@ class HFConfig:
     def _n_head_kv(self) -> int:
         if self.architecture in ("opt", "gpt2", "gptneox") or self.hf_class.latent:
             return self.n_head
+        if self.architecture == "starcoder":
+            return 1 if self.raw.get("multi_query", True) is True else self.n_head
         if self.architecture != "falcon":
             return integer(self.raw, "num_key_value_heads", self.n_head)
         if self.raw.get("new_decoder_architecture") is True or "n_head_kv" in self.raw:
@@ -1581,7 +1771,7 @@ class HFConfig:
             "block_count": self.n_layer,
             "context_length": n_positions,
             "embedding_length": self.n_embd,
-            "feed_forward_length": self.n_ff_of_layers or self.n_ff,
+            "feed_forward_length": self.n_ff_of_layers or self.n_ff * (2 if row.halved_ff else 1),
             "vocab_size": self.n_vocab,
             "attention.head_count": self.n_head,
             "attention.head_count_kv": self.n_head_kv,
@@ -1647,8 +1837,11 @@ class HFConfig:
                 ("expert_group_count", "expert_group_used_count"), experts.groups, strict=True
             ):
                 keys[key] = integer(self.raw, entry, 1, self.n_expert)
+        kinds = self.raw.get("mlp_layer_types")
+        if experts.first_dense:
+            keys["leading_dense_block_count"] = 1 if not isinstance(kinds, list) else kinds.count("dense")
         n_dense = keys.get("leading_dense_block_count", 0)
-        if (kinds := self.raw.get("mlp_layer_types")) not in (
+        if kinds not in (
             None, ["dense"] * n_dense + ["sparse"] * (self.n_layer - n_dense)
         ):  # fmt: skip
             raise UnsupportedModelError(
@@ -1719,6 +1912,10 @@ class HFConfig:
             key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None
         }
         keys |= {key: self._flag(entry) for key, entry in self.hf_class.flags.items()}
+        if self.hf_class.depth_scales:
+            keys["embedding_scale"] = positive("scale_emb")
+            keys["residual_scale"] = positive("scale_depth") / math.sqrt(self.n_layer)
+            keys["logit_scale"] = self.n_embd / positive("dim_model_base")
         if self.hf_class.query_scalar is not None:
             scalar = positive(self.hf_class.query_scalar)
             narrow = self.n_layer == ARCHITECTURES[self.architecture].narrow_scale_at
@@ -1752,6 +1949,8 @@ class HFConfig:
             return {}
         keys: dict[str, Any] = {"attention.sliding_window": integer(config, "sliding_window")}
         types = config.get("layer_types")
+        if types is None and self.hf_class.named_windows:
+            return {}
         if types is not None:
             known = ("full_attention", "sliding_attention")
             types = _checked_types(types, n, known)
@@ -1794,6 +1993,8 @@ class HFConfig:
             # Scaled for the longest context, whatever the context is.
             rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
             rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+            kind = "default"
+        if kind == "dynamic" and self.architecture == "internlm2":  # begins where its context ends
             kind = "default"
         if kind == "mrope":  # of a text all dimensions of a position are the same
             kind = "default"

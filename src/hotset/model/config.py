@@ -99,13 +99,15 @@ class ExpertDefaults:
 
     scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
     the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
-    as it is; elsewhere what the experts read.
+    as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
+    no key says which.
     """
 
     scoring: Scoring = "softmax"
     normalised: bool = True
     gated_share: bool = False
     early: bool = False
+    where_routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class Architecture:
       that of the others, with their scaling, or without it (unscaled_windows).
     caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
     scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
-      multiplied by the file's logit_scale; elsewhere they are divided by it.
+      multiplied by the file's logit_scale; elsewhere they are divided by it. needs_scales: the file must have
+      the scales of the embedding, of what is added to the stream, and of the logits.
+    halved_ff: the file's feed_forward_length is twice the width of the FFN.
     narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
       the width of a head.
     latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
@@ -189,6 +193,8 @@ class Architecture:
     caps_scores: bool = True
     scaled_embedding: bool = False
     multiplies_logits: bool = False
+    needs_scales: bool = False
+    halved_ff: bool = False
     narrow_scale_at: int | None = None
     latent_eps: float | None = None
     tempered: str | None = None
@@ -205,6 +211,7 @@ class Architecture:
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
+_SAME_GRAPH = "transformers' {}, of the same graph"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
@@ -327,6 +334,37 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35moe": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
         experts=ExpertDefaults(gated_share=True),
+    ),
+    "mellum": Architecture(
+        rope="neox", qk_norm="head", window_period=4, unscaled_windows=True, experts=ExpertDefaults(),
+    ),
+    "xverse": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "internlm2": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "orion": Architecture(rope="neox", norm="layer", compared_with=_SAME_GRAPH.format("StableLm")),
+    "pangu-embedded": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
+    "exaone": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
+    "minicpm": Architecture(needs_scales=True, compared_with=_SAME_GRAPH.format("Granite")),
+    "starcoder": Architecture(
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "codeshell": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_output", "ffn_up", "ffn_down"), compared_with=_SAME_GRAPH.format("Starcoder2"),
+    ),
+    "qwen": Architecture(
+        rope="neox", biased=("attn_qkv",), halved_ff=True, compared_with=_SAME_GRAPH.format("Qwen2")
+    ),
+    "paddleocr": Architecture(rope="neox"),
+    "bailingmoe": Architecture(
+        experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
+    ),
+    "bailingmoe2": Architecture(
+        rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid", normalised=False),
+        compared_with=_SAME_GRAPH.format("Glm4Moe"),
+    ),
+    "hy_v3": Architecture(
+        rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid", where_routed=True)
     ),
 }  # fmt: skip
 
@@ -706,6 +744,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
             f"the file is an encoder ({name}.attention.causal is false), not a model that generates"
         )
 
+    _check_scales(keys, architecture)
     n_layer = keys.integer("block_count", 1, 1 << 12)
     n_extra_layers = keys.integer("nextn_predict_layers", 0, n_layer - 1, 0)
     n_layer -= n_extra_layers
@@ -750,6 +789,16 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     return config
 
 
+def _check_scales(keys: _Keys, architecture: Architecture) -> None:
+    """Raises UnsupportedModelError for files of the first converters, which lack what must be there."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        if architecture.needs_scales and not keys.factor(key, 0.0):
+            raise UnsupportedModelError(
+                f"the file lacks the key {keys.architecture}.{key}: an old converter wrote it; convert the "
+                "checkpoint anew"
+            )
+
+
 def _layers(
     gguf: GGUFFile,
     keys: _Keys,
@@ -765,9 +814,12 @@ def _layers(
     # Files whose every layer has experts may leave it out.
     of_expert = keys.get("expert_feed_forward_length") if architecture.experts is not None else None
     n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22, of_expert)
+    if architecture.halved_ff:
+        n_ff = tuple(n // 2 for n in n_ff)
     experts: tuple[Experts | None, ...] = (None,) * n_layer
     if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
-        experts, n_ff = _experts(keys, architecture.experts, n_layer, n_ff)
+        routed = [f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors for i in range(n_layer)]
+        experts, n_ff = _experts(keys, architecture.experts, routed, n_ff)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
     scale = keys.factor("attention.scale", 1.0 if architecture.unscaled else 1 / math.sqrt(scaled_dim))
     if architecture.latent_eps is not None:
@@ -862,9 +914,11 @@ def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixe
 
 
 def _experts(
-    keys: _Keys, defaults: ExpertDefaults, n_layer: int, n_ff: tuple[int, ...]
+    keys: _Keys, defaults: ExpertDefaults, routed: list[bool], n_ff: tuple[int, ...]
 ) -> tuple[tuple[Experts | None, ...], tuple[int, ...]]:
-    """Of each layer its experts, and the neurons of its FFN or of one expert. n_ff: feed_forward_length."""
+    """Of each layer its experts, and the neurons of its FFN or of one expert. n_ff: feed_forward_length.
+    routed: whether a layer has a router."""
+    n_layer = len(routed)
     n = keys.integer("expert_count", 1, 1 << 16)
     if n > MAX_EXPERTS:
         raise UnsupportedModelError(f"the model has {n} experts, and at most {MAX_EXPERTS} are supported")
@@ -906,7 +960,11 @@ def _experts(
         # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
         1 if scoring == "softmax" and n_groups_used < n_groups else 2,
     )
-    return (None,) * n_dense + (experts,) * (n_layer - n_dense), n_ff[:n_dense] + widths[n_dense:]
+    has = routed if defaults.where_routed else [i >= n_dense for i in range(n_layer)]
+    return (
+        tuple(experts if own else None for own in has),
+        tuple(width if own else n for own, width, n in zip(has, widths, n_ff, strict=True)),
+    )
 
 
 def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:

@@ -495,6 +495,8 @@ class _Description:
         """threshold: of the scores of the experts' predictors; None: they have none."""
         blk = f"blk.{i}"
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
+        if bias is None and f"{blk}.exp_probs_b" in self.weights.tensors:  # as hy_v3's files call it
+            bias = self.weights.bare(f"{blk}.exp_probs_b", experts.n)
         route = Route(
             self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
