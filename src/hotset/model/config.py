@@ -154,6 +154,9 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution in place of attention.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
+    sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
+    activation_at: of files that name no activation those with so many layers have `activation`, the others
+      silu; None: all have it.
     compared_with: what the tests take its numbers from, with tiny random models.
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
@@ -201,6 +204,8 @@ class Architecture:
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
+    sub_norms: bool = False
+    activation_at: int | None = None
     compared_with: str = "transformers"
 
 
@@ -310,6 +315,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
+        rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
+    ),
     "lfm2": Architecture(
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
     ),
@@ -409,7 +417,7 @@ class LayerConfig:
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
-    attends; None: its own.
+    attends; None: its own. sub_norms: see Architecture.
     """
 
     n_ff: int
@@ -431,6 +439,7 @@ class LayerConfig:
     attention_gate: bool = False
     value_norm: bool = False
     source: int | None = None
+    sub_norms: bool = False
 
     @property
     def n_neurons(self) -> int:
@@ -773,7 +782,7 @@ def _layers(
     if architecture.latent_eps is not None:
         scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
-    activation = activation or _activation(keys, architecture)
+    activation = activation or _activation(keys, architecture, n_layer)
     top_k = _top_k(keys, n_layer)
     sources = _sources(keys, windows) if architecture.altup else (None,) * n_layer
     rope = windowed = None
@@ -811,6 +820,7 @@ def _layers(
             attention_gate=architecture.attention_gate,
             value_norm=architecture.unscaled,
             source=sources[i],
+            sub_norms=architecture.sub_norms,
         )
         for i in range(n_layer)
     )
@@ -1030,11 +1040,12 @@ def _vocabulary(gguf: GGUFFile) -> int:
     return n_vocab
 
 
-def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
+def _activation(keys: _Keys, architecture: Architecture, n_layer: int) -> FFNActivation:
+    unnamed = architecture.activation if architecture.activation_at in (None, n_layer) else SILU
     gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
     threshold = _number(keys.metadata, FATRELU_THRESHOLD_KEY)
     try:
-        activation = architecture.activation if gate is None else parse_activation(gate, threshold)
+        activation = unnamed if gate is None else parse_activation(gate, threshold)
     except InvalidRequestError as error:
         raise UnsupportedModelError(
             f"in the file's key {keys.architecture}.hidden_activation, {error}"
