@@ -369,6 +369,9 @@ RECIPES: dict[str, TinyModel] = {
         "Jais2", {**LAYER_NORMS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}
     ),
     "jais2-heads": TinyModel("Jais2", {**LAYER_NORMS, "num_attention_heads": 3, **ONE_KV_HEAD, **LLAMA3}),
+    "olmo": TinyModel("Olmo"),
+    "olmo-tied": TinyModel("Olmo", {"num_attention_heads": 3, **ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "olmo-biases": TinyModel("Olmo", {"num_key_value_heads": 6, "attention_bias": True, **rope("linear")}),
     "bitnet": TinyModel("BitNet", {"tie_word_embeddings": True}),
     "bitnet-biases": TinyModel("BitNet", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
     "bitnet-silu": TinyModel("BitNet", {"hidden_act": "silu", "num_key_value_heads": 6, **LLAMA3}),

@@ -917,6 +917,12 @@ CLASSES: dict[str, HFClass] = {
             "layer_norm_elementwise_affine": True,
         },
     ),
+    "OlmoForCausalLM": HFClass(
+        "olmo",
+        defaults={"hidden_act": "silu", "max_position_embeddings": 2048},
+        required={"clip_qkv": None},
+        epsilon=None,
+    ),
     "BitNetForCausalLM": HFClass(
         "bitnet",
         layer_tensors=_LLAMA_NAMES
@@ -1611,6 +1617,8 @@ class HFConfig:
         }
         for part in (self.latent, self.altup):
             keys |= {} if part is None else part.keys()
+        if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
+            keys[EPSILON_KEYS[row.norm]] = 1e-5
         if self.hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
         keys |= self._scale_keys() | self._expert_keys()

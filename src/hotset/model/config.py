@@ -115,7 +115,7 @@ class Architecture:
     rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
-    norm_eps: where the file has no key for it; None: it must have one.
+    norm_eps: where the file has no key for it; None: it must have one. norm_weights: layer norms have them.
     qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
       or all heads as one row; None: they do not. optional_qk_norm: where a layer has the tensors for it.
       qk_norm_last: the norm follows the rotation.
@@ -170,6 +170,7 @@ class Architecture:
     norm: NormKind = "rms"
     norm_bias: bool = True
     norm_eps: float | None = None
+    norm_weights: bool = True
     qk_norm: HeadNorm | None = None
     optional_qk_norm: bool = False
     qk_norm_last: bool = False
@@ -315,6 +316,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "olmo": Architecture(norm="layer", norm_weights=False),
     "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
         rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
     ),
@@ -510,6 +512,7 @@ class ModelConfig:
     norm_eps: float
     norm: NormKind = "rms"
     norm_bias: bool = True
+    norm_weights: bool = True
     biased: tuple[str, ...] = ()
     first_position: int | None = None
     embedding_scale: float = 1.0
@@ -710,6 +713,10 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     keys = _Keys(gguf.metadata, name)
     if architecture.experts is None and keys.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
+    if keys.factor("attention.clamp_kqv", 0.0):
+        raise UnsupportedModelError(
+            f"the model clamps queries, keys and values ({name}.attention.clamp_kqv), which is not supported"
+        )
     if keys.get("attention.causal", True) is False:
         raise UnsupportedModelError(
             f"the file is an encoder ({name}.attention.causal is false), not a model that generates"
@@ -736,6 +743,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
+        norm_weights=architecture.norm_weights,
         biased=architecture.biased,
         first_position=architecture.first_position,
         embedding_scale=math.sqrt(n_embd)

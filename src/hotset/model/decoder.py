@@ -743,8 +743,11 @@ class _Description:
     def _norm_op(
         self, x: Value, tensor: str, name: str | None = None, eps: float | None = None
     ) -> RMSNorm | LayerNorm:
-        out, weight = self.value(name or tensor, x.width), self.weights.vector(tensor, x.width)
+        out = self.value(name or tensor, x.width)
         eps = self.config.norm_eps if eps is None else eps
+        if not self.config.norm_weights:
+            return LayerNorm(out, x, None, None, eps, **self.where)
+        weight = self.weights.vector(tensor, x.width)
         if self.config.norm == "layer":
             bias = self.weights.bias(tensor, x.width, required=self.config.norm_bias)
             return LayerNorm(out, x, weight, bias, eps, **self.where)

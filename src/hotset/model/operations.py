@@ -183,11 +183,11 @@ class UnitNorm(Operation):
 
 @dataclass(frozen=True)
 class LayerNorm(Operation):
-    """out = (x - mean) / sqrt(var + eps) * weight + bias."""
+    """out = (x - mean) / sqrt(var + eps) * weight + bias; weight None: ones."""
 
     out: Value
     x: Value
-    weight: Vector
+    weight: Vector | None
     bias: Vector | None
     eps: float
 

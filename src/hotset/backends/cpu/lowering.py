@@ -801,7 +801,8 @@ class _Emission:
         if op is None:
             return None
         bias = self._bias(op.bias) if isinstance(op, LayerNorm) else None
-        weight = decoded_vector(self._weights, op.weight)
+        ones = np.ones(op.x.width, np.float32)
+        weight = ones if op.weight is None else decoded_vector(self._weights, op.weight)
         return {"layer": isinstance(op, LayerNorm), "weight": weight, "bias": bias, "eps": op.eps}
 
 

@@ -382,7 +382,11 @@ class Program:
 
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
         """A norm, and a threshold behind it."""
-        weight, k, eps = self._weights.vector(op.weight), self._kernels, op.eps
+        k, eps = self._kernels, op.eps
+        if op.weight is None:
+            weight = self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+        else:
+            weight = self._weights.vector(op.weight)
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
             return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
