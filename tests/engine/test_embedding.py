@@ -20,7 +20,7 @@ tiny_models = pytest.importorskip("tiny_models")
 LENGTHS = (150, 1, 37, 64)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "opt", "gemma2", "olmo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(file, texts of token ids, their hidden states by transformers)."""
     recipe = tiny_models.RECIPES[request.param]

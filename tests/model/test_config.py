@@ -555,6 +555,17 @@ def test_qwen2_needs_its_biases() -> None:
         describe(config, complete())
 
 
+def test_olmo_has_norms_without_weights_and_clamps_nothing() -> None:
+    keys = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
+    config = config_from_gguf(file("olmo", **keys))
+    assert (config.norm, config.norm_weights) == ("layer", False)
+    with pytest.raises(UnsupportedModelError, match=r"output_norm.weight"):  # such a file is another model
+        describe(config, complete())
+    with pytest.raises(UnsupportedModelError, match=r"olmo\.attention\.clamp_kqv"):
+        config_from_gguf(file("olmo", attention__clamp_kqv=8.0, **keys))
+    config_from_gguf(file("olmo", attention__clamp_kqv=0.0, **keys))
+
+
 # ---- architectures without a gate, with LayerNorm, learned positions -------------------------------------
 
 FALCON = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}

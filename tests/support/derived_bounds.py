@@ -312,7 +312,8 @@ class Oracle(ReferenceBackend):
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
-                return expected, layer_norm_bound(taps[op.x.id], self._weight(op.weight), bias, op.eps)
+                weight = np.ones(op.x.width) if op.weight is None else self._weight(op.weight)
+                return expected, layer_norm_bound(taps[op.x.id], weight, bias, op.eps)
             case GaussianTopK():
                 return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
             case Activate():

@@ -466,6 +466,12 @@ RECIPES: dict[str, TinyModel] = {
         "Jais2", {**LAYER_NORMS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}
     ),
     "jais2-heads": TinyModel("Jais2", {**LAYER_NORMS, "num_attention_heads": 3, **ONE_KV_HEAD, **LLAMA3}),
+    "olmo": TinyModel("Olmo"),
+    "olmo-tied": TinyModel("Olmo", {"num_attention_heads": 3, **ONE_KV_HEAD, "tie_word_embeddings": True}),
+    "olmo-biases": TinyModel("Olmo", {"num_key_value_heads": 6, "attention_bias": True, **rope("linear")}),
+    "bitnet": TinyModel("BitNet", {"tie_word_embeddings": True}),
+    "bitnet-biases": TinyModel("BitNet", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
+    "bitnet-silu": TinyModel("BitNet", {"hidden_act": "silu", "num_key_value_heads": 6, **LLAMA3}),
     "seed_oss": TinyModel("SeedOss", WIDE_HEADS),
     "seed_oss-unbiased": TinyModel(
         "SeedOss", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}

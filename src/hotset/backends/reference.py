@@ -181,7 +181,8 @@ class ReferenceBackend:
                 return normalised(op, values[op.x.id], np.ones(1, F32), None)
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
-                return normalised(op, values[op.x.id], self._weight(op.weight), bias)
+                weight = np.ones(1, F32) if op.weight is None else self._weight(op.weight)
+                return normalised(op, values[op.x.id], weight, bias)
             case Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
                 weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files

@@ -11,6 +11,7 @@ What becomes of a tensor is said by indices (`Origin`), so that every piece is r
   checkpoint's class rotates neighbours as well.
 - Falcon's fused rows lie in groups (queries of a KV head, its key, its value); GGUF has all q, all k, all v.
 - Some norms are stored less one.
+- BitNet's matrices are stored as they were trained, and count as three values each.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
 - With a profile, neurons stand in order of hotness (sparsity/reorder.py).
 """
@@ -22,7 +23,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +84,8 @@ class Origin:
 
     values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
     first. rows, columns: which of them, in their new order (None: all). plus: added to each value. decays: of
-    each value x, -exp(x) is meant.
+    each value x, -exp(x) is meant. ternary: for each value -s, 0 or s, whichever is nearest, s being the mean
+    magnitude of all.
     """
 
     values: np.ndarray
@@ -92,6 +94,7 @@ class Origin:
     transposed: bool = False
     plus: float = 0.0
     decays: bool = False
+    ternary: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,8 +117,16 @@ class Origin:
         """The result in order, some megabytes at a time."""
         n_rows = self.shape[0]
         step = max(PIECE_VALUES // math.prod(self.shape[1:]), 1)
-        for start in range(0, n_rows, step):
-            yield self.piece(start, min(start + step, n_rows))
+        starts = range(0, n_rows, step)
+        scale = None
+        if self.ternary:
+            total = sum(
+                float(np.abs(self.piece(i, min(i + step, n_rows))).sum(dtype=np.float64)) for i in starts
+            )
+            scale = np.float32(max(total / math.prod(self.shape), 1e-5))
+        for start in starts:
+            found = self.piece(start, min(start + step, n_rows))
+            yield found if scale is None else np.clip(np.rint(found / scale), -1, 1) * scale
 
 
 @dataclass(frozen=True)
@@ -486,7 +497,9 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=np.where(ids < len(values), ids, 0))
     if stem == "ffn_gate_inp_shexp":  # files have it as a vector
         return Origin(values[0])
-    return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
+    ternary = config.is_ternary and target.startswith("blk.") and values.ndim == 2
+    transposed = stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer"
+    return Origin(values, transposed=transposed, ternary=ternary)
 
 
 def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Origin:
@@ -536,6 +549,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "attn_gate": (heads, d),
         "ffn_up": (config.n_ff * (2 if config.hf_class.fused_gate else 1), d),
         "ffn_down": (d, config.n_ff),
+        "attn_sub_norm": (heads,),
+        "ffn_sub_norm": (config.n_ff,),
         "fc1": (ANY, d),
         "fc2": (config.n_ff, ANY),
     }
@@ -727,9 +742,8 @@ def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
         return source
     layer, by_column = place
     if by_column:
-        return Origin(source.values, columns=orders[layer])
-    rows = order_of_rows(orders[layer], source.shape[0])
-    return Origin(source.values, rows=rows, transposed=source.transposed)
+        return replace(source, columns=orders[layer])
+    return replace(source, rows=order_of_rows(orders[layer], source.shape[0]))
 
 
 def _save_profile(profile: Profile, orders: list[np.ndarray], out: Path) -> None:

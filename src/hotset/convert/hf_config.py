@@ -141,6 +141,8 @@ class HFClass:
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
     is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own.
+    ternary: quantization_config may say that matrices of layers count as -s, 0 and s, s being their mean
+    magnitude.
     """
 
     architecture: str
@@ -176,6 +178,7 @@ class HFClass:
     short_conv: bool = False
     adjusted_ff: bool = False
     altup: bool = False
+    ternary: bool = False
 
     @property
     def packed(self) -> bool:
@@ -923,6 +926,20 @@ CLASSES: dict[str, HFClass] = {
             "layer_norm_elementwise_affine": True,
         },
     ),
+    "OlmoForCausalLM": HFClass(
+        "olmo",
+        defaults={"hidden_act": "silu", "max_position_embeddings": 2048},
+        required={"clip_qkv": None},
+        epsilon=None,
+    ),
+    "BitNetForCausalLM": HFClass(
+        "bitnet",
+        layer_tensors=_LLAMA_NAMES
+        | {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+        | {"num_key_value_heads": 5, "rope_theta": 500000.0},
+        ternary=True,
+    ),
     "NemotronForCausalLM": HFClass(
         "nemotron",
         epsilon="norm_eps",
@@ -1571,6 +1588,14 @@ def _check_required(config: dict[str, Any], hf_class: HFClass) -> None:
             raise UnsupportedModelError(f"{key} set to {str(found)[:60]!r} in config.json is not supported")
 
 
+def _is_online_bitnet(quantised: Any) -> bool:
+    """Whether matrices are as they were trained, and become ternary when they are loaded."""
+    known = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    if not isinstance(quantised, dict) or quantised.get("use_rms_norm"):
+        return False
+    return all(quantised.get(entry) == value for entry, value in known.items())
+
+
 class HFConfig:
     """A checked config.json.
 
@@ -1593,7 +1618,9 @@ class HFConfig:
         self.hf_class = CLASSES[name]
         quantised = config.get("quantization_config")
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        if quantised is not None and (method != "mxfp4" or not self.hf_class.packed):
+        self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)
+        is_packed = self.hf_class.packed and method == "mxfp4"
+        if quantised is not None and not (is_packed or self.is_ternary):
             raise UnsupportedModelError(
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
@@ -1780,6 +1807,8 @@ class HFConfig:
         }
         for part in (self.latent, self.altup):
             keys |= {} if part is None else part.keys()
+        if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
+            keys[EPSILON_KEYS[row.norm]] = 1e-5
         if self.hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
         keys |= self._scale_keys() | self._expert_keys()

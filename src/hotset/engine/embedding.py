@@ -67,7 +67,7 @@ class TextVectors:
         assert isinstance(states, SelectOutputs)
         self._norm, self._pooling = norm, pooling
         bias = norm.bias if isinstance(norm, LayerNorm) else None
-        self._scale = _vector(weights, norm.weight)
+        self._scale = np.ones(norm.out.width) if norm.weight is None else _vector(weights, norm.weight)
         self._shift = None if bias is None else _vector(weights, bias)
         self._sums = [np.zeros(norm.out.width) for _ in texts]
         self._engine, self._states, self._owner = engine, states.x.name, owner

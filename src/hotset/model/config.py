@@ -117,7 +117,7 @@ class Architecture:
     rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
-    norm_eps: where the file has no key for it; None: it must have one.
+    norm_eps: where the file has no key for it; None: it must have one. norm_weights: layer norms have them.
     qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
       or all heads as one row; None: they do not. optional_qk_norm: where a layer has the tensors for it.
       qk_norm_last: the norm follows the rotation.
@@ -158,6 +158,9 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution in place of attention.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
+    sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
+    activation_at: of files that name no activation those with so many layers have `activation`, the others
+      silu; None: all have it.
     compared_with: what the tests take its numbers from, with tiny random models.
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
@@ -171,6 +174,7 @@ class Architecture:
     norm: NormKind = "rms"
     norm_bias: bool = True
     norm_eps: float | None = None
+    norm_weights: bool = True
     qk_norm: HeadNorm | None = None
     optional_qk_norm: bool = False
     qk_norm_last: bool = False
@@ -207,6 +211,8 @@ class Architecture:
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
+    sub_norms: bool = False
+    activation_at: int | None = None
     compared_with: str = "transformers"
 
 
@@ -317,6 +323,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "olmo": Architecture(norm="layer", norm_weights=False),
+    "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
+        rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
+    ),
     "lfm2": Architecture(
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
     ),
@@ -447,7 +457,7 @@ class LayerConfig:
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
-    attends; None: its own.
+    attends; None: its own. sub_norms: see Architecture.
     """
 
     n_ff: int
@@ -469,6 +479,7 @@ class LayerConfig:
     attention_gate: bool = False
     value_norm: bool = False
     source: int | None = None
+    sub_norms: bool = False
 
     @property
     def n_neurons(self) -> int:
@@ -539,6 +550,7 @@ class ModelConfig:
     norm_eps: float
     norm: NormKind = "rms"
     norm_bias: bool = True
+    norm_weights: bool = True
     biased: tuple[str, ...] = ()
     first_position: int | None = None
     embedding_scale: float = 1.0
@@ -739,6 +751,10 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     keys = _Keys(gguf.metadata, name)
     if architecture.experts is None and keys.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
+    if keys.factor("attention.clamp_kqv", 0.0):
+        raise UnsupportedModelError(
+            f"the model clamps queries, keys and values ({name}.attention.clamp_kqv), which is not supported"
+        )
     if keys.get("attention.causal", True) is False:
         raise UnsupportedModelError(
             f"the file is an encoder ({name}.attention.causal is false), not a model that generates"
@@ -766,6 +782,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
+        norm_weights=architecture.norm_weights,
         biased=architecture.biased,
         first_position=architecture.first_position,
         embedding_scale=math.sqrt(n_embd)
@@ -825,7 +842,7 @@ def _layers(
     if architecture.latent_eps is not None:
         scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
-    activation = activation or _activation(keys, architecture)
+    activation = activation or _activation(keys, architecture, n_layer)
     top_k = _top_k(keys, n_layer)
     sources = _sources(keys, windows) if architecture.altup else (None,) * n_layer
     rope = windowed = None
@@ -863,6 +880,7 @@ def _layers(
             attention_gate=architecture.attention_gate,
             value_norm=architecture.unscaled,
             source=sources[i],
+            sub_norms=architecture.sub_norms,
         )
         for i in range(n_layer)
     )
@@ -1088,11 +1106,12 @@ def _vocabulary(gguf: GGUFFile) -> int:
     return n_vocab
 
 
-def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
+def _activation(keys: _Keys, architecture: Architecture, n_layer: int) -> FFNActivation:
+    unnamed = architecture.activation if architecture.activation_at in (None, n_layer) else SILU
     gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
     threshold = _number(keys.metadata, FATRELU_THRESHOLD_KEY)
     try:
-        activation = architecture.activation if gate is None else parse_activation(gate, threshold)
+        activation = unnamed if gate is None else parse_activation(gate, threshold)
     except InvalidRequestError as error:
         raise UnsupportedModelError(
             f"in the file's key {keys.architecture}.hidden_activation, {error}"

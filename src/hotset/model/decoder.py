@@ -9,6 +9,7 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     the heads make of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
+    [blk.N.attn_sub_norm  ffn_sub_norm: what attn_output and ffn_down read]
     [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn times it]
     or, in place of these, of a short convolution:
     blk.N.conv_b  conv_c  conv_x  conv_in: b * x  conv  conv_gated: times c  conv_out
@@ -256,6 +257,8 @@ class _Description:
         if gate is not None:
             gated = self.value(f"{blk}.attn_gated", attn.width)
             attn = self.add(Multiply(gated, attn, gate, **self.where))
+        if layer.sub_norms:
+            attn = self.norm(attn, f"{blk}.attn_sub_norm")
         attn = self._thresholded(attn, i, "attn_out")
         return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
@@ -610,11 +613,14 @@ class _Description:
             select = Mask(masked, neurons, scores, threshold, n_always, **self.where)
             neurons = masked
         down_threshold = self._threshold_op(neurons, layer_thresholds, "down_in", f"{blk}.ffn_thresholded")
-        down = self._down(blk, neurons if down_threshold is None else down_threshold.out)
+        neurons = neurons if down_threshold is None else down_threshold.out
+        sub_norm = self._norm_op(neurons, f"{blk}.ffn_sub_norm") if layer.sub_norms else None
+        assert not isinstance(sub_norm, LayerNorm)  # which leaves no zeros
+        down = self._down(blk, neurons if sub_norm is None else sub_norm.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
             in_threshold=in_threshold, gate_threshold=gate_threshold, down_threshold=down_threshold,
-            top_k=top_k, **self.where,
+            top_k=top_k, sub_norm=sub_norm, **self.where,
         )  # fmt: skip
 
     def _activated(
@@ -739,8 +745,11 @@ class _Description:
     def _norm_op(
         self, x: Value, tensor: str, name: str | None = None, eps: float | None = None
     ) -> RMSNorm | LayerNorm:
-        out, weight = self.value(name or tensor, x.width), self.weights.vector(tensor, x.width)
+        out = self.value(name or tensor, x.width)
         eps = self.config.norm_eps if eps is None else eps
+        if not self.config.norm_weights:
+            return LayerNorm(out, x, None, None, eps, **self.where)
+        weight = self.weights.vector(tensor, x.width)
         if self.config.norm == "layer":
             bias = self.weights.bias(tensor, x.width, required=self.config.norm_bias)
             return LayerNorm(out, x, weight, bias, eps, **self.where)

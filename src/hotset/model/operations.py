@@ -183,11 +183,11 @@ class UnitNorm(Operation):
 
 @dataclass(frozen=True)
 class LayerNorm(Operation):
-    """out = (x - mean) / sqrt(var + eps) * weight + bias."""
+    """out = (x - mean) / sqrt(var + eps) * weight + bias; weight None: ones."""
 
     out: Value
     x: Value
-    weight: Vector
+    weight: Vector | None
     bias: Vector | None
     eps: float
 
@@ -655,6 +655,7 @@ class Ffn(Operation):
     in_threshold: what is left of h, gate_threshold: of f, down_threshold: of the neurons that down reads;
     None: all of it.
     top_k: what f reads of the gates, all of which must be known first; None: the gates.
+    sub_norm: of all neurons, before down, which leaves zeros at zero; None: down reads the neurons.
     """
 
     out: Value
@@ -672,6 +673,7 @@ class Ffn(Operation):
     gate_threshold: Threshold | None = None
     down_threshold: Threshold | None = None
     top_k: GaussianTopK | None = None
+    sub_norm: RMSNorm | None = None
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -680,7 +682,7 @@ class Ffn(Operation):
         found = (
             self.norm, self.in_threshold, route, self.gate, self.up, self.top_k, self.gate_act,
             self.gate_threshold,
-            self.up_act, self.product, self.mask, self.down_threshold, self.down,
+            self.up_act, self.product, self.mask, self.down_threshold, self.sub_norm, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
@@ -732,8 +734,8 @@ class Ffn(Operation):
 
     @property
     def selected(self) -> Value:
-        """What down reads: the neurons, zero where they are not wanted."""
-        return self.down.x
+        """The neurons, zero where they are not wanted: what down, or the norm before it, reads."""
+        return self.down.x if self.sub_norm is None else self.sub_norm.x
 
     @property
     def mask(self) -> Mask | None:
@@ -765,7 +767,7 @@ class Ffn(Operation):
     @property
     def can_be_split(self) -> bool:
         """Whether neurons can be computed apart from the others, on another device."""
-        return self.has_zeros and self.neuron_major and self.top_k is None
+        return self.has_zeros and self.neuron_major and self.top_k is None and self.sub_norm is None
 
     @property
     def leaves_out(self) -> bool:

@@ -120,7 +120,7 @@ def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
     """Inputs as a norm makes them of normally distributed vectors, and their neurons."""
     norm = ffn.norm
     inputs = rng.standard_normal((_N_DRAWN, ffn.decides.x.width)).astype(np.float32)
-    if norm is not None:
+    if norm is not None and norm.weight is not None:
         inputs *= values_of(weights, norm.weight)
         if isinstance(norm, LayerNorm) and norm.bias is not None:
             inputs += values_of(weights, norm.bias)

@@ -4,9 +4,10 @@ The order of neurons means nothing to a model: any permutation, applied to every
 leaves the same function. In order of hotness the neurons that fire nearly always stand together at the head
 of each matrix, where they stream without prediction (key `hotset.n_always`), and what is gathered lies close.
 
-What refers to neurons: rows of ffn_gate, ffn_up, fc2 and ffn_down_t, biases of ffn_gate and ffn_up, columns
-of ffn_down; beside the file, its activation counts and its GPU index. Sidecars are built anew: they belong to
-the old file. Columns of a quantised ffn_down cannot move, for a block of 32 neurons shares one scale.
+What refers to neurons: rows of ffn_gate, ffn_up, fc2 and ffn_down_t, biases of ffn_gate and ffn_up,
+ffn_sub_norm, columns of ffn_down; beside the file, its activation counts and its GPU index. Sidecars are
+built anew: they belong to the old file. Columns of a quantised ffn_down cannot move, for a block of 32
+neurons shares one scale.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # on, reading a neuron for every token, at the head, is cheaper than predicting and gathering it.
 HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
-_NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down)\.(weight|bias)")
+_NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down|ffn_sub_norm)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callab
     if layer >= len(orders):
         raise InvalidRequestError(f"the profile has {len(orders)} layers, and the model has {info.name}")
     order = orders[layer]
-    by_value = by_column or info.name.endswith(".bias")
-    if len(info.shape) != 2 - info.name.endswith(".bias") or (by_value and TYPES[info.type].block_size > 1):
+    is_vector = info.name.endswith((".bias", ".ffn_sub_norm.weight"))
+    by_value = by_column or is_vector
+    if len(info.shape) != 2 - is_vector or (by_value and TYPES[info.type].block_size > 1):
         raise UnsupportedModelError(
             f"the tensor {info.name} is {info.type.name} {list(info.shape)}, whose neurons cannot be moved"
         )

@@ -342,9 +342,9 @@ def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndar
     op, norm = ffn.decides, ffn.norm
     assert norm is not None, "the norm stands apart only where a predictor reads it too"
     rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
-    matrix = rows * values_of(weights, norm.weight)
+    matrix = rows if norm.weight is None else rows * values_of(weights, norm.weight)
     if isinstance(norm, LayerNorm):
-        matrix -= matrix.mean(axis=1, keepdims=True)
+        matrix = matrix - matrix.mean(axis=1, keepdims=True)
     return np.ascontiguousarray(matrix, np.float32)
 
 

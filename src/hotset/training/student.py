@@ -310,6 +310,8 @@ def _unsupported(graph: Graph) -> str | None:
         return "scales or caps its logits"
     if any(isinstance(op, LayerNorm) for op in graph.primitives):
         return "has layer norms"
+    if any(ffn.sub_norm is not None for ffn in graph.ffns):
+        return "has norms before its down projections"
     for i, ffn in enumerate(graph.ffns):
         ops = [op for op in graph.primitives if op.layer == i]
         expected = {f"blk.{i}.{name}.weight" for name in (*MATRICES, *NORMS)}

@@ -373,7 +373,7 @@ class _Emission:
             return
         if isinstance(first := group.ops[0], TransposedLinear):
             self._fetch(first, first.weight, set(), "nonzero", buffers[first.x])
-            self._axpy(first, group.residual(first.out), group.out[0])
+            self._axpy(first, group.residual(first.out), group.out[0], buffers[first.x])
             return
         match main := group.ops[-1]:
             case Embed():
@@ -473,13 +473,13 @@ class _Emission:
             largest=largest,
         )
 
-    def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value) -> None:
+    def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value, x: int) -> None:
         info, data = self._weights.tensors[op.weight], self._weights.data(op.weight)
         weight: tuple[Any, ...] = int(info.type), data
         if op.scales is not None:
             weight = PLANES[op.out.width // info.shape[0]], data, self._weights.data(op.scales)
         self._add(
-            "transposed_linear", x=self._buffers[op.x], weight=weight, bias=self._bias(op.bias),
+            "transposed_linear", x=x, weight=weight, bias=self._bias(op.bias),
             residual=self._buffer(residual), sparse=self._sparse, out=self._buffers[out],
         )  # fmt: skip
 
@@ -510,11 +510,22 @@ class _Emission:
         if isinstance(down, TransposedLinear):
             if ffn.has_zeros:
                 self._fetch(ffn, down.weight, fetched, "nonzero", self._buffers[ffn.selected])
-            self._axpy(down, residual, group.out[0])
+            self._axpy(down, residual, group.out[0], self._normed_neurons(ffn))
         else:
             assert isinstance(down, Linear)
-            self._products(None, [down], [group.out[0]], residual)
+            self._products(ffn.sub_norm, [down], [group.out[0]], residual)
         self.at.append((ffn.layer, ffn.part))
+
+    def _normed_neurons(self, ffn: Ffn) -> int:
+        """The buffer that the down projection of an FFN reads."""
+        neurons, norm = self._buffers[ffn.selected], ffn.sub_norm
+        if norm is None:
+            return neurons
+        out = self._buffers.borrow(ffn.selected)
+        weight = decoded_vector(self._weights, norm.weight)
+        self._add("rms_norm", x=neurons, weight=weight, eps=norm.eps, n_head=norm.n_head, out=out)
+        self.at.append((ffn.layer, ffn.part))
+        return out
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
         """Whether rows of gate and up are left out one by one: those of neurons that an activation leaves at
@@ -790,7 +801,8 @@ class _Emission:
         if op is None:
             return None
         bias = self._bias(op.bias) if isinstance(op, LayerNorm) else None
-        weight = decoded_vector(self._weights, op.weight)
+        ones = np.ones(op.x.width, np.float32)
+        weight = ones if op.weight is None else decoded_vector(self._weights, op.weight)
         return {"layer": isinstance(op, LayerNorm), "weight": weight, "bias": bias, "eps": op.eps}
 
 

@@ -272,7 +272,8 @@ class Program:
                 )
             raise UnsupportedModelError(
                 f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, "
-                "or only known ones when all gates are, or its down projection has no row per neuron"
+                "or only known ones when all gates are, or a norm of all neurons, or its down projection has "
+                "no row per neuron"
             )
 
     def _calls(self, group: Fused) -> list[Call]:
@@ -381,7 +382,11 @@ class Program:
 
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
         """A norm, and a threshold behind it."""
-        weight, k, eps = self._weights.vector(op.weight), self._kernels, op.eps
+        k, eps = self._kernels, op.eps
+        if op.weight is None:
+            weight = self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+        else:
+            weight = self._weights.vector(op.weight)
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
             return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
@@ -607,7 +612,7 @@ class Program:
         is_kept = selected.name in self._kept_names
         down = ffn.down
         by_rows = self._leaves_out_rows(ffn) and self._sparse
-        if isinstance(down, TransposedLinear) and by_rows and not is_kept:
+        if isinstance(down, TransposedLinear) and by_rows and not is_kept and ffn.sub_norm is None:
             given = self._rows(ffn, None) | _activations(ffn)
             matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
 
@@ -620,12 +625,15 @@ class Program:
 
             return fused
         project = self._down(down)
+        sub_norm = None if ffn.sub_norm is None else self._norm(ffn.sub_norm)
 
         def run(f: Frame) -> None:
             added = None if added_id is None else f.values[added_id]
             neurons = values(f, entered(f), bits(f))
             if is_kept:
                 f.values[selected.id] = neurons
+            if sub_norm is not None:
+                neurons = sub_norm(neurons, None)
             f.values[out.id] = project(neurons, added)
 
         return run

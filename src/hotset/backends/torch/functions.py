@@ -68,7 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
     return out.reshape(x.shape)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 

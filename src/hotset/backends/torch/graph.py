@@ -206,7 +206,8 @@ class TorchGraph:
                 ones = step[op.x].new_ones(op.x.width // op.n_head)
                 return rms_norm(step[op.x], ones, op.eps, op.n_head)
             case LayerNorm():
-                return layer_norm(step[op.x], self.weight(op.weight), self.bias(op.bias), op.eps)
+                weight = None if op.weight is None else self.weight(op.weight)
+                return layer_norm(step[op.x], weight, self.bias(op.bias), op.eps)
             case Linear():
                 return F.linear(step[op.x], *self.rows_of(op))
             case TransposedLinear():
