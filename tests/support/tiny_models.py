@@ -11,6 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -421,7 +422,7 @@ RECIPES: dict[str, TinyModel] = {
     "gemma-narrow": TinyModel("Gemma", {"head_dim": 16, "tie_word_embeddings": False, **ONE_KV_HEAD}),
     "gemma-biases": TinyModel("Gemma", {"head_dim": 24, "attention_bias": True, **rope("linear")}),
     "gpt2": TinyModel("GPT2", GPT2),
-    "gpt2-wide": TinyModel("GPT2", {**GPT2, "n_inner": 224, "n_head": 3}),
+    "gpt2-wide": TinyModel("GPT2", {**GPT2, "n_inner": 224, "num_attention_heads": 3}),
     "gpt2-untied": TinyModel(
         "GPT2", {**GPT2, "n_inner": None, "activation_function": "relu", "tie_word_embeddings": False}
     ),
@@ -584,7 +585,13 @@ RECIPES: dict[str, TinyModel] = {
     "starcoder": TinyModel("GPTBigCode", GPT2),
     "starcoder-heads": TinyModel(
         "GPTBigCode",
-        {**GPT2, "n_inner": 224, "n_head": 3, "multi_query": False, "tie_word_embeddings": False},
+        {
+            **GPT2,
+            "n_inner": 224,
+            "num_attention_heads": 3,
+            "multi_query": False,
+            "tie_word_embeddings": False,
+        },
     ),
     "codeshell": TinyModel(
         "Starcoder2",
@@ -932,13 +939,17 @@ def first_of_each_architecture() -> list[str]:
 
 
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 32 channels in a width of 96
+GPT2_HEADS = {"num_attention_heads": 3}
+LATENT_32 = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}
 HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("qwen2", "bamboo", "falcon-7b", "opt", "nemotron", "granite-relu"), THREE_HEADS),
     **dict.fromkeys(("turbosparse-mistral", "turbosparse-mixtral", "olmoe", "qwen2moe"), THREE_HEADS),
     **dict.fromkeys(("granitemoe", "granitemoe-shared", "lfm2moe", "deepseek"), THREE_HEADS),
     **dict.fromkeys(("gemma3-relu", "smallthinker", "gpt-oss", "qwen3next", "glm4moe"), WIDE_HEADS),
-    **dict.fromkeys(("qwen35", "qwen35moe"), WIDE_HEADS),
-    "deepseek2-lite": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
+    **dict.fromkeys(("qwen35", "qwen35moe", "mistral3-sees", "mellum", "hy_v3"), WIDE_HEADS),
+    **dict.fromkeys(("olmo3", "qwen25vl"), THREE_HEADS),
+    **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
+    **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa"), LATENT_32),
 }
 """Of architectures whose recipes have narrower heads: settings by which one of them fits a q8_0 cache."""
 
@@ -950,6 +961,7 @@ def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
 
 
 def config_of(recipe: TinyModel, settings: dict[str, Any]) -> transformers.PretrainedConfig:
+    settings = deepcopy(settings)  # some classes complete the dictionaries that they are given
     if recipe.vision is not None:
         tied = settings.get("tie_word_embeddings", False)
         settings = {"text_config": settings, "vision_config": recipe.vision, "tie_word_embeddings": tied}
