@@ -99,6 +99,10 @@ def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
+FIRST = tiny_models.first_of_each_architecture()
+OF_RECIPES = [
+    pytest.param(name, marks=() if recipe in FIRST else pytest.mark.slow) for name, recipe in RECIPES.items()
+]
 DENSE_CASES = {name: (model, settings) for name, model, settings in dense_cases()}
 RELU_CASES = {name: (model, settings) for name, model, settings in relu_cases()}
 REAL = {
@@ -195,7 +199,7 @@ def known_bits() -> dict[str, str]:
     return table["bits"]
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *DENSE_CASES, *RELU_CASES])
+@pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES])
 def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_folder: Path) -> None:
     file = None
     if name in RECIPES:  # a copy: hotset may write beside a model
@@ -330,7 +334,7 @@ def bits_of_recipe(
     return found
 
 
-@pytest.mark.parametrize("name", tiny_models.first_of_each_architecture())
+@pytest.mark.parametrize("name", FIRST)
 def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
     """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
     found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)
