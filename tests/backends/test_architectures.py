@@ -54,7 +54,9 @@ def backend(request: pytest.FixtureRequest, recipe: Any) -> Iterator[Backend]:
 __all__ = ["recipe"]  # the fixture
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan == "mixed" else pytest.mark.slow) for plan in PLANS]
+)
 def test_logits_match_transformers(recipe: Any, backend: Backend, plan: str) -> None:
     _, sequences, expected = recipe
     found = run(backend, sequences, PLANS[plan])

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 __all__ = ["recipe"]  # the fixture
 
 
-@pytest.mark.parametrize("plan", ["chunks", "mixed"])
+@pytest.mark.parametrize("plan", [pytest.param("chunks", marks=pytest.mark.slow), "mixed"])
 def test_logits_match_transformers(recipe: Any, plan: str) -> None:
     gguf, sequences, expected = recipe
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
