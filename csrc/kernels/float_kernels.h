@@ -86,6 +86,20 @@ void activate_row(Activation kind, float threshold, const float* x, int64_t n, f
     for_lanes(n, [&](int64_t i, int c) { activate(kind, bound, V::load_n(x + i, c)).store_n(out + i, c); });
 }
 
+void xielu(const Xielu& f, const float* x, int64_t n, float* out) {
+    const V positive = V::set(f.positive), negative = V::set(f.negative), linear = V::set(f.linear);
+    for_lanes(n, [&](int64_t i, int c) {
+        const V value = V::load_n(x + i, c);
+        float of[16], above[16], below[16];
+        value.store(of);
+        fma(positive * value, value, linear * value).store(above);
+        const V bent = (exp(min(value, V::set(f.eps))) - V::set(1.0f)) - value;
+        fma(negative, bent, linear * value).store(below);
+        for (int lane = 0; lane < 16; lane++) above[lane] = of[lane] > 0.0f ? above[lane] : below[lane];
+        V::load(above).store_n(out + i, c);
+    });
+}
+
 void gated_row(Activation kind, float threshold, const float* gate, const float* up, int64_t n, float* out) {
     const V bound = V::set(threshold);
     for_lanes(n, [&](int64_t i, int c) {
@@ -381,10 +395,12 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
         for (int c = 0; c < C; c++) acc[r][c].store(out + r * stride + channel + c * 16);
 }
 
+alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 template <KvType kType, int R>
-inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* const* q,
-                        const int32_t* row_first, const int32_t* row_last, AttentionState* state,
-                        float* out) {
+inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* slopes,
+                        const float* const* q, const int32_t* row_first, const int32_t* row_last,
+                        AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     int lowest = kPageSize, highest = 0;
     for (int r = 0; r < R; r++) {
@@ -411,6 +427,11 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
         for (int c = 0; c < 4; c++) score[c] = V::load(p[r] + c * 16);
         if (softcap > 0.0f)
             for (int c = 0; c < 4; c++) score[c] = soft_cap(V::set(softcap), score[c]);
+        if (slopes)
+            for (int c = 0; c < 4; c++) {
+                const V after = V::load(kLaneNumbers) + V::set(float(base + c * 16 + 1 - row_last[r]));
+                score[c] = fma(V::set(slopes[r]), after, score[c]);
+            }
         for (int c = 0; c < 4; c++)
             score[c] = blend_range(imin(imax(first - c * 16, 0), 16), imin(imax(last - c * 16, 0), 16),
                                    score[c], hidden);
@@ -440,8 +461,8 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
 
 template <KvType kType>
 inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-                   float softcap, const float* const* q, const int32_t* row_first, const int32_t* row_last,
-                   AttentionState* state, float* out) {
+                   float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
+                   const int32_t* row_last, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
         state[r] = {-INFINITY, 0.0f};
@@ -450,8 +471,9 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, softcap, q + r, row_first + r,
-                                  row_last + r, state + r, out + r * stride);
+            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, softcap,
+                                  slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r,
+                                  state + r, out + r * stride);
         };
         for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
         switch (n_rows - r) {
@@ -475,18 +497,18 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
 }
 
 void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-               float softcap, const float* const* q, const int32_t* row_first, const int32_t* row_last,
-               AttentionState* state, float* out) {
+               float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
+               const int32_t* row_last, AttentionState* state, float* out) {
     switch (kv.type) {
         case KvType::F32:
-            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
-                                       state, out);
+            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
+                                       row_last, state, out);
         case KvType::F16:
-            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
-                                       state, out);
+            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
+                                       row_last, state, out);
         case KvType::Q8_0:
-            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
-                                        state, out);
+            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
+                                        row_last, state, out);
     }
 }
 
@@ -632,6 +654,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.gaussian_top_k = gaussian_top_k;
     table.softmax = softmax;
     table.activate = activate_row;
+    table.xielu = xielu;
     table.gated = gated_row;
     table.add = add_row;
     table.multiply = multiply_row;

@@ -285,9 +285,10 @@ struct AttentionState {
 // Attends `n_rows` query rows of one KV head to positions [first, last) of one sequence.
 // Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
 // q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
-// overwritten. softcap > 0: a score s becomes softcap * tanh(s / softcap).
+// overwritten. softcap > 0: a score s becomes softcap * tanh(s / softcap). slopes, of each row, or null:
+// slope times the tokens between is then taken from it (ALiBi).
 using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last,
-                                 int n_rows, float softcap, const float* const* q_rows,
+                                 int n_rows, float softcap, const float* slopes, const float* const* q_rows,
                                  const int32_t* row_first, const int32_t* row_last, AttentionState* state,
                                  float* out);
 
@@ -305,6 +306,11 @@ enum class Activation : int {
     Sigmoid = 8,
     ClampedSilu = 9,
     ClampedPlusOne = 10
+};
+
+// positive * x^2 + linear * x above 0; negative * (e^min(x, eps) - 1 - x) + linear * x elsewhere.
+struct Xielu {
+    float positive, negative, linear, eps;
 };
 
 struct Kernels {
@@ -334,6 +340,7 @@ struct Kernels {
     // a number stays.
     void (*gaussian_top_k)(const float* x, float multiplier, int64_t n, float* out);
     void (*activate)(Activation kind, float threshold, const float* x, int64_t n, float* out);
+    void (*xielu)(const Xielu& f, const float* x, int64_t n, float* out);
     // out = activate(gate) * up
     void (*gated)(Activation kind, float threshold, const float* gate, const float* up, int64_t n,
                   float* out);

@@ -17,11 +17,12 @@ struct AttentionFacts {
     int n_head = 0;
     KvLayer kv;
     float scale = 1.0f;
-    float softcap = 0.0f;      // 0: none
-    int window = 0;            // 0: none
-    int rope = -1;             // index of a rope of the plan, -1: none (already rotated)
-    Norm q_norm, k_norm;       // per head; empty weight: none
-    std::vector<float> sinks;  // of each query head: a score without a value; empty: none
+    float softcap = 0.0f;       // 0: none
+    int window = 0;             // 0: none
+    int rope = -1;              // index of a rope of the plan, -1: none (already rotated)
+    Norm q_norm, k_norm;        // per head; empty weight: none
+    std::vector<float> sinks;   // of each query head: a score without a value; empty: none
+    std::vector<float> slopes;  // of each query head, by which scores fall with distance; empty: none
 };
 
 constexpr int kSplitTokens = kSplitPages * kPageSize;
@@ -212,6 +213,7 @@ class Attention : public Op {
     void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
                 float* out) const {
         const float* q[kMaxGroup];
+        float slopes[kMaxGroup];
         int32_t first[kMaxGroup], last[kMaxGroup];
         int end = 0, begin = INT32_MAX;
         for (int i = 0, row = 0; i < tile.count; i++)
@@ -220,13 +222,15 @@ class Attention : public Op {
                 q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
                 first[row] = f_.window ? std::max(0, position + 1 - f_.window) : 0;
                 last[row] = position + 1;
+                if (!f_.slopes.empty()) slopes[row] = f_.slopes[head * group_ + g];
                 begin = std::min(begin, first[row]);
                 end = std::max(end, last[row]);
             }
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
         plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_,
-                                  f_.softcap, q, first, last, states, out);
+                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, states,
+                                  out);
     }
 
     void attend_split(int chunk, const StepTokens& step, Worker& worker) const {
@@ -384,6 +388,7 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.k_norm = facts.norm("k_norm", head_dim);
     require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
     f.sinks = facts.floats_or_none("sinks", f.n_head);
+    f.slopes = facts.floats_or_none("slopes", f.n_head);
     const std::string type = facts.text("kv_type");
     require(type == "f32" || type == "f16" || type == "q8_0", "a cache is F32, F16 or Q8_0");
     const std::span<uint8_t> k = facts.writable_bytes("k_cache"), v = facts.writable_bytes("v_cache");

@@ -118,6 +118,17 @@ static const Registered kActivate("activate", [](Facts& facts) -> std::unique_pt
     return make_activation(facts, facts.activation("kind"), facts.real("threshold"));
 });
 
+static const Registered kXielu("xielu", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const Xielu f = {facts.real("positive"), facts.real("negative"), facts.real("linear"), facts.real("eps")};
+    const Buffer& in = facts.plan().buffer(x);
+    const Kernels& kernels = facts.plan().kernels();
+    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+        kernels.xielu(f, in.row(r), in.width, result);
+    });
+});
+
 static const Registered kSoftCap("soft_cap", [](Facts& facts) -> std::unique_ptr<Op> {
     return make_activation(facts, Activation::SoftCap, facts.real("cap"));
 });

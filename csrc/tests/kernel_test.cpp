@@ -25,7 +25,7 @@ constexpr uint64_t kReferenceHash = 0x255d82da7594a03d;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
-constexpr uint64_t kLaterHash = 0x37c56c0a4385a0de;
+constexpr uint64_t kLaterHash = 0x1f641f095c3a3b44;
 
 std::mt19937 random_engine;
 int failures = 0;
@@ -584,8 +584,17 @@ void test_rows(const Kernels& kernels, int64_t n) {
     }
 }
 
+void test_xielu(const Kernels& kernels, int64_t n) {
+    const Xielu f = {0.8f, 1.3f, 0.5f, -1e-6f};
+    const std::vector<float> x = normals(n);
+    std::vector<float> got(n), want(n);
+    kernels.xielu(f, x.data(), n, got.data());
+    scalar_kernels()->xielu(f, x.data(), n, want.data());
+    expect_equal("xielu", kernels.isa, ("n = " + std::to_string(n)).c_str(), got, want, true);
+}
+
 void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window,
-                    float softcap) {
+                    float softcap, const float* slopes = nullptr) {
     const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
     KvLayer kv = {type, heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
@@ -624,8 +633,8 @@ void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_row
         }
         std::vector<AttentionState> state(n_rows);
         out[side].resize(n_rows * kv.value_stride());
-        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, rows.data(), first.data(),
-                                end.data(), state.data(), out[side].data());
+        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, slopes, rows.data(),
+                                first.data(), end.data(), state.data(), out[side].data());
         for (const AttentionState& s : state) states[side].insert(states[side].end(), {s.max, s.sum});
         std::vector<float> merged(head_dim);
         tables[side]->merge_attention(n_rows, state.data(), out[side].data(), kv.value_stride(), head_dim,
@@ -702,6 +711,10 @@ void test_all(const Kernels& kernels) {
         }
     first_hash = reference_hash;
     for (const Type type : kLaterTypes) test_type(kernels, type);
+    const float slopes[4] = {0.25f, 0.0625f, 0.7071f, 0.0039f};
+    for (int rows : {1, 3, 4})
+        for (int last : {11, 65, 200}) test_attention(kernels, KvType::F32, 32, rows, last, 0, 0.0f, slopes);
+    for (int64_t n : {1, 16, 33}) test_xielu(kernels, n);
 }
 
 }  // namespace

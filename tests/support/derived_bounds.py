@@ -21,6 +21,7 @@ from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ReferenceBackend, add_streams, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.operations import (
+    XIELU,
     Activate,
     Add,
     AddStreams,
@@ -202,6 +203,17 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
     return 2 * U * np.abs(expected) + TINY  # relu2's product
 
 
+def xielu_bound(x: np.ndarray, f: XIELU) -> np.ndarray:
+    """Above 0 three products and their sum; elsewhere e^m - 1 - x of rounded terms, times a factor, and a
+    product. All numbers are rounded to float32 first; the oracle's own roundings are of the same kinds."""
+    size = np.abs(f.positive) * x * x + np.abs(f.linear * x)
+    e = np.exp(np.minimum(x, 0.0))
+    terms = (EXP + 2 * U) * e + 2 * U * (1 + np.abs(x))
+    below = np.abs(f.negative) * (terms + 2 * U * np.abs(e - 1 - x)) + 3 * U * np.abs(f.linear * x)
+    off = abs(f.negative) * U  # of eps
+    return np.where(x > 0, gamma(5) * size, 2 * below + off) + TINY
+
+
 def soft_cap_bound(cap: float) -> float:
     """c * tanh(x / c) as c - 2c / (e + 1), e = exp(2x / c).
 
@@ -316,6 +328,8 @@ class Oracle(ReferenceBackend):
                 return expected, layer_norm_bound(taps[op.x.id], weight, bias, op.eps)
             case GaussianTopK():
                 return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
+            case Activate() if op.xielu is not None:
+                return expected, xielu_bound(taps[op.x.id], op.xielu)
             case Activate():
                 return expected, activation_bound(op.kind, taps[op.x.id], expected)
             case Route():

@@ -23,6 +23,7 @@ from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     PARTS,
+    XIELU,
     Activate,
     Add,
     AddStreams,
@@ -208,6 +209,8 @@ class ReferenceBackend:
             case ShortConv() | DeltaNet():
                 return self._recurrent(op, values, batch)
             case Activate():
+                if op.xielu is not None:
+                    return xielu(values[op.x.id], op.xielu)
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
             case GaussianTopK():
                 return gaussian_top_k(values[op.x.id], op.multiplier)
@@ -495,6 +498,13 @@ def gaussian_top_k(x: np.ndarray, multiplier: float) -> np.ndarray:
     """What each row has above its mean and `multiplier` times its deviation."""
     threshold = x.mean(axis=1, keepdims=True) + F32(multiplier) * x.std(axis=1, keepdims=True)
     return np.maximum(F32(0), x - threshold)
+
+
+def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
+    """operations.XIELU."""
+    positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
+    below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
+    return np.where(x > 0, positive * x * x + linear * x, below)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -205,6 +205,8 @@ def convert_hf(
     writer.add("general.quantization_version", 2)
     for key, value in _keys(config, architecture, folder, masked=masked).items():
         writer.add(key, value)
+    for key, value in _layer_keys(checkpoint, config).items():
+        writer.add(key, value)
     for key, value in tokenizer_keys(src, config.raw).items():
         writer.add(key, value)
     n_always = None
@@ -246,6 +248,19 @@ def _keys(config: HFConfig, architecture: str, folder: _Predictors | None, *, ma
     if masked:  # the mask is round(sigmoid(score)): of a score above 0
         keys |= {PREDICTOR_MASKS_KEY: True, SPARSE_THRESHOLD_KEY: float(np.finfo(np.float32).tiny)}
     return keys
+
+
+def _layer_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, list[float]]:
+    """Keys that the checkpoint has as tensors, one number for each layer."""
+    found: dict[str, list[float]] = {}
+    for stem, key in config.hf_class.layer_keys.items():
+        for i in range(config.n_layer):
+            name = f"{config.hf_class.layers}.{i}.{stem}"
+            values = checkpoint.tensors.get(name)
+            if values is None or values.size != 1:
+                raise FormatError(f"the checkpoint must have one number in the tensor {name}")
+            found.setdefault(key, []).append(float(to_floats(np.ascontiguousarray(values)).reshape(())))
+    return found
 
 
 def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
@@ -396,7 +411,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
     if hf.sees:
         found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
-    return [n for n in found if not (tied and n == output)], tied
+    are_keys = tuple(f".{stem}" for stem in hf.layer_keys)
+    return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
 
 
 def _n_parts(config: HFConfig) -> int:

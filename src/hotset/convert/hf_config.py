@@ -141,6 +141,7 @@ class HFClass:
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
     is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own.
+    layer_keys: tensors of a layer of one number each, which are a key of the file, without an architecture.
     ternary: quantization_config may say that matrices of layers count as -s, 0 and s, s being their mean
     magnitude.
     """
@@ -178,6 +179,7 @@ class HFClass:
     short_conv: bool = False
     adjusted_ff: bool = False
     altup: bool = False
+    layer_keys: dict[str, str] = field(default_factory=dict)
     ternary: bool = False
 
     @property
@@ -931,6 +933,25 @@ CLASSES: dict[str, HFClass] = {
         defaults={"hidden_act": "silu", "max_position_embeddings": 2048},
         required={"clip_qkv": None},
         epsilon=None,
+    ),
+    "ApertusForCausalLM": HFClass(
+        "apertus",
+        layer_tensors=_LLAMA_NAMES
+        | {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+        activation=None,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 65536, "rope_theta": 12e6}
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+        required={"hidden_act": "xielu"},
+        layer_keys={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
     ),
     "BitNetForCausalLM": HFClass(
         "bitnet",

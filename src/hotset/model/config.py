@@ -30,7 +30,7 @@ import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
-from hotset.model.operations import ActivationKind, Rope, RopeKind, Scoring, has_zeros
+from hotset.model.operations import XIELU, ActivationKind, Rope, RopeKind, Scoring, has_zeros
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -70,13 +70,14 @@ class FFNActivation:
 
     `up` None leaves the up projection as it is. `threshold` belongs to the kinds that have one (see
     graph.Activate). top_k: of a Gaussian top-k of the gates before f the multiplier (see graph.GaussianTopK);
-    None: there is none.
+    None: there is none. xielu: its numbers.
     """
 
     gate: ActivationKind
     up: ActivationKind | None = None
     threshold: float = 0.0
     top_k: float | None = None
+    xielu: XIELU | None = None
 
     @property
     def has_zeros(self) -> bool:
@@ -90,6 +91,7 @@ GELU = FFNActivation("gelu")
 GELU_TANH = FFNActivation("gelu_tanh")
 RELU = FFNActivation("relu")
 RELU2 = FFNActivation("relu2")
+XIELU_OF_LAYERS = FFNActivation("xielu")  # whose numbers are keys
 DRELU = FFNActivation("relu", up="relu")
 
 
@@ -324,6 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "olmo": Architecture(norm="layer", norm_weights=False),
+    "apertus": Architecture(rope="neox", qk_norm="head", gated=False, activation=XIELU_OF_LAYERS),
     "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
         rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
     ),
@@ -844,6 +847,9 @@ def _layers(
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or _activation(keys, architecture, n_layer)
     top_k = _top_k(keys, n_layer)
+    xielu: tuple[XIELU | None, ...] = (None,) * n_layer
+    if activation.gate == "xielu":
+        xielu = _xielu(keys, n_layer)
     sources = _sources(keys, windows) if architecture.altup else (None,) * n_layer
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
@@ -862,7 +868,7 @@ def _layers(
     return tuple(
         LayerConfig(
             n_ff=n_ff[i],
-            activation=replace(activation, top_k=top_k[i]),
+            activation=replace(activation, top_k=top_k[i], xielu=xielu[i]),
             rope=None if period and i % period == period - 1 else windowed if windows[i] else rope,
             attention_scale=scale,
             window=windows[i],
@@ -1135,6 +1141,25 @@ def _top_k(keys: _Keys, n_layer: int) -> tuple[float | None, ...]:
     if any(isinstance(v, bool | np.bool_ | str) or not -math.inf <= v <= MAX_MULTIPLIER for v in values):
         raise keys.error(TOP_K_KEY, f"must hold numbers up to {MAX_MULTIPLIER:g}, or -inf")
     return tuple(None if v == -math.inf else float(v) for v in values)
+
+
+def _xielu(keys: _Keys, n_layer: int) -> tuple[XIELU, ...]:
+    """The numbers of each layer. Keys have no architecture before them, and one number or one for each
+    layer; of alpha_p and alpha_n the softplus counts, of the second that and beta."""
+    found = []
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        key = f"xielu.{name}"
+        value = keys.metadata.get(key)
+        values = list(value) if _is_array(value) else [value] * n_layer  # type: ignore[arg-type]
+        numbers = [_number({key: one}, key) for one in values]
+        if len(numbers) != n_layer or None in numbers:
+            raise FormatError(f"the file's key {key} must hold a number, or one for each of {n_layer} layers")
+        if any(abs(number) > 1e4 for number in numbers if number is not None):
+            raise FormatError(f"the file's key {key} holds a number above 10000; the file is damaged")
+        found.append(np.array(numbers, np.float64))
+    alpha_p, alpha_n, beta, eps = found
+    positive, negative = np.logaddexp(0, alpha_p), beta + np.logaddexp(0, alpha_n)
+    return tuple(XIELU(*map(float, each)) for each in zip(positive, negative, beta, eps, strict=True))
 
 
 def _qk_norm(gguf: GGUFFile, architecture: Architecture, layer: int) -> HeadNorm | None:

@@ -700,7 +700,7 @@ class _Description:
     def _activation(self, out: Value, x: Value, kind: ActivationKind, layer: LayerConfig) -> Activate:
         has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one")
         threshold = layer.activation.threshold if has_threshold else 0.0
-        return Activate(out, x, kind, threshold, **self.where)
+        return Activate(out, x, kind, threshold, layer.activation.xielu, **self.where)
 
     # ---- small things
 

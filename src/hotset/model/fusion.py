@@ -167,8 +167,9 @@ class _Fusion:
 
     def _activation_tail(self, linear: Linear) -> list[Op]:
         activate = self._peek()
-        fits = isinstance(activate, Activate) and activate.x == linear.out and self._private(linear.out)
-        return self._taken([activate] if activate and fits else [])
+        if not isinstance(activate, Activate) or activate.xielu is not None:  # that no product computes
+            return []
+        return self._taken([activate] if activate.x == linear.out and self._private(linear.out) else [])
 
     def _residual_tail(self, out: Value) -> list[Op]:
         """The sum that a product flows into, where it follows."""

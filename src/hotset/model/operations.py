@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
 ActivationKind = Literal[
-    "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one"
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
+    "xielu",
 ]  # fmt: skip
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
@@ -62,6 +63,17 @@ class Rope:
 def has_zeros(kind: ActivationKind) -> bool:
     """Whether an activation leaves neurons at exactly zero, so that those can be skipped."""
     return kind in ("relu", "relu2", "fatrelu")
+
+
+@dataclass(frozen=True)
+class XIELU:
+    """Numbers of xIELU (arXiv 2411.13010): positive * x^2 + linear * x above 0, elsewhere
+    negative * (e^min(x, eps) - 1 - x) + linear * x."""
+
+    positive: float
+    negative: float
+    linear: float
+    eps: float
 
 
 WeightKind = Literal["matrix", "vector", "rows"]
@@ -384,13 +396,14 @@ class Activate(Operation):
     """out = f(x), elementwise.
 
     threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
-    clamped_plus_one is 1 + x, x brought into [-t, t].
+    clamped_plus_one is 1 + x, x brought into [-t, t]. xielu: see XIELU.
     """
 
     out: Value
     x: Value
     kind: ActivationKind
     threshold: float = 0.0
+    xielu: XIELU | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ same way, so that the error of the kernel is seen by itself; the error of that r
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ from derived_bounds import (
     q8_0_stored,
     rms_norm_bound,
     rounding_of_inputs,
+    xielu_bound,
 )
 from make_blocks import random_blocks
 
 from hotset import _core
 from hotset.backends.cpu.backend import KV_TYPES
 from hotset.backends.cpu.lowering import PLANES
-from hotset.backends.reference import ACTIVATIONS
+from hotset.backends.reference import ACTIVATIONS, xielu
 from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize
+from hotset.model.operations import XIELU
 
 F32 = int(GGMLType.F32)
 ISAS = _core.available_isas()
@@ -237,6 +240,18 @@ def test_gaussian_top_k(isa: str, width: int) -> None:
             fed.plan.add("gaussian_top_k", x=source, multiplier=multiplier, out=out)
             bound = gaussian_top_k_bound(exact, times)
             assert_within(fed.run(out), expected, bound, f"{isa} {kind} {width} {multiplier}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_xielu(isa: str) -> None:
+    for f in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(2.0, 0.1, 0.25, -0.1)):
+        for kind in KINDS:
+            x = ill(kind, (5, 579))
+            fed = Fed(isa, 5)
+            source, out = fed.input(x), fed.output(579)
+            fed.plan.add("xielu", x=source, **asdict(f), out=out)
+            exact = x.astype(np.float64)
+            assert_within(fed.run(out), xielu(exact, f), xielu_bound(exact, f), f"{isa} {kind}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -12,7 +12,7 @@ from hotset.backends.gpu import open_gpu
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.operations import Heads, MaskedRoute
+from hotset.model.operations import Activate, Heads, MaskedRoute
 from hotset.placement.build import open_chain
 from hotset.placement.table import LayerPlacement, Placement
 
@@ -34,7 +34,11 @@ def test_logits_match_transformers(recipe: Any, plan: str) -> None:
         return open_gpu(gguf, graph, device="cpu", **given)
 
     is_masked = any(isinstance(ffn.select, MaskedRoute) for ffn in graph.ffns)
-    if graph.recurrent or is_masked or any(isinstance(op, Heads) for op in graph.ops):
+    is_refused = any(
+        isinstance(op, Heads) or (isinstance(op, Activate) and op.xielu is not None)
+        for op in graph.primitives
+    )
+    if graph.recurrent or is_masked or is_refused:
         with pytest.raises(UnsupportedModelError, match="computed on the CPU"):
             opened()
         return

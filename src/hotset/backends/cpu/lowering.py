@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
@@ -379,6 +379,8 @@ class _Emission:
             case Embed():
                 self._fetch(main, main.weight, set(), "tokens", buffers[main.out])
                 self._plain(main)
+            case Activate() if main.xielu is not None:
+                self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
             case Attention():
                 self._attention(main, group.ops[:-1])
             case ShortConv() | DeltaNet():
@@ -408,7 +410,7 @@ class _Emission:
                     facts[field.name] = rope_facts(value)
                 case str() if value in kinds:
                     facts[field.name] = self._weight(value, kinds[value])
-                case _ if field.name not in ("layer", "part", "site", "input_major", "source"):
+                case _ if field.name not in ("layer", "part", "site", "input_major", "source", "xielu"):
                     facts[field.name] = value
         self._add(native_name(type(op)), **{**facts, **more})
 
@@ -498,12 +500,16 @@ class _Emission:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
             # Of gate and up only the product exists: its buffer stands for both.
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+            xielu = ffn.gate_act.xielu
             self._products(
-                ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
+                ffn.norm, products, [ffn.selected] * len(products),
+                activate=ffn.gate_act if xielu is None else None,
                 multiplied=ffn.gate is not None, input_threshold=ffn.in_threshold,
-                neuron_thresholds=threshold_facts(ffn),
+                neuron_thresholds=threshold_facts(ffn) if xielu is None else None,
             )  # fmt: skip
             self.at.append((ffn.layer, ffn.part))
+            if xielu is not None:
+                self._bend_neurons(ffn)
 
         residual, down = group.residual(ffn.out), ffn.down
         self._await(down)
@@ -515,6 +521,18 @@ class _Emission:
             assert isinstance(down, Linear)
             self._products(ffn.sub_norm, [down], [group.out[0]], residual)
         self.at.append((ffn.layer, ffn.part))
+
+    def _bend_neurons(self, ffn: Ffn) -> None:
+        """xIELU of what up yields, in place, and thresholds behind it."""
+        assert ffn.gate is None, "xIELU is of FFNs without a gate"
+        neurons, f = self._buffers[ffn.selected], ffn.gate_act.xielu
+        assert f is not None
+        self._add("xielu", x=neurons, **asdict(f), out=neurons)
+        self.at.append((ffn.layer, ffn.part))
+        for op in (ffn.gate_threshold, ffn.down_threshold):
+            if op is not None:
+                self._add("threshold", x=neurons, threshold=op.threshold, out=neurons)
+                self.at.append((ffn.layer, ffn.part))
 
     def _normed_neurons(self, ffn: Ffn) -> int:
         """The buffer that the down projection of an FFN reads."""

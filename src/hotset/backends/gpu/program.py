@@ -279,6 +279,9 @@ class Program:
     def _calls(self, group: Fused) -> list[Call]:
         """One call; of a split FFN two: what it hands to the CPU, and what it does itself."""
         layer, part = max(group.layer, 0), PARTS.index(group.part)
+        activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
+        if activate is not None and activate.xielu is not None:
+            raise UnsupportedModelError("xIELU is computed on the CPU; use --no-gpu")
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
         if (ffn := group.ffn) is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.model.operations import ActivationKind, AddStreams, DeltaNet, RopeKind, Route
+from hotset.model.operations import XIELU, ActivationKind, AddStreams, DeltaNet, RopeKind, Route
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
@@ -38,6 +38,14 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             return torch.relu(x).square()
         case "fatrelu":
             return torch.where(x >= threshold, x, 0.0)
+        case "xielu":
+            raise AssertionError("xIELU has numbers of its own")
+
+
+def xielu(x: Tensor, f: XIELU) -> Tensor:
+    """operations.XIELU."""
+    below = f.negative * (torch.expm1(x.clamp(max=f.eps)) - x) + f.linear * x
+    return torch.where(x > 0, f.positive * x * x + f.linear * x, below)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -36,6 +36,7 @@ from hotset.backends.torch.functions import (
     rotate,
     route,
     short_conv,
+    xielu,
 )
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -229,6 +230,8 @@ class TorchGraph:
                 rate, bias = self.weight(op.rate), self.weight(op.step)
                 return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
             case Activate():
+                if op.xielu is not None:
+                    return xielu(step[op.x], op.xielu)
                 return activate(step[op.x], op.kind, op.threshold)
             case GaussianTopK():
                 return gaussian_top_k(step[op.x], op.multiplier)
