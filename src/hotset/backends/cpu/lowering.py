@@ -49,6 +49,7 @@ from hotset.model.operations import (
     Rope,
     Rotate,
     Route,
+    SelectiveScan,
     ShortConv,
     Threshold,
     TransposedLinear,
@@ -381,7 +382,7 @@ class _Emission:
                 self._plain(main)
             case Attention():
                 self._attention(main, group.ops[:-1])
-            case ShortConv() | DeltaNet():
+            case ShortConv() | DeltaNet() | SelectiveScan():
                 self._plain(main, states=self._states(main))
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
