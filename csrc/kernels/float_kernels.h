@@ -632,6 +632,38 @@ void delta_rule(int dim_k, int dim_v, const float* q, const float* k, const floa
         delta_columns<1>(dim_k, dim_v, q, k, v + c, g, b, imin(dim_v - c, 16), state + c, out + c);
 }
 
+// C vectors of columns, of the last only `rest` lanes.
+template <int C>
+inline void scan_columns(int dim_k, int dim_v, const float* b, const float* c, const float* x, V decay,
+                         int rest, float* state, float* out) {
+    auto load = [&](const float* p, int i) {
+        return i + 1 < C || rest == 16 ? V::load(p + i * 16) : V::load_n(p + i * 16, rest);
+    };
+    auto store = [&](V value, float* p, int i) {
+        i + 1 < C || rest == 16 ? value.store(p + i * 16) : value.store_n(p + i * 16, rest);
+    };
+    V sums[C], added[C];
+    for (int i = 0; i < C; i++) sums[i] = V::zero(), added[i] = load(x, i);
+    for (int row = 0; row < dim_k; row++)
+        for (int i = 0; i < C; i++) {
+            float* at = state + int64_t(row) * dim_v;
+            const V value = fma(V::set(b[row]), added[i], load(at, i) * decay);
+            store(value, at, i);
+            sums[i] = fma(V::set(c[row]), value, sums[i]);
+        }
+    for (int i = 0; i < C; i++) store(sums[i], out, i);
+}
+
+void selective_scan(int dim_k, int dim_v, const float* b, const float* c, const float* x, float decay,
+                    float* state, float* out) {
+    const V by = V::set(decay);
+    int i = 0;
+    for (; i + 64 <= dim_v; i += 64)
+        scan_columns<4>(dim_k, dim_v, b, c, x + i, by, 16, state + i, out + i);
+    for (; i < dim_v; i += 16)
+        scan_columns<1>(dim_k, dim_v, b, c, x + i, by, imin(dim_v - i, 16), state + i, out + i);
+}
+
 float read(const float* x, int64_t n) {
     V top[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     for (int64_t i = 0; i < n; i += 64)
@@ -663,6 +695,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.store_key = store_key;
     table.store_value = store_value;
     table.delta_rule = delta_rule;
+    table.selective_scan = selective_scan;
     table.read = read;
     return table;
 }

@@ -359,6 +359,10 @@ struct Kernels {
     // order.
     void (*delta_rule)(int dim_k, int dim_v, const float* q, const float* k, const float* v, float decay,
                        float beta, float* state, float* out);
+    // One token of a selective scan, on state [dim_k][dim_v]: it decays, b * x is added to its rows; out are
+    // its rows summed by c, in order.
+    void (*selective_scan)(int dim_k, int dim_v, const float* b, const float* c, const float* x, float decay,
+                           float* state, float* out);
     // Reads n floats (n a multiple of 64) with the widest loads there are, and does next to nothing with
     // them.
     float (*read)(const float* x, int64_t n);

@@ -13,6 +13,7 @@ struct ShortConvFacts {
     int x = -1, out = -1;
     int kernel = 1;
     std::vector<float> weight;  // [kernel][width]
+    std::vector<float> bias;    // [width], or none
     StateSlots states;
 };
 
@@ -67,6 +68,8 @@ class ShortConv : public Op {
             if (!x) continue;  // zeros, whose products would change no sum
             for (int64_t c = 0; c < width_; c++) out[c] += weight[c] * x[c];
         }
+        if (!f_.bias.empty())
+            for (int64_t c = 0; c < width_; c++) out[c] += f_.bias[c];
     }
 
     // Within a commit: no thread writes the slot that is read, nor the inputs.
@@ -99,6 +102,7 @@ static const Registered kShortConv("short_conv", [](Facts& facts) -> std::unique
     f.weight.resize(weight.size());
     for (int64_t c = 0; c < width; c++)
         for (int j = 0; j < f.kernel; j++) f.weight[j * width + c] = weight[c * f.kernel + j];
+    f.bias = facts.floats_or_none("bias", width);
     f.states = facts.states("states", (f.kernel - 1) * width);
     return std::make_unique<ShortConv>(facts.plan(), std::move(f));
 });

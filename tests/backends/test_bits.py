@@ -286,7 +286,7 @@ def with_predictors(path: Path) -> Path:
     """
     with open_gguf(path) as model:
         config, rng = config_from_gguf(model), np.random.default_rng(0)
-        if config.masked or config.has_experts or not config.has_zeros:
+        if config.masked or config.has_experts or not config.has_zeros or 0 in config.n_ff:
             return path
 
         def normal(*shape: int) -> np.ndarray:

@@ -35,7 +35,7 @@ pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 from derived_bounds import Oracle  # noqa: E402
 
-RECIPES = ["lfm2", "lfm2moe", "qwen3next", "qwen35moe"]
+RECIPES = ["lfm2", "lfm2moe", "qwen3next", "qwen35moe", "nemotron-h", "nemotron-h-moe-latent"]
 N_CTX = 256
 
 
@@ -437,3 +437,13 @@ def test_states_count_as_the_cache_does(gguf: GGUFFile) -> None:
 def test_too_few_slots_are_a_sentence(gguf: GGUFFile) -> None:
     with pytest.raises(OutOfMemoryError, match="too small"):
         Engine(backend(gguf, n_states=3), N_CTX)
+
+
+def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: Path) -> None:
+    path = tiny_models.shared_gguf("nemotron-h", run_folder)
+    with hotset.load(path, backend="cpu", n_ctx=N_CTX) as model:
+        found = model.generate("the", max_tokens=3, temperature=0).stats
+        assert [layer.layer for layer in found.layers] == [1, 3]
+        assert 0.2 < found.active_share < 0.8
+    with pytest.raises(InvalidRequestError, match="layers without an FFN"):
+        hotset.load(path, backend="cpu", sparsity="predicted")

@@ -388,6 +388,8 @@ WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "v
 WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim", "n_embd", "n_layer", "n_head"}
 # transformers' class has none either, and its model cannot be built.
 WITHOUT_DEFAULT |= {"DeepseekV2Config num_experts_per_tok", "Lfm2MoeConfig layer_types"}
+# What each layer is, is no default.
+WITHOUT_DEFAULT |= {"NemotronHConfig layers_block_type"}
 # Its versions disagree about which layers have a window.
 WITHOUT_DEFAULT |= {"Qwen2MoeConfig layer_types"}
 
@@ -454,6 +456,25 @@ def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -
         assert entry in WITHOUT_DEFAULT or f"{name} {entry}" in WITHOUT_DEFAULT
         plain = SYNONYMS.get(entry, entry)
         assert f"config.json has no {plain}" in message or f"no {entry}, which says where" in message
+
+
+def test_nemotron_h_says_what_each_layer_is() -> None:
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 16}
+    found = keys("NemotronH", **sizes, hybrid_override_pattern="M-*E")
+    assert found["block_count"] == 4
+    assert found["attention.head_count_kv"] == [0, 0, 2, 0]
+    assert found["feed_forward_length"] == [0, SIZES["intermediate_size"], 0, 7688]
+    assert (found["ssm.inner_size"], found["ssm.time_step_rank"], found["ssm.group_count"]) == (96, 4, 2)
+    assert "expert_count" not in keys("NemotronH", **sizes, hybrid_override_pattern="M*-")
+    older = ["mamba", "attention", "mlp"]  # as transformers called them
+    assert keys("NemotronH", **sizes, layers_block_type=older) == keys(
+        "NemotronH", **sizes, hybrid_override_pattern="M*-"
+    )
+    for entries in ({}, {"hybrid_override_pattern": "M?"}, {"layers_block_type": ["mlp", 1]}):
+        with pytest.raises((FormatError, UnsupportedModelError), match=r"layers_block_type|layer_types"):
+            keys("NemotronH", **sizes, **entries)
+    with pytest.raises(FormatError, match="not a multiple of 3 n_groups"):
+        keys("NemotronH", **sizes | {"n_groups": 3}, hybrid_override_pattern="M*-")
 
 
 def test_defaults_that_were_others_once() -> None:

@@ -24,6 +24,7 @@ from hotset.model.config import (
     Experts,
     FFNActivation,
     ModelConfig,
+    StateSpaceMixer,
     _Keys,
     config_from_gguf,
     parse_activation,
@@ -329,6 +330,39 @@ DELTA = {
     "ssm__conv_kernel": 4, "ssm__inner_size": 96, "ssm__state_size": 16, "ssm__time_step_rank": 6,
     "ssm__group_count": 2, "block_count": 8,
 }  # fmt: skip
+
+
+def test_layers_of_one_part() -> None:
+    space = StateSpaceMixer(4, 6, 2, 16, 16)
+    parts = {"block_count": 4, "attention__head_count_kv": [0, 0, 2, 0]}
+    keys = DELTA | parts | {"feed_forward_length": [0, 96, 0, 0]}
+    config = config_from_gguf(file("nemotron_h", **keys))
+    assert [layer.mixer for layer in config.layers] == [space, None, None, space]
+    assert [layer.mixes for layer in config.layers] == [True, False, True, True]
+    assert config.n_ff == (0, 96, 0, 0)
+    assert all(layer.rope is None and not layer.gated for layer in config.layers)
+    rms, layer = "attention__layer_norm_rms_epsilon", "attention__layer_norm_epsilon"
+    assert config_from_gguf(file("nemotron_h", **keys, **{rms: None, layer: 0.25})).norm_eps == 0.25
+    # Keys may have an entry for layers that are left out.
+    extra = {"block_count": 5, "nextn_predict_layers": 1, "attention__head_count_kv": [0, 0, 2, 0, 2]}
+    assert config_from_gguf(file("nemotron_h", **keys | extra)).n_ff == (0, 96, 0, 0)
+    with pytest.raises(FormatError, match=r"head_count_kv has 5 entries for 4 layers"):
+        config_from_gguf(file("nemotron_h", **keys | extra | {"block_count": 4, "nextn_predict_layers": 0}))
+    for wrong in ({"ssm__group_count": 4}, {"ssm__inner_size": 100}, {"ssm__conv_kernel": 1}):
+        with pytest.raises(FormatError, match=r"nemotron_h\.ssm\."):
+            config_from_gguf(file("nemotron_h", **keys | wrong))
+
+
+def test_experts_in_layers_of_one_part() -> None:
+    keys: dict[str, Any] = DELTA | {"block_count": 4, "attention__head_count_kv": [0, 0, 2, 0]}
+    keys |= {"feed_forward_length": [0, 96, 0, 48], "expert_count": 8, "expert_used_count": 2}
+    keys |= {"expert_feed_forward_length": 48, "moe_latent_size": 32}
+    config = config_from_gguf(file("nemotron_h_moe", {"blk.3.ffn_gate_inp.weight": (64, 8)}, **keys))
+    assert [layer.experts is not None for layer in config.layers] == [False, False, False, True]
+    experts = config.layers[3].experts
+    assert experts is not None
+    assert (experts.scoring, experts.normalised, experts.n_latent) == ("sigmoid", False, 32)
+    assert config.n_ff == (0, 96, 0, 8 * 48)
 
 
 def test_layers_with_a_gated_delta_net() -> None:

@@ -41,6 +41,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     Scale,
+    SelectiveScan,
     SelectOutputs,
     ShortConv,
     SoftCap,
@@ -302,6 +303,8 @@ class Oracle(ReferenceBackend):
             return self._expected_conv(op, taps, batch, slots)
         if isinstance(op, DeltaNet):
             return self._expected_delta(op, taps, batch, slots)
+        if isinstance(op, SelectiveScan):
+            return self._expected_scan(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
             case Embed() | SelectOutputs() | Mask() | Threshold() | Heads():
@@ -309,7 +312,9 @@ class Oracle(ReferenceBackend):
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
             case Scale() if op.weight is not None:  # one more rounding, and what underflowed before it
-                return expected, gamma(2) * np.abs(expected) + TINY * (1 + np.abs(self._weight(op.weight)))
+                return expected, gamma(2) * np.abs(expected) + TINY * (
+                    1 + np.abs(self._weight(op.weight).reshape(-1))
+                )
             case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
             case AddStreams():
@@ -381,7 +386,39 @@ class Oracle(ReferenceBackend):
         sums = self._through_states(op, np.abs(x), batch, lambda x, past: short_conv(x, past, weight))
         states[:] = before
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
-        return expected, gamma(op.kernel + 1) * sums + op.kernel * TINY
+        bound = gamma(op.kernel + 1) * sums + op.kernel * TINY
+        return expected, bound if op.bias is None else bound + U * (np.abs(expected) + bound)
+
+    def _expected_scan(
+        self, op: SelectiveScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """By sums of sizes: a state is off by what the one before it was, and by the roundings of the decay,
+        of dt and of a sum, each times the size of the state."""
+        assert batch.states is not None
+        assert batch.saves is not None
+        of_slots = self._lengths.setdefault(op.out.id, np.zeros((self.n_states, 2, *op.state_shape)))
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        rate, step, skip = (self._weight(name).reshape(-1) for name in (op.rate, op.step, op.skip))
+        times = op.n_head // op.n_group
+        x, b, c = np.split(np.abs(taps[op.x.id]), np.cumsum([op.out.width, op.n_group * op.dim_k]), axis=1)
+        b, c = (np.repeat(v.reshape(-1, op.n_group, op.dim_k), times, axis=1) for v in (b, c))
+        x, dt = x.reshape(-1, op.n_head, op.dim_v), np.logaddexp(taps[op.dt.id] + step, 0)
+        bound, owner, roundings = np.empty(x.shape), -1, gamma(8) + 2 * EXP
+        for t, sequence in enumerate(batch.sequences):
+            if sequence != owner:
+                owner, slot = sequence, batch.states[sequence]
+                size, off = of_slots[slot] if slot >= 0 else np.zeros((2, *op.state_shape))
+            decay = np.exp(rate * dt[t])[:, None, None]
+            added = b[t][:, :, None] * (dt[t][:, None] * x[t])[:, None]
+            off, size = decay * off, decay * size + added
+            off = off + roundings * size
+            if batch.saves[t] >= 0:
+                of_slots[batch.saves[t]] = size, off
+            sums = np.einsum("hkv,hk->hv", off + gamma(op.dim_k) * size, c[t])
+            bound[t] = (
+                sums + gamma(2) * np.abs(skip[:, None] * x[t]) + U * np.abs(expected[t].reshape(x[t].shape))
+            )
+        return expected, bound.reshape(expected.shape) + TINY
 
     def _expected_delta(
         self, op: DeltaNet, taps: dict[int, np.ndarray], batch: Batch, slots: Any

@@ -297,6 +297,20 @@ TURBOSPARSE = TinyModel(
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
 )
 
+# Every layer is one part. dt stays far above the least that transformers lets it be in some of its paths.
+NEMOTRON_H: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    "head_dim": 32, "layer_norm_epsilon": 1e-2, "mamba_num_heads": 6, "mamba_head_dim": 24, "n_groups": 2,
+    "ssm_state_size": 20, "conv_kernel": 4, "chunk_size": 32,
+}  # fmt: skip
+NEMOTRON_H_EXPERTS: dict[str, Any] = {
+    **NEMOTRON_H,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -624,6 +638,13 @@ RECIPES: dict[str, TinyModel] = {
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
+    "nemotron-h": TinyModel("NemotronH", NEMOTRON_H),
+    "nemotron-h-relu": TinyModel(  # an FFN comes first, attention last, and channels fill no vector
+        "NemotronH",
+        {**NEMOTRON_H, "n_groups": 3, "mamba_head_dim": 36, "conv_kernel": 3}
+        | {"layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"]}
+        | {"num_hidden_layers": 4, "mlp_hidden_act": "relu"},
+    ),
 }
 
 
@@ -927,6 +948,13 @@ EXPERTS: dict[str, TinyModel] = {
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_attention_heads": 3}
         | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
+    ),
+    "nemotron-h-moe": TinyModel("NemotronH", NEMOTRON_H_EXPERTS),
+    "nemotron-h-moe-latent": TinyModel(
+        "NemotronH",
+        {**NEMOTRON_H_EXPERTS, "moe_latent_size": 64, "norm_topk_prob": False, "n_groups": 1}
+        | {"layers_block_type": ["full_attention", "moe", "linear_attention", "mlp"]}
+        | {"num_hidden_layers": 4},
     ),
 }  # fmt: skip
 """MoE models."""

@@ -78,7 +78,7 @@ def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: st
 
 
 OTHERS = ("gemma2", "gemma3", "gemma3n", "gemma3n-widths", "mistral-window", "qwen3", "phi3", "granite")
-RECURRENT = ("lfm2", "qwen3next", "qwen35")
+RECURRENT = ("lfm2", "qwen3next", "qwen35", "nemotron-h")
 LATENT = ("deepseek2-lite", "deepseek2-v3")
 
 
@@ -89,7 +89,9 @@ def test_other_architectures_too(run_folder: Path, name: str) -> None:
         same_as_reference(gguf)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4moe-groups", "gpt-oss", "smallthinker"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "glm4moe-groups", "gpt-oss", "smallthinker", "nemotron-h-moe-latent"]
+)
 def test_mixtures_too(run_folder: Path, name: str) -> None:
     tiny_models = pytest.importorskip("tiny_models")
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:

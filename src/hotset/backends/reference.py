@@ -46,6 +46,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     Scale,
+    SelectiveScan,
     SelectOutputs,
     ShortConv,
     SoftCap,
@@ -206,7 +207,7 @@ class ReferenceBackend:
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
                 return self._attend(op, values[op.q.id], values[op.k.id], values[op.v.id], slots)
-            case ShortConv() | DeltaNet():
+            case ShortConv() | DeltaNet() | SelectiveScan():
                 return self._recurrent(op, values, batch)
             case Activate():
                 if op.xielu is not None:
@@ -220,7 +221,7 @@ class ReferenceBackend:
                 return values[op.a.id] + values[op.b.id]
             case Scale():
                 scaled = values[op.x.id] * F32(op.factor)
-                return scaled if op.weight is None else scaled * self._weight(op.weight)
+                return scaled if op.weight is None else scaled * self._weight(op.weight).reshape(-1)
             case AddStreams():
                 weights = None if op.weights is None else values[op.weights.id]
                 return add_streams(op, values[op.x.id], values[op.y.id], weights)
@@ -254,8 +255,15 @@ class ReferenceBackend:
         if isinstance(op, ShortConv):
             weight = self._weight(op.weight)
             x = values[op.x.id]
-            return self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight))
+            out = self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight))
+            return out if op.bias is None else out + self._weight(op.bias)
         rate, step = self._weight(op.rate), self._weight(op.step)
+        if isinstance(op, SelectiveScan):
+            rates, skip = rate.reshape(-1), self._weight(op.skip).reshape(-1)
+            rows = np.concatenate([values[op.x.id], values[op.dt.id]], axis=1)
+            return self._through_states(
+                op, rows, batch, lambda row, state: selective_scan(op, row, state, rates, step, skip)
+            )
         rows = np.concatenate([values[read.id] for read in (op.x, op.alpha, op.beta)], axis=1)
         return self._through_states(
             op, rows, batch, lambda row, state: delta_rule(op, row, state, rate, step)
@@ -473,6 +481,29 @@ def delta_rule(
     off = (v - np.einsum("hkv,hk->hv", state, k)) * _sigmoid(beta, F32(0))[:, None]
     state = state + k[:, :, None] * off[:, None]
     return np.einsum("hkv,hk->hv", state, q).reshape(-1), state
+
+
+def selective_scan(
+    op: SelectiveScan,
+    row: np.ndarray,
+    state: np.ndarray,
+    rate: np.ndarray,
+    step: np.ndarray,
+    skip: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A token's outputs [n_head * dim_v] and the state after it. row: its x and dt; state: before it,
+    [n_head, dim_k, dim_v]."""
+    of_group = op.n_group * op.dim_k
+    x, b, c, dt = np.split(row, np.cumsum([op.out.width, of_group, of_group]))
+
+    def of_heads(group: np.ndarray) -> np.ndarray:
+        return np.repeat(group.reshape(op.n_group, op.dim_k), op.n_head // op.n_group, axis=0)
+
+    dt, x = np.logaddexp(dt + step, F32(0)), x.reshape(op.n_head, op.dim_v)
+    added = of_heads(b)[:, :, None] * (dt[:, None] * x)[:, None]
+    state = state * np.exp(rate * dt)[:, None, None] + added
+    out = np.einsum("hkv,hk->hv", state, of_heads(c)) + skip[:, None] * x
+    return out.reshape(-1), state
 
 
 def add_streams(op: AddStreams, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> np.ndarray:

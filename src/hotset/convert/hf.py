@@ -57,7 +57,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.config import DeltaMixer
+    from hotset.model.config import DeltaMixer, StateSpaceMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
@@ -72,7 +72,7 @@ _IGNORED = re.compile(
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
 _OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mlp_AR|projector)\..*")
 _TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
-_BARE = frozenset({"ssm_a", "exp_probs_b"})  # tensors whose name says all
+_BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
 )
@@ -501,6 +501,9 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, transposed=True)
     if config.delta is not None and stem in _OF_DELTA:
         return _delta_source(values, stem, config.delta)
+    if config.space is not None and stem in ("ssm_a", "ssm_d", "ssm_norm"):
+        rows = config.space.n_group if stem == "ssm_norm" else config.space.n_head
+        return Origin(values.reshape(rows, -1), decays=stem == "ssm_a")
     if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
         return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv" and hf.grouped_qkv:
@@ -592,9 +595,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "attn_kv_a_mqa": (latent.rank + latent.n_rot, d),
             "attn_output": (d, config.n_head * latent.n_value),
         }
-    if config.altup is not None:
-        matrices |= _altup_shapes(config.altup, config)
-    if config.conv_kernel:
+    elif config.conv_kernel:
         matrices |= {"in_proj": (3 * d, d), "conv": (d, config.conv_kernel), "out_proj": (d, d)}
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
@@ -610,11 +611,12 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "ssm_conv1d": (width, delta.kernel),
             "ssm_out": (d, delta.of_values),
         }
+    matrices |= _other_shapes(config)
     stem, kind = _stem(target), target.rpartition(".")[2]
     if delta is not None and stem in ("ssm_a", "ssm_dt", "ssm_norm"):
         return (delta.dim_v if stem == "ssm_norm" else delta.n_head,)
     if stem in matrices:
-        return matrices[stem] if kind == "weight" else matrices[stem][:-1]
+        return matrices[stem][:-1] if kind == "bias" else matrices[stem]
     if stem in ("attn_sinks", "exp_probs_b"):
         return (config.n_head if stem == "attn_sinks" else config.n_expert,)
     if latent is not None and stem in ("attn_q_a_norm", "attn_kv_a_norm"):
@@ -623,6 +625,31 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         width = heads if stem == "attn_q_norm" else kv
         return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
     return None if kind == "bias" and row.norm == "rms" else (d,)
+
+
+def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that only models with residual streams or with state spaces have."""
+    if config.altup is not None:
+        return _altup_shapes(config.altup, config)
+    return {} if config.space is None else _state_space_shapes(config.space, config)
+
+
+def _state_space_shapes(space: StateSpaceMixer, config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of state spaces, and of those beside them that only such models have."""
+    d, e, ff, z = config.n_embd, config.n_expert, config.n_ff_expert, config.n_latent
+    shapes: dict[str, tuple[int, ...]] = {
+        "ssm_in": (space.of_values + space.width + space.n_head, d),
+        "ssm_conv1d": (space.width, space.kernel),
+        "ssm_dt": (space.n_head, 1),  # its bias, that is
+        "ssm_a": (space.n_head,),
+        "ssm_d": (space.n_head,),
+        "ssm_norm": (space.of_values,),
+        "ssm_out": (d, space.of_values),
+    }
+    if z:
+        shapes |= {"ffn_latent_down": (z, d), "ffn_latent_up": (d, z)}
+        shapes |= {"ffn_up_exps": (e, ff, z), "ffn_down_exps": (e, z, ff)}
+    return shapes
 
 
 def _altup_shapes(altup: HFAltUp, config: HFConfig) -> dict[str, tuple[int, ...]]:

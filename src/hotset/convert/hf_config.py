@@ -33,6 +33,7 @@ from hotset.model.config import (
     YARN_LOG_MULTIPLIER,
     DeltaMixer,
     FFNActivation,
+    StateSpaceMixer,
     parse_activation,
 )
 from hotset.model.operations import RopeKind, Scoring
@@ -60,6 +61,8 @@ _EXPERT_NAMES = {  # and as transformers holds them in memory
 }
 _CONV_TYPES = ("full_attention", "conv")
 _DELTA_TYPES = ("full_attention", "linear_attention")
+_PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern
+_LEGACY_PARTS = {"mamba": "linear_attention", "attention": "full_attention"}
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -144,6 +147,9 @@ class HFClass:
     layer_keys: tensors of a layer of one number each, which are a key of the file, without an architecture.
     ternary: quantization_config may say that matrices of layers count as -s, 0 and s, s being their mean
     magnitude.
+    parts: layers_block_type (or hybrid_override_pattern) says what a layer is: a state space, attention, an
+    FFN or experts; without experts the class is another row. state_space: entries of the number of its heads,
+    their channels, groups, numbers of B and C, and the kernel of the convolution.
     """
 
     architecture: str
@@ -181,6 +187,8 @@ class HFClass:
     altup: bool = False
     layer_keys: dict[str, str] = field(default_factory=dict)
     ternary: bool = False
+    parts: bool = False
+    state_space: tuple[str, str, str, str, str] | None = None
 
     @property
     def packed(self) -> bool:
@@ -326,6 +334,52 @@ _LFM2_DEFAULTS: dict[str, Any] = {
     "norm_eps": 1e-5,
     "rope_theta": 1e6,
     "conv_L_cache": 3,
+}
+_NEMOTRON_H_NAMES = {
+    "norm": "attn_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.in_proj": "ssm_in",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "ssm_out",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.*.up_proj": "ffn_up_exps",
+    "mixer.experts.*.down_proj": "ffn_down_exps",
+    "mixer.experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
+_NEMOTRON_H_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
 }
 _DELTA_NAMES = {
     **_LLAMA_NAMES,
@@ -968,6 +1022,31 @@ CLASSES: dict[str, HFClass] = {
         | {"partial_rotary_factor": 0.5},
         norms_less_one=True,
         partial=True,
+    ),
+    "NemotronHForCausalLM": HFClass(
+        "nemotron_h_moe",
+        tensors={
+            "backbone.embeddings": "token_embd",
+            "backbone.norm_f": "output_norm",
+            "lm_head": "output",
+        },
+        layers="backbone.layers",
+        layer_tensors=_NEMOTRON_H_NAMES,
+        activation="mlp_hidden_act",
+        epsilon="layer_norm_epsilon",
+        defaults=_NEMOTRON_H_DEFAULTS,
+        required={
+            "mamba_hidden_act": "silu",
+            "use_conv_bias": True,
+            "use_bias": False,
+            "mlp_bias": False,
+            "attention_bias": False,
+            "sliding_window": None,
+        },
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        parts=True,
+        state_space=("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        experts=HFExperts(ff_shared="moe_shared_expert_intermediate_size", groups=("n_group", "topk_group")),
     ),
     "ArceeForCausalLM": HFClass(
         "arcee", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
@@ -1617,6 +1696,18 @@ def _is_online_bitnet(quantised: Any) -> bool:
     return all(quantised.get(entry) == value for entry, value in known.items())
 
 
+def _class_of(config: dict[str, Any]) -> HFClass:
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    if isinstance(name, str) and (refused := REFUSED.get(name.removesuffix("ForCausalLM").lower())):
+        raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
+    if not isinstance(name, str) or name not in CLASSES:
+        raise UnsupportedModelError(
+            f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
+        )
+    return CLASSES[name]
+
+
 class HFConfig:
     """A checked config.json.
 
@@ -1625,18 +1716,7 @@ class HFConfig:
     """
 
     def __init__(self, config: dict[str, Any], activation: str | None = None) -> None:
-        classes = config.get("architectures")
-        name = classes[0] if isinstance(classes, list) and classes else None
-        if isinstance(name, str) and (refused := REFUSED.get(name.removesuffix("ForCausalLM").lower())):
-            raise UnsupportedModelError(
-                f"the architecture {name!r} in config.json is not supported: {refused}"
-            )
-        if not isinstance(name, str) or name not in CLASSES:
-            raise UnsupportedModelError(
-                f"the architecture {name!r} in config.json is not supported; supported are "
-                f"{', '.join(CLASSES)}"
-            )
-        self.hf_class = CLASSES[name]
+        self.hf_class = _class_of(config)
         quantised = config.get("quantization_config")
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)
@@ -1645,8 +1725,10 @@ class HFConfig:
             raise UnsupportedModelError(
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
-        self.architecture = self.hf_class.architecture
         self.raw = config = _with_defaults(config, self.hf_class)
+        self.parts = _parts(config) if self.hf_class.parts else None  # what each layer is
+        self.hf_class = _without_experts(self.hf_class, self.parts)
+        self.architecture = self.hf_class.architecture
         _check_required(config, self.hf_class)
         self.n_layer = integer(config, "num_hidden_layers", high=1 << 12)
         # Behind the model's own some have layers that predict more than one token: they are left out.
@@ -1678,6 +1760,7 @@ class HFConfig:
         if self.hf_class.adjusted_ff:
             self.n_ff = self._adjusted_ff()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
+        self.space = self._state_space()
         self.conv_kernel = (
             integer(config, "conv_L_cache", 3, MAX_CONV_KERNEL) if self.hf_class.short_conv else 0
         )
@@ -1701,6 +1784,12 @@ class HFConfig:
         if self.hf_class.short_conv:  # as LFM2's first checkpoints call it
             tied = self.raw.get("tie_embedding", tied)
         return tied is True
+
+    @property
+    def n_latent(self) -> int:
+        """Width of what experts read and yield, where it is not the model's."""
+        has = self.parts is not None and self.n_expert and self.raw.get("moe_latent_size") is not None
+        return integer(self.raw, "moe_latent_size", high=1 << 20) if has else 0
 
     @property
     def transposes_experts(self) -> bool:
@@ -1748,6 +1837,46 @@ class HFConfig:
                 f"{mixer.n_head_k} linear_num_key_heads"
             )
         return mixer
+
+    def _state_space(self) -> StateSpaceMixer | None:
+        """The sizes of the state spaces."""
+        if self.hf_class.state_space is None:
+            return None
+        heads, dim_v, groups, dim_k, kernel = self.hf_class.state_space
+        n_head = integer(self.raw, heads, high=MAX_STATE_HEADS)
+        mixer = StateSpaceMixer(
+            integer(self.raw, kernel, high=MAX_CONV_KERNEL),
+            n_head,
+            integer(self.raw, groups, high=n_head),
+            integer(self.raw, dim_k, high=MAX_HEAD_DIM),
+            integer(self.raw, dim_v, high=MAX_HEAD_DIM),
+        )
+        if n_head % mixer.n_group:
+            raise FormatError(f"config.json has {n_head} {heads}, not a multiple of {mixer.n_group} {groups}")
+        return mixer
+
+    def _state_space_keys(self) -> dict[str, Any]:
+        """The sizes of the state spaces, and what each layer is."""
+        space = self.space
+        if space is None:
+            return {}
+        keys = {} if self.parts is None else self._part_keys(self.parts)
+        return keys | {
+            "ssm.conv_kernel": space.kernel,
+            "ssm.inner_size": space.of_values,
+            "ssm.state_size": space.dim_k,
+            "ssm.time_step_rank": space.n_head,
+            "ssm.group_count": space.n_group,
+        }
+
+    def _part_keys(self, parts: list[str]) -> dict[str, Any]:
+        """What each layer is, and what only such models have."""
+        kv = [self.n_head_kv if part == "full_attention" else 0 for part in parts]
+        widths = {"mlp": self.n_ff, "moe": self.n_ff_expert}
+        n_ff = [widths.get(part, 0) for part in parts]
+        keys: dict[str, Any] = {"attention.head_count_kv": kv, "feed_forward_length": n_ff}
+        keys[EPSILON_KEYS["layer"]] = float(number(self.raw, "layer_norm_epsilon"))  # engines read either
+        return keys | ({"moe_latent_size": self.n_latent} if self.n_latent else {})
 
     def _delta_keys(self, delta: DeltaMixer) -> dict[str, Any]:
         """Which layers have a gated delta net, and its sizes."""
@@ -1837,6 +1966,7 @@ class HFConfig:
             keys |= self._conv_keys()
         if self.delta is not None:
             keys |= self._delta_keys(self.delta)
+        keys |= self._state_space_keys()
         if self.hf_class.indexed:
             keys |= self._indexer_keys()
         if row.rope is not None:
@@ -2214,6 +2344,33 @@ class HFConfig:
         turns = integer(rope, "original_max_position_embeddings") * freq / (2 * math.pi)
         smooth = np.clip((turns - low) / (high - low), 0, 1)
         return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _without_experts(hf_class: HFClass, parts: list[str] | None) -> HFClass:
+    """Of the parts of a model: its class, or that of models without experts where no part has some."""
+    if parts is None:
+        return hf_class
+    if "moe" not in parts:
+        return replace(hf_class, architecture="nemotron_h", numbers={}, experts=None)
+    return hf_class if "mlp" in parts else replace(hf_class, ff="moe_intermediate_size")
+
+
+def _parts(config: dict[str, Any]) -> list[str]:
+    """What each layer is, of a model whose layers are one thing each; num_hidden_layers is as many."""
+    parts, pattern = config.get("layers_block_type") or config.get("layer_types"), None
+    if parts is None:
+        pattern = config.get("hybrid_override_pattern")
+        if pattern is None:
+            raise FormatError("config.json has no layers_block_type")
+        parts = [_PARTS.get(c) for c in pattern] if isinstance(pattern, str) else pattern
+    if not isinstance(parts, list) or not parts:
+        raise FormatError("layers_block_type in config.json must be a list of layers")
+    config["num_hidden_layers"] = len(parts)
+    return _checked_types(
+        [_LEGACY_PARTS.get(part, part) if isinstance(part, str) else part for part in parts],
+        len(parts),
+        tuple(_PARTS.values()),
+    )
 
 
 def _checked_types(types: Any, n: int, known: tuple[str, ...]) -> list[str]:

@@ -89,7 +89,7 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 
 # Read as floats by every engine, small, or both.
 _KEPT = re.compile(
-    r"(ffn_gate_inp|token_types|ssm_conv1d|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
+    r"(ffn_gate_inp|token_types|ssm_conv1d|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
     r"|per_layer_model_proj)\.weight$"
 )
 _BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t|ffn_down_exps)\.weight")

@@ -158,6 +158,8 @@ class Architecture:
     experts: of files whose FFNs are experts; None: there are none.
     output_norm: the tensor of the last norm.
     short_conv: layers without KV heads have a short convolution in place of attention.
+    state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
+      feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
     sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
@@ -209,6 +211,8 @@ class Architecture:
     experts: ExpertDefaults | None = None
     output_norm: str = "output_norm"
     short_conv: bool = False
+    state_space: bool = False
+    one_part: bool = False
     delta_net: Literal["grouped", "tiled"] | None = None
     attention_gate: bool = False
     unscaled: bool = False
@@ -337,6 +341,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
         experts=ExpertDefaults(scoring="sigmoid"),
     ),
+    "nemotron_h": Architecture(
+        rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True
+    ),
+    "nemotron_h_moe": Architecture(
+        rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True,
+        experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True),
+    ),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
         experts=ExpertDefaults(gated_share=True),
@@ -395,7 +406,8 @@ class Experts:
     """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
 
     n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
-    early: see ExpertDefaults.
+    early: see ExpertDefaults. n_latent: width of what they read and yield, between two matrices that all of
+    them share; 0: that of the model.
     """
 
     n: int
@@ -409,6 +421,7 @@ class Experts:
     gated_share: bool = False
     early: bool = False
     group_best: int = 2
+    n_latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -441,7 +454,29 @@ class DeltaMixer:
         return self.n_head * self.dim_v
 
 
-Mixer = ConvMixer | DeltaMixer
+@dataclass(frozen=True)
+class StateSpaceMixer:
+    """The state space of Mamba-2 in place of attention: see operations.SelectiveScan. kernel: of the
+    convolution before it; dim_k: numbers of B and C, dim_v: channels of a head."""
+
+    kernel: int
+    n_head: int
+    n_group: int
+    dim_k: int
+    dim_v: int
+
+    @property
+    def of_values(self) -> int:
+        """Channels of all heads."""
+        return self.n_head * self.dim_v
+
+    @property
+    def width(self) -> int:
+        """Channels of the convolution: values, B and C."""
+        return self.of_values + 2 * self.n_group * self.dim_k
+
+
+Mixer = ConvMixer | DeltaMixer | StateSpaceMixer
 
 
 REFUSED = {
@@ -455,8 +490,9 @@ REFUSED = {
 class LayerConfig:
     """What may differ between the layers of a model. For the rest see Architecture.
 
-    n_ff: neurons of the FFN, or of one of its experts. experts: None: there are none.
-    mixer: what stands in attention's place; None: attention does. attention_gate: see Architecture.
+    n_ff: neurons of the FFN, or of one of its experts; 0: it has no FFN. experts: None: there are none.
+    mixes: it has attention, or a mixer in its place; mixer: which; None: attention. attention_gate: see
+    Architecture.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
@@ -479,6 +515,7 @@ class LayerConfig:
     sinks: bool = False
     experts: Experts | None = None
     mixer: Mixer | None = None
+    mixes: bool = True
     attention_gate: bool = False
     value_norm: bool = False
     source: int | None = None
@@ -675,13 +712,14 @@ class _Keys:
     def per_layer(
         self, key: str, n_layer: int, low: int, high: int, default: int | None = None
     ) -> tuple[int, ...]:
-        """One integer for all layers, or an array with one for each."""
+        """One integer for all layers, or an array with one for each, perhaps also for those left out."""
         value = self.get(key, default)
         if not _is_array(value):
             return (self.integer(key, low, high, default),) * n_layer
-        if len(value) != n_layer:
+        n_extra = self.integer("nextn_predict_layers", 0, 1 << 12, 0)
+        if len(value) not in (n_layer, n_layer + n_extra):
             raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
-        return tuple(self._checked_integer(key, v, low, high) for v in value)
+        return tuple(self._checked_integer(key, v, low, high) for v in value[:n_layer])
 
     def uniform(self, key: str, n_layer: int, low: int, high: int, default: int | None = None) -> int:
         """As per_layer, where every layer must have the same number."""
@@ -782,7 +820,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
         n_ctx_max=_longest_context(keys, architecture, n_ctx_train),
-        norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
+        norm_eps=_norm_eps(keys, architecture),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
         norm_weights=architecture.norm_weights,
@@ -833,7 +871,8 @@ def _layers(
     windows = _windows(keys, n_layer, architecture)
     # Files whose every layer has experts may leave it out.
     of_expert = keys.get("expert_feed_forward_length") if architecture.experts is not None else None
-    n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22, of_expert)
+    least = 0 if architecture.state_space else 1
+    n_ff = keys.per_layer("feed_forward_length", n_layer, least, 1 << 22, of_expert)
     if architecture.halved_ff:
         n_ff = tuple(n // 2 for n in n_ff)
     experts: tuple[Experts | None, ...] = (None,) * n_layer
@@ -882,7 +921,8 @@ def _layers(
             ffn_norm=architecture.ffn_norm,
             sinks=architecture.sinks,
             experts=experts[i],
-            mixer=mixers[i],
+            mixer=None if architecture.one_part and n_ff[i] else mixers[i],
+            mixes=not architecture.one_part or not n_ff[i],
             attention_gate=architecture.attention_gate,
             value_norm=architecture.unscaled,
             source=sources[i],
@@ -895,7 +935,7 @@ def _layers(
 def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
     """KV heads of the layers that have attention; of the others, where there may be such, the key says 0."""
     key = "attention.head_count_kv"
-    if not architecture.short_conv:
+    if not architecture.short_conv and not architecture.state_space:
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
     found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}
     if not found:
@@ -923,6 +963,19 @@ def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer
     return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
 
 
+def _state_space(keys: _Keys) -> StateSpaceMixer:
+    n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
+    n_group = keys.integer("ssm.group_count", 1, n_head)
+    dim_k = keys.integer("ssm.state_size", 1, MAX_HEAD_DIM)
+    kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
+    if inner % n_head or inner // n_head > MAX_HEAD_DIM:
+        raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
+    if n_head % n_group:
+        raise keys.error("ssm.group_count", f"is {n_group} for {n_head} heads")
+    return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head)
+
+
 def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixer | None, ...]:
     """What stands in attention's place, layer by layer."""
     if architecture.delta_net is not None:
@@ -930,9 +983,12 @@ def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixe
         if None not in mixers:
             raise UnsupportedModelError("no layer of the model has attention")
         return mixers
-    if not architecture.short_conv:
+    if not architecture.short_conv and not architecture.state_space:
         return (None,) * n_layer
     heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
+    if architecture.state_space:
+        space = _state_space(keys) if 0 in heads else None
+        return tuple(None if n else space for n in heads)
     conv = ConvMixer(keys.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)) if 0 in heads else None
     return tuple(None if n else conv for n in heads)
 
@@ -962,7 +1018,7 @@ def _experts(
     # The first files with a gated shared network say the width of all chosen experts.
     widths = tuple(max(n // n_used, 1) for n in n_ff) if defaults.gated_share else n_ff
     if keys.get("expert_feed_forward_length") is not None:
-        widths = keys.per_layer("expert_feed_forward_length", n_layer, 1, 1 << 22)
+        widths = keys.per_layer("expert_feed_forward_length", n_layer, 0 if 0 in n_ff else 1, 1 << 22)
     n_shared = keys.integer("expert_shared_count", 0, 1 << 10, 0)
     scoring = SCORINGS.get(gating, defaults.scoring)
     experts = Experts(
@@ -983,12 +1039,21 @@ def _experts(
         defaults.early,
         # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
         1 if scoring == "softmax" and n_groups_used < n_groups else 2,
+        keys.integer("moe_latent_size", 0, 1 << 20, 0),
     )
     has = routed if defaults.where_routed else [i >= n_dense for i in range(n_layer)]
     return (
         tuple(experts if own else None for own in has),
         tuple(width if own else n for own, width, n in zip(has, widths, n_ff, strict=True)),
     )
+
+
+def _norm_eps(keys: _Keys, architecture: Architecture) -> float:
+    """Of norms. Files with state spaces may have the key of layer norms alone."""
+    default = architecture.norm_eps
+    if architecture.state_space:
+        default = keys.get(EPSILON_KEYS["layer"])
+    return keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, default)
 
 
 def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:

@@ -16,7 +16,11 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     or of a gated delta net:
     blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: what the heads
     yield  delta_norm  delta_gate_act  delta_gated  delta_out
+    or of a state space:
+    blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated  ssm_unit
+    ssm_norm  ssm_out
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
+    [blk.N.ffn_latent_down  ffn_latent_up: around experts]
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
@@ -55,6 +59,7 @@ from hotset.model.config import (
     Latent,
     LayerConfig,
     ModelConfig,
+    StateSpaceMixer,
 )
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -83,6 +88,7 @@ from hotset.model.operations import (
     Route,
     Scale,
     Select,
+    SelectiveScan,
     SelectOutputs,
     ShortConv,
     SoftCap,
@@ -144,8 +150,9 @@ def _describe(
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     for i, layer in enumerate(config.layers):
         given = x if streams is None else streams.predicted(i)
-        x = model.attention(i, layer, given)
-        x = model.ffn(i, layer, given, x, predictor)
+        x = model.attention(i, layer, given) if layer.mixes else given
+        if layer.n_ff:
+            x = model.ffn(i, layer, given, x, predictor)
         if streams is not None:
             streams.correct(i, x)
     model.output(x, streams)
@@ -205,7 +212,8 @@ class _Description:
             out = self.norm(out, f"{blk}.post_attention_norm")
         out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
         if config.altup is None:
-            return self.add(Add(self.value(f"{blk}.ffn_inp", config.n_embd), x, out, **self.where))
+            sum_ = self.value(f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", config.n_embd)
+            return self.add(Add(sum_, x, out, **self.where))
         x = self.add(Add(self.value(f"{blk}.attn_sum", config.n_embd), x, out, **self.where))
         x = self.add(
             Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
@@ -225,6 +233,8 @@ class _Description:
             return self._heads_attend(i, layer, h)
         if isinstance(layer.mixer, ConvMixer):
             return self._convolved(f"blk.{i}", layer.mixer, h)
+        if isinstance(layer.mixer, StateSpaceMixer):
+            return self._state_space(f"blk.{i}", layer.mixer, h)
         return self._delta_net(f"blk.{i}", layer.mixer, h)
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
@@ -306,6 +316,31 @@ class _Description:
         gate = self.add(Activate(self.value(f"{blk}.delta_gate_act", of_values), gate, "silu", **self.where))
         gated = self.add(Multiply(self.value(f"{blk}.delta_gated", of_values), normed, gate, **self.where))
         return self.linear(gated, f"{blk}.ssm_out", self.config.n_embd, f"{blk}.delta_out")
+
+    def _state_space(self, blk: str, mixer: StateSpaceMixer, h: Value) -> Value:
+        """The state space of Mamba-2 on convolved values, B and C, gated and then normed group by group."""
+        n, of_values, width = mixer.n_head, mixer.of_values, mixer.width
+        widths = {f"{blk}.ssm_z": of_values, f"{blk}.ssm_xbc": width, f"{blk}.ssm_dt": n}
+        z, xbc, dt = (self.add(op) for op in self._rows_of(f"{blk}.ssm_in", h, widths))
+        weight = self.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
+        bias, out = self.weights.bias(f"{blk}.ssm_conv1d", width), self.value(f"{blk}.conv", width)
+        conv = self.add(ShortConv(out, xbc, weight, mixer.kernel, bias, **self.where))
+        act = self.add(Activate(self.value(f"{blk}.conv_act", width), conv, "silu", **self.where))
+        step = self.weights.bias(f"{blk}.ssm_dt", n, required=True)
+        assert step is not None
+        rate, skip = (self.weights.bare(f"{blk}.{name}", n) for name in ("ssm_a", "ssm_d"))
+        scan = SelectiveScan(
+            self.value(f"{blk}.ssm", of_values), act, dt, rate, step, skip, n, mixer.n_group, mixer.dim_k,
+            mixer.dim_v, **self.where,
+        )  # fmt: skip
+        y = self.add(scan)
+        gate = self.add(Activate(self.value(f"{blk}.ssm_z_act", of_values), z, "silu", **self.where))
+        y = self.add(Multiply(self.value(f"{blk}.ssm_gated", of_values), y, gate, **self.where))
+        norm = self.weights.matrix(f"{blk}.ssm_norm", of_values // mixer.n_group, mixer.n_group)
+        out, eps = self.value(f"{blk}.ssm_unit", of_values), self.config.norm_eps
+        y = self.add(UnitNorm(out, y, eps, mixer.n_group, **self.where))
+        y = self.add(Scale(self.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **self.where))
+        return self.linear(y, f"{blk}.ssm_out", self.config.n_embd)
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
@@ -474,7 +509,10 @@ class _Description:
         routed = given if experts.early else h
         scores = self.linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         threshold = None if mask is None else mask.thresholds[i]
-        out = self.add(self._expert_ffn(i, layer, experts, h, scores, threshold))
+        given = self.linear(h, f"{blk}.ffn_latent_down", experts.n_latent) if experts.n_latent else h
+        out = self.add(self._expert_ffn(i, layer, experts, given, scores, threshold))
+        if experts.n_latent:
+            out = self.linear(out, f"{blk}.ffn_latent_up", d)
         if experts.n_ff_shared:
             shared = self.add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
             if experts.gated_share:
@@ -505,7 +543,7 @@ class _Description:
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
             experts.group_best, **self.where,
         )  # fmt: skip
-        n, d, width = layer.n_ff, self.config.n_embd, experts.n_used * layer.n_ff
+        n, d, width = layer.n_ff, h.width, experts.n_used * layer.n_ff
         wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
 
         def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ExpertLinear:
@@ -889,8 +927,9 @@ class _Weights:
         return self._ask(f"{name}.weight", (n,))
 
     def bare(self, name: str, n: int) -> str:
-        """A vector whose name says all."""
-        return self._ask(name, (n,))
+        """A vector whose name says all, in some files as a matrix of one column."""
+        info = self.tensors.get(name)
+        return self._ask(name, (1, n) if info is not None and len(info.shape) == 2 else (n,))
 
     def row(self, name: str, n: int) -> str:
         """A matrix of one row: files have it as a vector."""

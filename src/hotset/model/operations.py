@@ -342,14 +342,15 @@ class ShortConv(Operation):
     """A causal convolution over the tokens of a sequence, each channel by itself.
 
     out[t] = sum of weight[:, j] * x[t - (kernel - 1) + j] for j = 0, 1, ..., each product rounded before it
-    is added; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 = kernel).
-    State: the last kernel - 1 inputs, the oldest first.
+    is added, and then bias; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 =
+    kernel). State: the last kernel - 1 inputs, the oldest first.
     """
 
     out: Value
     x: Value
     weight: Vector
     kernel: int
+    bias: Vector | None = None
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -382,6 +383,36 @@ class DeltaNet(Operation):
     dim_k: int
     dim_v: int
     tiled: bool
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.n_head, self.dim_k, self.dim_v
+
+
+@dataclass(frozen=True)
+class SelectiveScan(Operation):
+    """The state space of Mamba-2 (arXiv 2405.21060): a matrix S per head, token by token.
+
+    x: values [n_head, dim_v], then B and C, [n_group, dim_k] each; dt: [n_head]; out: [n_head, dim_v]. A head
+    has the B and C of group h // (n_head / n_group). With the vectors `rate`, `step` and `skip`, a number per
+    head, and dt = softplus(dt + step):
+    S *= exp(rate * dt); S += B * (dt * x)^T; out = S^T C + skip * x.
+    State: S of each head, [dim_k, dim_v].
+    """
+
+    out: Value
+    x: Value
+    dt: Value
+    rate: Vector
+    step: Vector
+    skip: Vector
+    n_head: int
+    n_group: int
+    dim_k: int
+    dim_v: int
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -812,6 +843,7 @@ Primitive = (
     | Attention
     | ShortConv
     | DeltaNet
+    | SelectiveScan
     | Activate
     | GaussianTopK
     | Multiply
@@ -830,4 +862,4 @@ Primitive = (
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/internals/engine.md).
-Recurrent = ShortConv | DeltaNet
+Recurrent = ShortConv | DeltaNet | SelectiveScan

@@ -50,6 +50,7 @@ def _kind(row: Architecture) -> str:
         "MLA within the top-k of its indexer": row.indexed,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
+        "state spaces": row.state_space,
         "AltUp": row.altup,
     }
     named = [name for name, has in attention.items() if has][-1:]

@@ -100,6 +100,7 @@ class StepCosts:
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._layers = [_FFNCost(graph, tensors, ffn) for ffn in graph.ffns]
+        self._at = [ffn.layer for ffn in graph.ffns]  # some models have layers without an FFN
         counted = {op.out for layer in self._layers for op in layer.ops}
         self._rest_bytes = self._embed_bytes = self._rest_parameters = 0
         for op in graph.primitives:
@@ -115,8 +116,11 @@ class StepCosts:
         self._is_whole = np.array([layer.is_whole for layer in self._layers], bool)
         self._dense_bytes = sum(layer.dense_bytes for layer in self._layers)
 
-    def _whole(self, step: StepStats) -> StepStats:
-        """With the rows of FFNs without zeros, which are not counted."""
+    def _of_ffns(self, step: StepStats) -> StepStats:
+        """Of the layers with an FFN, with the rows of those without zeros, which are not counted."""
+        if len(self._at) < len(step.active):
+            names = (*_ROWS, *_NEURONS, *_TIMES)
+            step = replace(step, **{name: getattr(step, name)[self._at] for name in names})
         if not self._is_whole.any():
             return step
         neurons: dict[str, Any] = {
@@ -130,7 +134,8 @@ class StepCosts:
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary:
         """The means over some steps, in some 0.3 ms for one of 32 layers; all zero without one."""
-        steps = [self._whole(step) for step in steps]
+        in_all = [sum(float(getattr(step, name).sum()) for step in steps) for name in _TIMES]
+        steps = [self._of_ffns(step) for step in steps]
         n_steps, n_tokens = len(steps), sum(step.n_tokens for step in steps)
         n = max(n_tokens, 1)
         zeros = [0.0] * len(self._layers)
@@ -152,7 +157,7 @@ class StepCosts:
         left_out = sum(0.0 if step.left_out is None else float(step.left_out.sum()) for step in steps)
         layers = tuple(
             LayerStats(
-                i,
+                self._at[i],
                 fired / (n * layer.n_ff),
                 chosen / (n * layer.n_ff),
                 None,
@@ -165,13 +170,13 @@ class StepCosts:
         )
         rest = self._rest_bytes * n_steps / n + self._embed_bytes
         parameters = self._rest_parameters + parameters / n
-        kinds = {kind: float(time.sum() / n) for kind, time in zip(_TIMES, times, strict=True)}
+        kinds = {kind: time / n for kind, time in zip(_TIMES, in_all, strict=True)}
         return StatsSummary(
             layers=layers,
             n_tokens=n_tokens,
             n_steps=n_steps,
-            active_share=float(active.sum() / (n * self._n_ff.sum())),
-            selected_share=float(selected.sum() / (n * self._n_ff.sum())),
+            active_share=float(active.sum() / (n * max(self._n_ff.sum(), 1))),
+            selected_share=float(selected.sum() / (n * max(self._n_ff.sum(), 1))),
             bytes_touched_per_token=float((sum(n_bytes) - left_out) / n + rest),
             bytes_total_per_token=float(self._dense_bytes * n_steps / n + rest),
             active_parameters=float(parameters),

@@ -49,6 +49,7 @@ from hotset.model.operations import (
     Rope,
     Rotate,
     Route,
+    SelectiveScan,
     ShortConv,
     Threshold,
     TransposedLinear,
@@ -383,7 +384,7 @@ class _Emission:
                 self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
             case Attention():
                 self._attention(main, group.ops[:-1])
-            case ShortConv() | DeltaNet():
+            case ShortConv() | DeltaNet() | SelectiveScan():
                 self._plain(main, states=self._states(main))
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)

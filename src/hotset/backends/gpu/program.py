@@ -59,6 +59,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     Scale,
+    SelectiveScan,
     SelectOutputs,
     ShortConv,
     SoftCap,
@@ -314,7 +315,7 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case ShortConv() | DeltaNet():
+            case ShortConv() | DeltaNet() | SelectiveScan():
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.model.operations import XIELU, ActivationKind, AddStreams, DeltaNet, RopeKind, Route
+from hotset.model.operations import (
+    XIELU,
+    ActivationKind,
+    AddStreams,
+    DeltaNet,
+    RopeKind,
+    Route,
+    SelectiveScan,
+)
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
@@ -215,4 +223,26 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
         off = (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * strength[:, t, :, None]
         state = state + k[:, t, :, :, None] * off[:, :, None]
         out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+    return torch.stack(out, dim=1).flatten(2)
+
+
+def selective_scan(
+    op: SelectiveScan, x: Tensor, dt: Tensor, rate: Tensor, step: Tensor, skip: Tensor
+) -> Tensor:
+    """The state space of Mamba-2, token by token; of texts [n_texts, n_tokens, width]. See
+    operations.SelectiveScan."""
+    of_group = op.n_group * op.dim_k
+    x, b, c = x.split([op.out.width, of_group, of_group], dim=-1)
+
+    def of_heads(group: Tensor) -> Tensor:
+        heads: Tensor = group.unflatten(-1, (op.n_group, op.dim_k))
+        return heads.repeat_interleave(op.n_head // op.n_group, dim=2)
+
+    x, b, c, dt = x.unflatten(-1, (op.n_head, op.dim_v)), of_heads(b), of_heads(c), F.softplus(dt + step)
+    decay = (rate * dt).exp()
+    state, out = x.new_zeros(len(x), op.n_head, op.dim_k, op.dim_v), []
+    for t in range(x.shape[1]):
+        added = b[:, t, :, :, None] * (dt[:, t, :, None] * x[:, t])[:, :, None]
+        state = state * decay[:, t, :, None, None] + added
+        out.append(torch.einsum("nhkv,nhk->nhv", state, c[:, t]) + skip[:, None] * x[:, t])
     return torch.stack(out, dim=1).flatten(2)

@@ -35,6 +35,7 @@ from hotset.backends.torch.functions import (
     rms_norm,
     rotate,
     route,
+    selective_scan,
     short_conv,
     xielu,
 )
@@ -61,6 +62,7 @@ from hotset.model.operations import (
     Rotate,
     Route,
     Scale,
+    SelectiveScan,
     SelectOutputs,
     ShortConv,
     SoftCap,
@@ -224,11 +226,15 @@ class TorchGraph:
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
             case ShortConv():
-                return short_conv(step.by_text(op.x), self.weight(op.weight)).flatten(0, 1)
+                out = short_conv(step.by_text(op.x), self.weight(op.weight)).flatten(0, 1)
+                return out if op.bias is None else out + self.weight(op.bias)
             case DeltaNet():
                 x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
                 rate, bias = self.weight(op.rate), self.weight(op.step)
                 return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
+            case SelectiveScan():
+                vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
+                return selective_scan(op, step.by_text(op.x), step.by_text(op.dt), *vectors).flatten(0, 1)
             case Activate():
                 if op.xielu is not None:
                     return xielu(step[op.x], op.xielu)
@@ -241,7 +247,7 @@ class TorchGraph:
                 return step[op.a] + step[op.b]
             case Scale():
                 scaled = step[op.x] * op.factor
-                return scaled if op.weight is None else scaled * self.weight(op.weight)
+                return scaled if op.weight is None else scaled * self.weight(op.weight).flatten()
             case AddStreams():
                 weights = None if op.weights is None else step[op.weights]
                 return add_streams(op, step[op.x], step[op.y], weights)

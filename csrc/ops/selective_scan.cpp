@@ -1,0 +1,66 @@
+// The state space of Mamba-2: a matrix per head, which each token lets decay, adds to and reads
+// (operations.SelectiveScan).
+#include <cmath>
+
+#include "../facts.h"
+#include "head_states.h"
+
+namespace hotset {
+namespace {
+
+// See operations.SelectiveScan. x: values [n_head][dim_v], then B and C [n_group][dim_k] each; dt: a number
+// per head. A state: [n_head][dim_k][dim_v].
+struct SelectiveScanFacts {
+    int x = -1, dt = -1, out = -1;
+    int n_head = 0, n_group = 0, dim_k = 0, dim_v = 0;
+    std::vector<float> rate, step, skip;  // [n_head]
+    StateSlots states;
+};
+
+class SelectiveScan : public HeadStates {
+  public:
+    SelectiveScan(const Plan& plan, SelectiveScanFacts facts)
+        : HeadStates(plan, {facts.out, facts.n_head, facts.dim_k, facts.dim_v, facts.dim_v, facts.states}),
+          f_(std::move(facts)) {}
+
+  private:
+    void advance(int t, int head, float* state, float* scratch, float* out) const override {
+        const float* x = plan_.buffer(f_.x).row(t);
+        const float* b =
+            x + int64_t(f_.n_head) * f_.dim_v + int64_t(head / (f_.n_head / f_.n_group)) * f_.dim_k;
+        const float* c = b + int64_t(f_.n_group) * f_.dim_k;
+        const double dt = softplus(double(plan_.buffer(f_.dt).row(t)[head]) + f_.step[head]);
+        const float decay = float(std::exp(f_.rate[head] * dt)), amount = float(dt);
+        x += int64_t(head) * f_.dim_v;
+        for (int i = 0; i < f_.dim_v; i++) scratch[i] = amount * x[i];
+        plan_.kernels().selective_scan(f_.dim_k, f_.dim_v, b, c, scratch, decay, state, out);
+        for (int i = 0; i < f_.dim_v; i++) out[i] += f_.skip[head] * x[i];
+    }
+
+    const SelectiveScanFacts f_;
+};
+
+}  // namespace
+
+static const Registered kSelectiveScan("selective_scan", [](Facts& facts) -> std::unique_ptr<Op> {
+    SelectiveScanFacts f;
+    f.x = facts.buffer("x"), f.dt = facts.buffer("dt"), f.out = facts.buffer("out");
+    for (int id : {f.x, f.dt, f.out}) facts.of_all_tokens(id);
+    require(f.x != f.out && f.dt != f.out, "an operation with a state reads what it does not write");
+    f.n_head = facts.integer("n_head", 1, kMaxStateHeads);
+    f.n_group = facts.integer("n_group", 1, f.n_head);
+    f.dim_k = facts.integer("dim_k", 1, kMaxHeadDim);
+    f.dim_v = facts.integer("dim_v", 1, kMaxHeadDim);
+    require(f.n_head % f.n_group == 0, "heads share the B and C of a group");
+    const int64_t values = int64_t(f.n_head) * f.dim_v;
+    require(facts.width(f.x) == values + 2 * int64_t(f.n_group) * f.dim_k && facts.width(f.out) == values &&
+                facts.width(f.dt) == f.n_head,
+            "heads fill the widths of a selective scan");
+    f.rate = facts.floats("rate", f.n_head);
+    f.step = facts.floats("step", f.n_head);
+    f.skip = facts.floats("skip", f.n_head);
+    f.states = facts.states("states", values * f.dim_k);
+    return std::make_unique<SelectiveScan>(facts.plan(), std::move(f));
+});
+
+}  // namespace hotset
