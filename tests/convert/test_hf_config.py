@@ -386,6 +386,7 @@ FULL_CONFIGS = _full_configs()
 # transformers' are those of one published model.
 WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim", "n_embd", "n_layer", "n_head"}
+WITHOUT_DEFAULT |= {"d_model", "n_layers", "n_heads"}
 # transformers' class has none either, and its model cannot be built.
 WITHOUT_DEFAULT |= {"DeepseekV2Config num_experts_per_tok", "Lfm2MoeConfig layer_types"}
 # What each layer is, is no default.

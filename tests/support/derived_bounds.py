@@ -497,6 +497,9 @@ class Oracle(ReferenceBackend):
                 k = keys[seen, head // group].astype(np.float64)
                 v = values[seen, head // group].astype(np.float64)
                 scores, magnitude = k @ q[head], np.abs(k) @ np.abs(q[head])
+                if op.slopes is not None:
+                    fallen = op.slopes[head] * np.arange(len(seen))[::-1]
+                    scores, magnitude = scores - fallen, magnitude + fallen
                 if op.sinks is not None:  # as a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])
                     magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])

@@ -310,6 +310,8 @@ NEMOTRON_H_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+MPT = {"max_seq_len": 256, "layer_norm_epsilon": 1e-2}
+BLOOM = {"seq_length": 256, "layer_norm_epsilon": 1e-2}
 
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
@@ -487,6 +489,12 @@ RECIPES: dict[str, TinyModel] = {
     "apertus": TinyModel("Apertus", LLAMA3),
     "apertus-tied": TinyModel("Apertus", {**WIDE_HEADS, **rope("linear"), "tie_word_embeddings": True}),
     "apertus-biases": TinyModel("Apertus", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
+    "mpt": TinyModel("Mpt", MPT),
+    "mpt-heads": TinyModel("Mpt", {**MPT, "num_attention_heads": 3}),
+    "mpt-untied": TinyModel("Mpt", {**MPT, "num_attention_heads": 8, "tie_word_embeddings": False}),
+    "bloom": TinyModel("Bloom", BLOOM),
+    "bloom-heads": TinyModel("Bloom", {**BLOOM, "num_attention_heads": 3}),
+    "bloom-untied": TinyModel("Bloom", {**BLOOM, "num_attention_heads": 4, "tie_word_embeddings": False}),
     "bitnet": TinyModel("BitNet", {"tie_word_embeddings": True}),
     "bitnet-biases": TinyModel("BitNet", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
     "bitnet-silu": TinyModel("BitNet", {"hidden_act": "silu", "num_key_value_heads": 6, **LLAMA3}),

@@ -327,6 +327,9 @@ class ReferenceBackend:
             scores = query @ past_k
             if op.softcap:
                 scores = soft_cap(scores, op.softcap)
+            if op.slopes is not None:
+                slopes = np.array(op.slopes, F32).reshape(op.n_head_kv, group, 1)
+                scores = scores + slopes * np.arange(1 - len(seen), 1, dtype=F32)
             highest, total = scores.max(axis=-1, keepdims=True), 0.0
             if op.sinks is not None:
                 sinks = self._weight(op.sinks).reshape(op.n_head_kv, group, 1)

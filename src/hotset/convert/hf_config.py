@@ -76,6 +76,10 @@ SYNONYMS = {
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",  # of GPT-2, as the next
     "n_positions": "max_position_embeddings",
+    "d_model": "hidden_size",  # of MPT, as the next three
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
 }
 
 
@@ -1007,6 +1011,63 @@ CLASSES: dict[str, HFClass] = {
         required={"hidden_act": "xielu"},
         layer_keys={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
     ),
+    "MptForCausalLM": HFClass(
+        "mpt",
+        tensors={"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "lm_head": "output"},
+        layers="transformer.blocks",
+        layer_tensors={
+            "norm_1": "attn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "norm_2": "ffn_norm",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+        },
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        tied=True,
+        defaults={"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048, "alibi_bias_max": 8},
+        required={
+            "attn_type": "multihead_attention",
+            "clip_qkv": None,
+            "softmax_scale": None,
+            "prefix_lm": False,
+            "qk_ln": False,
+            "attn_uses_sequence_id": False,
+            "alibi": True,
+            "logit_scale": None,
+            "no_bias": True,
+            "expansion_ratio": 4,
+        },
+        ff="n_inner",
+        numbers={"attention.max_alibi_bias": "alibi_bias_max"},
+    ),
+    "BloomForCausalLM": HFClass(
+        "bloom",
+        tensors={
+            "transformer.word_embeddings": "token_embd",
+            "transformer.word_embeddings_layernorm": "token_embd_norm",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+        },
+        layers="transformer.h",
+        layer_tensors={
+            "input_layernorm": "attn_norm",
+            "self_attention.query_key_value": "attn_qkv",
+            "self_attention.dense": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        ff="n_inner",
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        tied=True,
+        defaults={"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048},
+        required={"apply_residual_connection_post_layernorm": False},
+        own_names={"max_position_embeddings": "seq_length"},
+        grouped_qkv=True,
+    ),
     "BitNetForCausalLM": HFClass(
         "bitnet",
         layer_tensors=_LLAMA_NAMES
@@ -1672,6 +1733,8 @@ def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     if hf_class.sees and isinstance(text := config.get("text_config"), dict):
         whole = {k: config[k] for k in ("tie_word_embeddings", "architectures") if k in config}
         config = config | text | whole  # the output is the whole model's
+    if hf_class.architecture == "mpt" and isinstance(of_attention := config.get("attn_config"), dict):
+        config = config | of_attention
     config = _renamed(config)
     for plain, own in hf_class.own_names.items():
         config.pop(plain, None)
@@ -1749,7 +1812,8 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
-        n_ff = 4 * self.n_embd if self.architecture in ("falcon", "gpt2", "starcoder") else None
+        of_width = ("falcon", "gpt2", "starcoder", "mpt", "bloom")
+        n_ff = 4 * self.n_embd if self.architecture in of_width else None
         widths = config.get(self.hf_class.ff)
         if self.altup is None or not isinstance(widths, list):
             widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
@@ -1797,7 +1861,7 @@ class HFConfig:
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
 
     def _n_head_kv(self) -> int:
-        if self.architecture in ("opt", "gpt2", "gptneox") or self.hf_class.latent:
+        if self.architecture in ("opt", "gpt2", "gptneox", "mpt", "bloom") or self.hf_class.latent:
             return self.n_head
         if self.architecture == "starcoder":
             return 1 if self.raw.get("multi_query", True) is True else self.n_head

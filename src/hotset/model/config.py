@@ -165,6 +165,9 @@ class Architecture:
     sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
     activation_at: of files that name no activation those with so many layers have `activation`, the others
       silu; None: all have it.
+    alibi: of files without the key attention.max_alibi_bias (see operations.Attention.slopes); 0: scores do
+      not fall with distance; None: files must have the key. embedding_norm: the
+      embedding passes a norm (`token_embd_norm`).
     compared_with: what the tests take its numbers from, with tiny random models.
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
@@ -219,6 +222,8 @@ class Architecture:
     altup: bool = False
     sub_norms: bool = False
     activation_at: int | None = None
+    alibi: float | None = 0.0
+    embedding_norm: bool = False
     compared_with: str = "transformers"
 
 
@@ -329,6 +334,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "mpt": Architecture(
+        rope=None, norm="layer", norm_bias=False, gated=False, activation=GELU, alibi=None
+    ),
+    "bloom": Architecture(
+        rope=None, norm="layer", gated=False, activation=GELU_TANH, embedding_norm=True, alibi=8.0,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
     "olmo": Architecture(norm="layer", norm_weights=False),
     "apertus": Architecture(rope="neox", qk_norm="head", gated=False, activation=XIELU_OF_LAYERS),
     "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
@@ -575,7 +587,8 @@ class ModelConfig:
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
     the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
     the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
-    the file; masked: that predictor's mask is part of the model. For the rest see Architecture.
+    the file; masked: that predictor's mask is part of the model. slopes: see operations.Attention. For the
+    rest see Architecture.
     """
 
     architecture: str
@@ -606,6 +619,8 @@ class ModelConfig:
     masked: bool = False
     n_extra_layers: int = 0
     output_norm: str = "output_norm"
+    slopes: tuple[float, ...] | None = None
+    embedding_norm: bool = False
 
     @property
     def n_layer(self) -> int:
@@ -840,6 +855,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         masked=_masked(gguf.metadata),
         n_extra_layers=n_extra_layers,
         output_norm=architecture.output_norm,
+        slopes=_slopes(keys, architecture, n_head),
+        embedding_norm=architecture.embedding_norm,
     )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
@@ -1078,6 +1095,20 @@ def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -
         head_dim_v = keys.integer("attention.value_length_mla", 1, 1 << 14, head_dim_v)
     _check_heads(n_head // n_head_kv, max(head_dim, head_dim_v))
     return n_head, n_head_kv, head_dim, head_dim_v
+
+
+def _slopes(keys: _Keys, architecture: Architecture, n_head: int) -> tuple[float, ...] | None:
+    """ALiBi's slopes: a geometric sequence down to 2^-bias, and for heads beyond a power of two every second
+    one of the next finer sequence."""
+    bias = keys.factor("attention.max_alibi_bias", architecture.alibi or 0.0)
+    if not bias:
+        if architecture.alibi is None:
+            raise keys.error("attention.max_alibi_bias", "is missing, and the model has no other positions")
+        return None
+    whole = 1 << (n_head.bit_length() - 1)
+    exponents = [(h + 1) / whole for h in range(whole)]
+    exponents += [(2 * h + 1) / (2 * whole) for h in range(n_head - whole)]
+    return tuple(2.0 ** (-bias * exponent) for exponent in exponents)
 
 
 def _latent(keys: _Keys, architecture: Architecture, head_dim: int) -> Latent | None:

@@ -3,7 +3,7 @@
 It computes nothing and names no architecture: the facts come from ModelConfig. Values are named as the GGUF
 tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name can be asked for as a tap:
 
-    embedding  [embedding_scaled]  [position_embd  inp: their sum]
+    embedding  [embedding_scaled]  [token_embd_norm]  [position_embd  inp: their sum]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
     [blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own: what
     the heads make of them  attn_k_shared  attn_k_shared_rope]
@@ -190,6 +190,8 @@ class _Description:
         x = self.scaled(
             self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
         )
+        if config.embedding_norm:
+            x = self.norm(x, "token_embd_norm")
         if (first := config.first_position) is not None:
             weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
             positions = self.add(Embed(self.value("position_embd", d), weight, "position", first))
@@ -261,7 +263,7 @@ class _Description:
                 attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, **self.where,
+                layer.source, config.slopes, **self.where,
             )
         )  # fmt: skip
         if gate is not None:

@@ -308,7 +308,8 @@ class Attention(Operation):
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
     `window` > 0: a token sees itself and the window - 1 tokens before it. sinks: a score for each head that
     takes part in its softmax, with a value of zero. source: the layer whose keys and values these are, which
-    has stored them; None: its own.
+    has stored them; None: its own. slopes: of each head, by which a score falls with each token between
+    (ALiBi, arXiv 2108.12409); None: it does not.
     """
 
     out: Value
@@ -324,6 +325,7 @@ class Attention(Operation):
     softcap: float = 0.0
     sinks: Vector | None = None
     source: int | None = None
+    slopes: tuple[float, ...] | None = None
 
     mixes_tokens: ClassVar[bool] = True
 

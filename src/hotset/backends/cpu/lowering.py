@@ -778,7 +778,8 @@ class _Emission:
         more = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, **self._cache(main)}
         if main.source is not None:  # they are stored
             more |= {"k": None, "v": None}
-        self._plain(replace(main, q=q, k=k), **more)
+        slopes = None if main.slopes is None else np.array(main.slopes, np.float32)
+        self._plain(replace(main, q=q, k=k), **more, slopes=slopes)
 
     # ---- small things
 

@@ -141,16 +141,20 @@ def attend(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention whose heads may share keys and values: [..., n_tokens, n_head_kv, group, dim_v].
 
     q: [..., n_tokens, n_head_kv, group, dim], already scaled; k: [..., n_head_kv, n_seen, dim], v: [...,
     n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen], what a token does not see. softcap, sinks
-    ([n_head_kv * group]): see operations.Attention.
+    ([n_head_kv * group]): see operations.Attention. bias [n_head_kv, n_tokens, group, n_seen] is added to the
+    scores.
     """
     scores = torch.einsum("...thgd,...hnd->...htgn", q, k)
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(hidden[:, None, :], -math.inf)
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)

@@ -284,12 +284,17 @@ class TorchGraph:
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
         v = step.by_text(op.v).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
-        if op.window or op.softcap or op.sinks is not None:
+        if op.window or op.softcap or op.sinks is not None or op.slopes is not None:
             ago = torch.arange(n_tokens, device=self.device)
             ago = ago[:, None] - ago
             hidden = (ago < 0) | (ago >= op.window) if op.window else ago < 0
             sinks = self.bias(op.sinks)
-            return attend(q * op.scale, k, v, hidden, softcap=op.softcap, sinks=sinks).flatten(2)
+            bias = None
+            if op.slopes is not None:
+                slopes = torch.tensor(op.slopes, device=self.device).view(op.n_head_kv, 1, group, 1)
+                bias = -slopes * ago[None, :, None]
+            out = attend(q * op.scale, k, v, hidden, softcap=op.softcap, sinks=sinks, bias=bias)
+            return out.flatten(2)
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         q = q.flatten(2, 3).transpose(1, 2)

@@ -1,0 +1,82 @@
+"""Scores that fall with the distance between tokens, in place of a rotation or learned positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backend_runs import assert_every_operation_is_right, logits_of, tokens
+from gpu_runs import assert_close, gpu
+from sparse_runs import ONE_BY_ONE, cpu, prepared
+
+from hotset import _core
+from hotset.backends.reference import ReferenceBackend
+from hotset.backends.torch.graph import TorchGraph
+from hotset.convert.hf_config import HFConfig
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import config_from_gguf
+
+torch = pytest.importorskip("torch")
+tiny_models = pytest.importorskip("tiny_models")
+
+
+@pytest.fixture(params=["bloom", "mpt-heads"])
+def alibi(request: pytest.FixtureRequest, run_folder: Path) -> GGUFFile:
+    return open_gguf(tiny_models.shared_gguf(request.param, run_folder))
+
+
+def test_every_operation_is_the_references(alibi: GGUFFile) -> None:
+    ready, graph = prepared(alibi, "dense")
+    backend = cpu(alibi, "dense", kv_type="f32")
+    assert_every_operation_is_right(ready.weights, graph, backend, tokens(150), [7, 8, 9, 90], [2, 0, 1])
+
+
+def test_the_same_bits_in_any_steps_and_on_any_instruction_set(alibi: GGUFFile) -> None:
+    ids, pages = tokens(128), [2, 0]
+    expected = logits_of(cpu(alibi, "dense", n_threads=1, isa="scalar"), ids, [], pages)
+    for isa in _core.available_isas():
+        for splits in ([], ONE_BY_ONE, [3, 8, 70, 119]):
+            found = logits_of(cpu(alibi, "dense", isa=isa), ids, splits, pages)
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_torch_computes_it_and_a_device_refuses_it(alibi: GGUFFile) -> None:
+    ready, graph = prepared(alibi, "dense")
+    ids = tokens(40)
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
+    found = TorchGraph(alibi, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
+    assert_close(found.numpy(), expected)
+    with pytest.raises(UnsupportedModelError, match=r"ALiBi is computed on the CPU; use --no-gpu"):
+        gpu(ready.weights, graph)
+
+
+def test_slopes(run_folder: Path) -> None:
+    """Of three heads those of two, and the first of four; bloom's files need no key, mpt's do."""
+    mpt = open_gguf(tiny_models.shared_gguf("mpt-heads", run_folder))
+    assert config_from_gguf(mpt).slopes == (2**-4, 2**-8, 2**-2)
+    mpt.metadata["mpt.attention.max_alibi_bias"] = 4.0
+    assert config_from_gguf(mpt).slopes == (2**-2, 2**-4, 2**-1)
+    for value in (None, 0.0):
+        mpt.metadata["mpt.attention.max_alibi_bias"] = value
+        with pytest.raises(FormatError, match=r"max_alibi_bias is missing"):
+            config_from_gguf(mpt)
+    bloom = open_gguf(tiny_models.shared_gguf("bloom", run_folder))
+    assert "bloom.attention.max_alibi_bias" not in bloom.metadata
+    assert config_from_gguf(bloom).slopes == (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
+
+
+def test_the_entries_of_mpts_attention_count() -> None:
+    sizes = {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 96,
+        "n_heads": 3,
+        "n_layers": 2,
+        "vocab_size": 320,
+    }
+    config = HFConfig({**sizes, "attn_config": {"alibi_bias_max": 5}})
+    assert config.keys("mpt", 128)["mpt.attention.max_alibi_bias"] == 5.0
+    for entry, value in (("clip_qkv", 8.0), ("qk_ln", True), ("alibi", False)):
+        with pytest.raises(UnsupportedModelError, match=entry):
+            HFConfig({**sizes, "attn_config": {entry: value}})
