@@ -510,6 +510,15 @@ def test_entries_of_classes_that_transformers_lacks() -> None:
     found = HFConfig(qwen | {"layer_norm_epsilon": 1e-6})
     assert (found.n_ctx, found.n_ff) == (64, 48)
     assert found.keys("qwen", 64)["qwen.feed_forward_length"] == 96
+    plamo = keys("Plamo", num_key_value_heads=4, n_shared_head=2)
+    assert plamo["attention.head_count_kv"] == 2  # that is what the entry does not say
+    assert keys("Maincoder", intermediate_size_mlp=128)["feed_forward_length"] == 128
+    sees = {"architectures": ["HunYuanVLForConditionalGeneration"], **SIZES}
+    rope = {"type": "xdrope", "xdrope_section": [2, 2, 2, 2], "alpha": 1000.0, "factor": 1.0}
+    found = HFConfig(sees | {"rope_scaling": rope, "rope_theta": 10000.0}).keys("hunyuan_vl", 128)
+    assert found["hunyuan_vl.rope.freq_base"] == 10000.0
+    assert found["hunyuan_vl.rope.scaling.alpha"] == 1000.0
+    assert found["hunyuan_vl.rope.dimension_sections"] == [2, 2, 2, 2]
     with pytest.raises(UnsupportedModelError, match="first_k_dense_replace"):
         keys("HYV3", first_k_dense_replace=2)
     with pytest.raises(UnsupportedModelError, match="mlp_layer_types"):

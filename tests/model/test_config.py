@@ -777,3 +777,11 @@ def test_layers_of_hy_v3_with_a_router_have_experts() -> None:
     keys = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
     layers = config_from_gguf(file("hy_v3", {"blk.1.ffn_gate_inp.weight": (64, 8)}, **keys)).layers
     assert [(layer.experts is not None, layer.n_ff) for layer in layers] == [(False, 96), (True, 32)]
+
+
+def test_a_window_of_deepseek2_ocr_is_refused() -> None:
+    """Its window is one behind a prompt that all tokens see, and not over the last tokens."""
+    experts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    assert config_from_gguf(file("deepseek2-ocr", **experts)).layers[0].window == 0
+    with pytest.raises(UnsupportedModelError, match=r"deepseek2-ocr\.attention\.sliding_window is 16"):
+        config_from_gguf(file("deepseek2-ocr", **experts, attention__sliding_window=16))

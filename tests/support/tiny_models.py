@@ -82,6 +82,22 @@ class FATReLU(torch.nn.Module):
         return torch.where(x >= 0.1, x, torch.zeros_like(x))
 
 
+class ParallelLayer(torch.nn.Module):
+    """PLaMo's: attention and FFN read the same."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = layer.input_layernorm, layer.self_attn, layer.mlp
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.self_attn(hidden_states=h, **how)[0] + self.mlp(h)
+
+
+def use_parallel_layers(model: torch.nn.Module) -> None:
+    model.model.layers = torch.nn.ModuleList(ParallelLayer(layer) for layer in model.model.layers)
+
+
 def use_drelu(model: torch.nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp = DReLU(layer.mlp)
@@ -159,6 +175,35 @@ def named(name: str) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
 
 
+def neighbours(tensors: Tensors, head_dim: int) -> Tensors:
+    """Channels of q and k in the pairs that are rotated together, which lie in halves."""
+    found = {}
+    for name, tensor in tensors.items():
+        if re.search(r"\.(q_proj|k_proj|query_layernorm|key_layernorm)\.", name):
+            pairs = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+            tensor = pairs.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+        found[name] = tensor
+    return found
+
+
+def scattered(tensors: Tensors, groups: int, head_dim: int) -> Tensors:
+    """Query heads so that a key is of each so-many-th, and not of as many side by side."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name or ".o_proj." in name:
+            rows = tensor if ".q_proj." in name else tensor.T
+            rows = rows.reshape(groups, -1, head_dim, rows.shape[-1]).swapaxes(0, 1).reshape(rows.shape)
+            tensor = (rows if ".q_proj." in name else rows.T).contiguous()
+        found[name] = tensor
+    return found
+
+
+def with_eyes(tensors: Tensors) -> Tensors:
+    """With tensors of the part that sees."""
+    names = ("model.sam_model.patch.weight", "model.projector.layers.weight", "model.image_newline")
+    return tensors | {name: torch.ones(4) for name in names}
+
+
 def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
     original = {} if kind == "linear" else {"original_max_position_embeddings": ROPE_ORIGINAL}
     return {
@@ -199,6 +244,16 @@ def mrope(*section: int) -> dict[str, Any]:
     return {"rope_parameters": parameters}
 
 
+def xdrope(*section: int) -> dict[str, Any]:
+    """As mrope, with frequencies for long contexts."""
+    parameters = mrope(*section)["rope_parameters"] | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    return {"rope_parameters": parameters}
+
+
+HUNYUAN_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "out_hidden_size": 96, "text_hidden_size": 96,
+}  # fmt: skip
 VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 96,
     "intermediate_size": 32,
@@ -292,6 +347,8 @@ QWEN1_ENTRIES = {
 QWEN1_NAMES = renamed(
     GPT2_STYLE | {"mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1", "mlp.down_proj": "mlp.c_proj"}
 )
+MAINCODER_NAMES = renamed({"query_layernorm": "q_norm", "key_layernorm": "k_norm", "mlp": "feed_forward"})
+PLAMO_NAMES = renamed({"model.layers": "model.layers.layers"})
 TURBOSPARSE = TinyModel(
     "TurboSparse",
     {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
@@ -643,6 +700,37 @@ RECIPES: dict[str, TinyModel] = {
         {"head_dim": 16, "use_bias": True, **mrope(4, 2, 2), "tie_word_embeddings": True, **ONE_KV_HEAD},
         vision=VISION,
     ),
+    "hunyuan_vl": TinyModel("HunYuanVL", {"head_dim": 16, **xdrope(2, 2, 2, 2)}, vision=HUNYUAN_VISION),
+    "hunyuan_vl-plain": TinyModel(
+        "HunYuanVL",
+        {**WIDE_HEADS, **mrope(6, 5, 5), "attention_bias": True, **ONE_KV_HEAD, "tie_word_embeddings": True},
+        vision=HUNYUAN_VISION,
+    ),
+    "maincoder": TinyModel(
+        "HunYuanDenseV1",
+        {**WIDE_HEADS, "tie_word_embeddings": True},
+        written_as=named("Maincoder") | {"intermediate_size_mlp": 160, "use_qk_norm": True},
+        published=(partial(neighbours, head_dim=32), MAINCODER_NAMES),
+    ),
+    "maincoder-untied": TinyModel(
+        "HunYuanDenseV1",
+        {"head_dim": 24, "tie_word_embeddings": False, **ONE_KV_HEAD},
+        written_as=named("Maincoder") | {"intermediate_size_mlp": 160, "use_qk_norm": True},
+        published=(partial(neighbours, head_dim=24), MAINCODER_NAMES),
+    ),
+    "plamo": TinyModel(
+        "Llama",
+        patch=use_parallel_layers,
+        written_as=named("Plamo") | {"n_shared_head": 3, "num_key_value_heads": 6},
+        published=(partial(scattered, groups=2, head_dim=16), PLAMO_NAMES),
+    ),
+    "plamo-heads": TinyModel(
+        "Llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        patch=use_parallel_layers,
+        written_as=named("Plamo") | {"n_shared_head": 2},
+        published=(partial(scattered, groups=3, head_dim=16), PLAMO_NAMES),
+    ),
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
@@ -737,6 +825,10 @@ BAILING = {
 BAILING_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 2,
     "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK_OCR = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "use_mla": False, "topk_method": "greedy",
 }  # fmt: skip
 BAILING2 = GLM_EXPERTS | {"use_qk_norm": True, "num_nextn_predict_layers": 0}
 BAILING2_NAMES = renamed(
@@ -879,6 +971,21 @@ EXPERTS: dict[str, TinyModel] = {
         {**MELLUM, "num_hidden_layers": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **ONE_KV_HEAD}
         | {"attention_bias": True, **unscaled_windows("linear")},
+    ),
+    "deepseek2-ocr": TinyModel(
+        "Llama",
+        {"num_key_value_heads": 6},
+        patch=use_deepseek_experts,
+        written_as=named("DeepseekOCR")
+        | {"language_config": DEEPSEEK_OCR | {"norm_topk_prob": False, "routed_scaling_factor": 1.0}},
+        published=(with_eyes,),
+    ),
+    "deepseek2-ocr-normalised": TinyModel(
+        "Llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        patch=partial(use_deepseek_experts, normalised=True),
+        written_as=named("DeepseekOCR2") | DEEPSEEK_OCR | {"norm_topk_prob": True},
+        published=(with_eyes,),
     ),
     "bailingmoe": TinyModel(
         "Llama",

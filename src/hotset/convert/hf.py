@@ -70,7 +70,10 @@ _IGNORED = re.compile(
     r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|mlp_AR|projector)\..*")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?((visual|vit|vision_tower|vision_model|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
+    r"|image_newline|view_seperator)"
+)
 _TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 _BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
@@ -508,6 +511,10 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv" and hf.grouped_qkv:
         return Origin(values, rows=_ungrouped(config))
+    if hf.scattered_groups and stem in ("attn_q", "attn_output"):
+        groups = np.arange(config.n_head * config.head_dim).reshape(-1, config.n_head_kv, config.head_dim)
+        order = groups.swapaxes(0, 1).reshape(-1)
+        return Origin(values, rows=order) if stem == "attn_q" else Origin(values, columns=order)
     if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
         return Origin(values, plus=1.0)
     if config.altup is not None and stem == "per_layer_token_embd":

@@ -140,7 +140,8 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. depth_scales: config.json has MiniCPM's scales. latent: keys and values are made of
+    and then those of up. depth_scales: config.json has MiniCPM's scales. scattered_groups: a key is of
+    each so-many-th query head, and not of as many side by side. latent: keys and values are made of
     one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
     stores_by_input: matrices of layers are stored a row per input.
@@ -180,6 +181,7 @@ class HFClass:
     partial: bool = False
     grouped_qkv: bool = False
     depth_scales: bool = False
+    scattered_groups: bool = False
     fused_gate: bool = False
     latent: bool = False
     activates_up: bool = False
@@ -589,6 +591,20 @@ _INDEXED_DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
     "index_topk": 2048, "index_head_dim": 128,
 }  # fmt: skip
+_DEEPSEEK_OCR = HFClass(
+    "deepseek2-ocr",
+    layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _SHARED_EXPERTS,
+    required={
+        "use_mla": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "sliding_window": None,
+    },
+    numbers={"expert_weights_scale": "routed_scaling_factor"},
+    sees=True,
+    experts=HFExperts(**_DEEPSEEK_EXPERTS),
+)
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
@@ -1574,6 +1590,37 @@ CLASSES: dict[str, HFClass] = {
         sections=True,
         sees=True,
     ),
+    "HunYuanVLForConditionalGeneration": HFClass(
+        "hunyuan_vl",
+        layer_tensors=_HUNYUAN_NAMES,
+        tied=True,
+        defaults=_OLMO_DEFAULTS,
+        sections=True,
+        sees=True,
+    ),
+    "MaincoderForCausalLM": HFClass(
+        "maincoder",
+        layer_tensors=_LLAMA_NAMES
+        | {
+            "feed_forward.gate_proj": "ffn_gate",
+            "feed_forward.up_proj": "ffn_up",
+            "feed_forward.down_proj": "ffn_down",
+        },
+        ff="intermediate_size_mlp",
+        tied=True,
+        required={"use_qk_norm": True},
+        rotates="norm",
+    ),
+    "PlamoForCausalLM": HFClass(
+        "plamo",
+        layers="model.layers.layers",
+        layer_tensors=_LLAMA_NAMES | {"norm": "attn_norm"},
+        activation=None,
+        defaults={"max_position_embeddings": 4096},
+        scattered_groups=True,
+    ),
+    "DeepseekOCRForCausalLM": _DEEPSEEK_OCR,
+    "DeepseekOCR2ForCausalLM": _DEEPSEEK_OCR,
     "BailingMoeForCausalLM": HFClass(
         "bailingmoe",
         tensors=_BAILING_TENSORS,
@@ -1730,7 +1777,7 @@ class HFAltUp:
 
 def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     """The entries of the model that generates, under one name each, with the class's defaults."""
-    if hf_class.sees and isinstance(text := config.get("text_config"), dict):
+    if hf_class.sees and isinstance(text := config.get("text_config", config.get("language_config")), dict):
         whole = {k: config[k] for k in ("tie_word_embeddings", "architectures") if k in config}
         config = config | text | whole  # the output is the whole model's
     if hf_class.architecture == "mpt" and isinstance(of_attention := config.get("attn_config"), dict):
@@ -1863,6 +1910,8 @@ class HFConfig:
     def _n_head_kv(self) -> int:
         if self.architecture in ("opt", "gpt2", "gptneox", "mpt", "bloom") or self.hf_class.latent:
             return self.n_head
+        if self.hf_class.scattered_groups:
+            return max(self.n_head // integer(self.raw, "n_shared_head", high=self.n_head), 1)
         if self.architecture == "starcoder":
             return 1 if self.raw.get("multi_query", True) is True else self.n_head
         if self.architecture != "falcon":
@@ -2233,11 +2282,14 @@ class HFConfig:
         """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
         config, rope = self.raw, self._ropes("full_attention")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "dynamic" and rope.get("alpha") and self.architecture.startswith("hunyuan"):
+        if kind == "dynamic" and rope.get("alpha") and self.architecture in ("hunyuan-dense", "hunyuan-moe"):
             # Scaled for the longest context, whatever the context is.
             rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
             rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
             kind = "default"
+        if self.architecture == "hunyuan_vl":  # the same, by a key of the file
+            scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
+            rope["alpha"], kind = (number(rope, "alpha"), "default") if scaled else (None, kind)
         if kind == "dynamic" and self.architecture == "internlm2":  # begins where its context ends
             kind = "default"
         if kind == "mrope":  # of a text all dimensions of a position are the same
@@ -2294,6 +2346,8 @@ class HFConfig:
             "rope.dimension_count": self._n_rot(rope),
             "rope.freq_base": float(number(rope, "rope_theta")),
         }
+        if self.architecture == "hunyuan_vl" and rope["alpha"] is not None:
+            keys["rope.scaling.alpha"] = float(rope["alpha"])
         if self.latent is not None and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
             raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
         if kind in ("default", "llama3"):  # llama3's scaling is the tensor rope_freqs.weight
@@ -2347,7 +2401,7 @@ class HFConfig:
         more than a head has. Without mrope_section: a third each, which is 11, 11, 10 in published models.
         """
         rope = self._rope()
-        found = rope.get("mrope_section")
+        found = rope.get("mrope_section", rope.get("xdrope_section"))
         if found is None:
             found = [(self._n_rot(rope) // 2 + 2 - i) // 3 for i in range(3)]
         if (

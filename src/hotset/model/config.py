@@ -145,7 +145,8 @@ class Architecture:
     scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
       multiplied by the file's logit_scale; elsewhere they are divided by it. needs_scales: the file must have
       the scales of the embedding, of what is added to the stream, and of the logits.
-    halved_ff: the file's feed_forward_length is twice the width of the FFN.
+    halved_ff: the file's feed_forward_length is twice the width of the FFN. unwindowed: a window in the file
+      is of another kind, which is not computed.
     narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
       the width of a head.
     latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
@@ -206,6 +207,7 @@ class Architecture:
     multiplies_logits: bool = False
     needs_scales: bool = False
     halved_ff: bool = False
+    unwindowed: bool = False
     narrow_scale_at: int | None = None
     latent_eps: float | None = None
     tempered: str | None = None
@@ -392,6 +394,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", biased=("attn_qkv",), halved_ff=True, compared_with=_SAME_GRAPH.format("Qwen2")
     ),
     "paddleocr": Architecture(rope="neox"),
+    "hunyuan_vl": Architecture(rope="neox", qk_norm="head", qk_norm_last=True),
+    "maincoder": Architecture(
+        qk_norm="head", qk_norm_last=True, compared_with=_SAME_GRAPH.format("HunYuanDenseV1")
+    ),
+    "plamo": Architecture(
+        rope="neox", parallel="always", compared_with="transformers' Llama, with parallel layers"
+    ),
+    "deepseek2-ocr": Architecture(
+        rope="neox", experts=ExpertDefaults(normalised=False), unwindowed=True,
+        compared_with="transformers' Llama, with its experts",
+    ),
     "bailingmoe": Architecture(
         experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
     ),
@@ -1279,6 +1292,11 @@ def _windows(keys: _Keys, n_layer: int, architecture: Architecture) -> tuple[int
     """
     period = architecture.window_period
     window = keys.integer("attention.sliding_window", 0, MAX_WINDOW, 0)
+    if window and architecture.unwindowed:
+        raise UnsupportedModelError(
+            f"the file's key {keys.architecture}.attention.sliding_window is {window}: windows of this "
+            "architecture are not supported"
+        )
     pattern = keys.get("attention.sliding_window_pattern", period or None)
     if pattern is None:
         return (window,) * n_layer
@@ -1326,6 +1344,8 @@ def _rope(
     if n_rot % 2:
         raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
     base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+    if alpha := keys.real("rope.scaling.alpha", 0.0, 1e9, 0.0):  # hunyuan_vl's, whatever the context is
+        base *= alpha ** (n_rot / max(n_rot - 2, 1))
     freq = _frequencies(base, n_rot)
     if factors in gguf.tensors:  # the scaling of Llama 3 and Phi 3 is a tensor of divisors, not a key
         freq = freq / _divisors(gguf, factors, n_rot // 2)
