@@ -976,7 +976,7 @@ EXPERTS: dict[str, TinyModel] = {
 def first_of_each_architecture() -> list[str]:
     """One recipe of each architecture; the others are `slow` tests."""
     kinds = {
-        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
+        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type"), name in EXPERTS): name
         for name, recipe in reversed((RECIPES | EXPERTS).items())
     }
     return list(kinds.values())
