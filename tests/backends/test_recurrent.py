@@ -35,7 +35,15 @@ pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 from derived_bounds import Oracle  # noqa: E402
 
-RECIPES = ["lfm2", "lfm2moe", "qwen3next", "qwen35moe", "nemotron-h", "nemotron-h-moe-latent"]
+RECIPES = [
+    "lfm2",
+    "lfm2moe",
+    "qwen3next",
+    "qwen35moe",
+    "nemotron-h",
+    "nemotron-h-moe-latent",
+    "granitehybrid",
+]
 N_CTX = 256
 
 

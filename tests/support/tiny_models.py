@@ -361,6 +361,12 @@ NEMOTRON_H: dict[str, Any] = {
     "head_dim": 32, "layer_norm_epsilon": 1e-2, "mamba_num_heads": 6, "mamba_head_dim": 24, "n_groups": 2,
     "ssm_state_size": 20, "conv_kernel": 4, "chunk_size": 32,
 }  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITE, "num_attention_heads": 3, "num_key_value_heads": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64, "mamba_n_heads": 6,
+    "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 4, "mamba_chunk_size": 32,
+}  # fmt: skip
 NEMOTRON_H_EXPERTS: dict[str, Any] = {
     **NEMOTRON_H,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
@@ -1064,6 +1070,13 @@ EXPERTS: dict[str, TinyModel] = {
         | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
     ),
+    "granitehybrid": TinyModel("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granitehybrid-rope": TinyModel(
+        "GraniteMoeHybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1}
+        | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+        | {"tie_word_embeddings": True},
+    ),
     "nemotron-h-moe": TinyModel("NemotronH", NEMOTRON_H_EXPERTS),
     "nemotron-h-moe-latent": TinyModel(
         "NemotronH",
@@ -1078,7 +1091,7 @@ EXPERTS: dict[str, TinyModel] = {
 def first_of_each_architecture() -> list[str]:
     """One recipe of each architecture; the others are `slow` tests."""
     kinds = {
-        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
+        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type"), name in EXPERTS): name
         for name, recipe in reversed((RECIPES | EXPERTS).items())
     }
     return list(kinds.values())

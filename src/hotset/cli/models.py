@@ -237,7 +237,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "context": config.n_ctx_train,
         "layers": config.n_layer,
         "embedding": config.n_embd,
-        "feed_forward": sorted({layer.n_ff for layer in config.layers}),
+        "feed_forward": sorted({layer.n_ff for layer in config.layers} - {0}) or [0],
         "heads": config.n_head,
         "kv_heads": config.n_head_kv,
         "head_size": config.head_dim,
@@ -255,6 +255,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
             "scaling": _text(meta.get(f"{gguf.architecture}.rope.scaling.type")),
             "channels": layer.rope.n_rot,
         },
+        "learned_positions": config.first_position is not None,
         "active_parameters": cost.active_parameters,
         "experts": _experts(config, cost),
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
@@ -458,7 +459,9 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
             f"RoPE {rope['kind']}, {rope['channels']} channels, base {rope['base'] or 10000:g}"
             + (f", scaling {rope['scaling']}" if rope["scaling"] else "")
             if rope
-            else "learned",
+            else "learned"
+            if facts["learned_positions"]
+            else "none",
         ],
         *_expert_rows(facts),
         ["KV cache", f"{human_size(facts['kv_bytes_per_token'])} per token in F16"],

@@ -62,6 +62,7 @@ _EXPERT_NAMES = {  # and as transformers holds them in memory
 _CONV_TYPES = ("full_attention", "conv")
 _DELTA_TYPES = ("full_attention", "linear_attention")
 _PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern
+_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 _LEGACY_PARTS = {"mamba": "linear_attention", "attention": "full_attention"}
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -341,12 +342,7 @@ _LFM2_DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e6,
     "conv_L_cache": 3,
 }
-_NEMOTRON_H_NAMES = {
-    "norm": "attn_norm",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
+_SSM_NAMES = {
     "mixer.in_proj": "ssm_in",
     "mixer.conv1d": "ssm_conv1d",
     "mixer.dt_bias": "ssm_dt.bias",
@@ -354,6 +350,14 @@ _NEMOTRON_H_NAMES = {
     "mixer.D": "ssm_d",
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
+}
+_NEMOTRON_H_NAMES = {
+    **_SSM_NAMES,
+    "norm": "attn_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
     "mixer.up_proj": "ffn_up",
     "mixer.down_proj": "ffn_down",
     "mixer.gate": "ffn_gate_inp",
@@ -1173,6 +1177,36 @@ CLASSES: dict[str, HFClass] = {
             "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
         ),
     ),
+    "GraniteMoeHybridForCausalLM": HFClass(
+        "granitehybrid",
+        **_GRANITE,
+        defaults=_GRANITE_MOE_DEFAULTS
+        | {
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        layer_tensors=_GRANITE_EXPERTS
+        | {
+            "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
+            "shared_mlp.output_linear": "ffn_down_shexp",
+        }
+        | {name.replace("mixer.", "mamba."): target for name, target in _SSM_NAMES.items()},
+        required={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
+        state_space=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        experts=HFExperts(
+            "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
+        ),
+    ),
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",
         tied=True,
@@ -1837,7 +1871,7 @@ class HFConfig:
             )
         self.raw = config = _with_defaults(config, self.hf_class)
         self.parts = _parts(config) if self.hf_class.parts else None  # what each layer is
-        self.hf_class = _without_experts(self.hf_class, self.parts)
+        self.hf_class = _without_experts(self.hf_class, self.parts, config)
         self.architecture = self.hf_class.architecture
         _check_required(config, self.hf_class)
         self.n_layer = integer(config, "num_hidden_layers", high=1 << 12)
@@ -1957,6 +1991,11 @@ class HFConfig:
             return None
         heads, dim_v, groups, dim_k, kernel = self.hf_class.state_space
         n_head = integer(self.raw, heads, high=MAX_STATE_HEADS)
+        if self.raw.get(dim_v) == "auto":
+            self.raw[dim_v] = integer(self.raw, "mamba_expand", high=1 << 10) * self.n_embd // n_head
+        limit = self.raw.get("time_step_limit")
+        if self.parts is None and limit is not None and list(limit) not in _NO_LIMITS:
+            raise UnsupportedModelError("a time_step_limit in config.json is not supported")
         mixer = StateSpaceMixer(
             integer(self.raw, kernel, high=MAX_CONV_KERNEL),
             n_head,
@@ -1973,7 +2012,7 @@ class HFConfig:
         space = self.space
         if space is None:
             return {}
-        keys = {} if self.parts is None else self._part_keys(self.parts)
+        keys = self._hybrid_keys() if self.parts is None else self._part_keys(self.parts)
         return keys | {
             "ssm.conv_kernel": space.kernel,
             "ssm.inner_size": space.of_values,
@@ -1981,6 +2020,17 @@ class HFConfig:
             "ssm.time_step_rank": space.n_head,
             "ssm.group_count": space.n_group,
         }
+
+    def _hybrid_keys(self) -> dict[str, Any]:
+        """Which layers have attention, and whether it has a rotation."""
+        types = self.raw.get("layer_types") or self.raw.get("layers_block_type")
+        types = ["linear_attention"] * self.n_layer if types is None else types
+        if isinstance(types, list):
+            types = [_LEGACY_PARTS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        types = _checked_types(types, self.n_layer, _DELTA_TYPES)
+        kv = [self.n_head_kv if kind == "full_attention" else 0 for kind in types]
+        rotates = self.raw.get("position_embedding_type") == "rope"
+        return {"attention.head_count_kv": kv, "rope.scaling.finetuned": rotates}
 
     def _part_keys(self, parts: list[str]) -> dict[str, Any]:
         """What each layer is, and what only such models have."""
@@ -2464,8 +2514,19 @@ class HFConfig:
         return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def _without_experts(hf_class: HFClass, parts: list[str] | None) -> HFClass:
-    """Of the parts of a model: its class, or that of models without experts where no part has some."""
+def _without_experts(hf_class: HFClass, parts: list[str] | None, config: dict[str, Any]) -> HFClass:
+    """The class, or that of models without experts where a model of it has none. parts: see _parts."""
+    if hf_class.architecture == "granitehybrid" and config.get("num_experts") == 0:
+        names = {
+            "shared_mlp.input_linear": "ffn_gate ffn_up",
+            "shared_mlp.output_linear": "ffn_down",
+        }
+        return replace(
+            hf_class,
+            ff="shared_intermediate_size",
+            layer_tensors=hf_class.layer_tensors | names,
+            experts=None,
+        )
     if parts is None:
         return hf_class
     if "moe" not in parts:

@@ -362,6 +362,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True,
         experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True),
     ),
+    "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
         experts=ExpertDefaults(gated_share=True),
