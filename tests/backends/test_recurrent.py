@@ -29,6 +29,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.settings import LoadSettings
+from hotset.sparsity.profile import Counter
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -453,5 +454,7 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
         found = model.generate("the", max_tokens=3, temperature=0).stats
         assert [layer.layer for layer in found.layers] == [1, 3]
         assert 0.2 < found.active_share < 0.8
+        with pytest.raises(UnsupportedModelError, match="profiles of models with layers without an FFN"):
+            Counter(model.config)
     with pytest.raises(InvalidRequestError, match="layers without an FFN"):
         hotset.load(path, backend="cpu", sparsity="predicted")

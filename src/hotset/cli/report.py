@@ -148,6 +148,7 @@ def _run(
 ) -> tuple[Profile, TextActivity]:
     """What fires over a text: the counts, and what only a run shows."""
     with loaded_exact(path, watching) as loaded:
+        loaded.config.require_ffns("reports")
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         pilot = None
         if profile is not None:

@@ -673,6 +673,11 @@ class ModelConfig:
         """Whether a token does not need every row: of neurons that are zero, or of experts."""
         return self.has_zeros or self.has_experts
 
+    def require_ffns(self, what: str) -> None:
+        """Raises UnsupportedModelError where a layer has no FFN. what: needs one in each."""
+        if 0 in self.n_ff:
+            raise UnsupportedModelError(f"{what} of models with layers without an FFN are not supported")
+
     def for_context(self, n_ctx: int) -> ModelConfig:
         """The configuration with the rotation that serves contexts of n_ctx tokens."""
         if self.long_rope is None or n_ctx <= self.long_rope.n_ctx:

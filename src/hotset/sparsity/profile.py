@@ -219,6 +219,7 @@ class Counter:
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        config.require_ffns("profiles")
         self.n_tokens = 0
         self.counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
         self._used = {i: layer.experts.n_used for i, layer in enumerate(config.layers) if layer.experts}

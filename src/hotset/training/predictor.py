@@ -372,6 +372,7 @@ class _Training:
         progress: Reporter | None,
     ) -> None:
         self.model, self.config, self.settings, self.progress = model, model.config, settings, progress
+        self.config.require_ffns("predictors")
         self.activation, self.folder = activation, folder
         assert settings.type is not None
         self.type = settings.type
