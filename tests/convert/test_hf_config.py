@@ -579,6 +579,9 @@ NEEDED_ELSEWHERE = {
     "gpt-oss": ("expert_feed_forward_length", "attention.sliding_window"),
     "glm4moe": ("expert_feed_forward_length", "expert_shared_count"),
     "deepseek2": ("expert_feed_forward_length", "expert_shared_count", "attention.kv_lora_rank"),
+    "afmoe": ("expert_weights_norm",),  # without it experts' weights would be as they are
+    "ernie4_5-moe": ("interleave_moe_layer_step", "expert_feed_forward_length"),
+    "hy_v3": ("expert_weights_norm",),
     "lfm2": ("shortconv.l_cache",),
     "lfm2moe": ("shortconv.l_cache", "expert_feed_forward_length", "expert_gating_func"),
     "qwen3next": SSM,

@@ -95,8 +95,8 @@ class HFExperts:
     scoring: of the class; None: that of the row. methods: values of topk_method, the first where config.json
     has none, and whether they heed groups; None: it is not looked at.
     first_dense: mlp_layer_types names the layers without experts; without it that is the first.
-    says_ff: the file has a key for the width. transposed: matrices of all experts in one tensor are stored by
-    input, and gate and up column by column.
+    says_ff, says_shared_ff: the file has a key for the width, and for that of what all tokens share.
+    transposed: matrices of all experts in one tensor are stored by input, and gate and up column by column.
     """
 
     ff: str = "moe_intermediate_size"
@@ -112,6 +112,7 @@ class HFExperts:
     methods: dict[str, bool] | None = None
     first_dense: bool = False
     says_ff: bool = True
+    says_shared_ff: bool = False
     transposed: bool = False
 
 
@@ -135,8 +136,8 @@ class HFClass:
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
     indexed: see Architecture.
     own_names: entry → what the class calls it; that of the plain name does not count.
-    numbers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive number
-    (null leaves the key out) or a truth value.
+    numbers, integers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive
+    number (null leaves the key out), an integer from 1 on or a truth value.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
@@ -169,6 +170,7 @@ class HFClass:
     defaults: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, str] = field(default_factory=dict)
+    integers: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     named_windows: bool = False
@@ -765,13 +767,16 @@ CLASSES: dict[str, HFClass] = {
             "moe_intermediate_size": 1536,
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
         },
+        integers={"interleave_moe_layer_step": "moe_layer_interval"},
         required={"moe_layer_interval": 1},
         rotates="norm",
         experts=HFExperts(
             n="moe_num_experts",
             n_used="moe_k",
             normalised=None,
+            says_shared_ff=True,
             n_shared="moe_num_shared_experts",
             n_dense="moe_layer_start_index",
         ),
@@ -1708,7 +1713,9 @@ CLASSES: dict[str, HFClass] = {
         },
         required={"route_norm": True, "first_k_dense_replace": 1},
         numbers={"expert_weights_scale": "router_scaling_factor"},
-        experts=HFExperts(normalised=None, n_shared="num_shared_experts", first_dense=True),
+        experts=HFExperts(
+            normalised=None, says_shared_ff=True, n_shared="num_shared_experts", first_dense=True
+        ),
     ),
 }
 """What config.json calls a class."""
@@ -2173,6 +2180,8 @@ class HFConfig:
             keys["expert_shared_feed_forward_length"] = self.n_ff_shared
         if experts.n_shared is not None:
             keys["expert_shared_count"] = self.n_ff_shared // self.n_ff_expert
+            if experts.says_shared_ff:
+                keys["expert_shared_feed_forward_length"] = self.n_ff_shared
         if experts.n_dense is not None and self.raw.get(experts.n_dense):
             keys["leading_dense_block_count"] = integer(self.raw, experts.n_dense, high=self.n_layer)
         if experts.groups is not None and self._heeds_groups(experts):
@@ -2191,9 +2200,15 @@ class HFConfig:
                 f"mlp_layer_types in config.json must be dense in the first {n_dense} layers and sparse in "
                 f"the others, not {str(kinds)[:60]}"
             )
+        return keys | self._routing_keys(experts)
+
+    def _routing_keys(self, experts: HFExperts) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        scoring = ARCHITECTURES[self.architecture].experts
         if experts.normalised is not None:
             keys["expert_weights_norm"] = self._flag(experts.normalised)
-        scoring = ARCHITECTURES[self.architecture].experts
+        elif scoring is not None and scoring.scoring == "sigmoid":  # llama.cpp takes False without the key
+            keys["expert_weights_norm"] = scoring.normalised
         if experts.softmax is not None:
             keys["expert_gating_func"] = 1 if self._flag(experts.softmax) else 2
         elif experts.scoring is not None:
@@ -2254,6 +2269,7 @@ class HFConfig:
         keys: dict[str, Any] = {
             key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None
         }
+        keys |= {key: integer(self.raw, entry) for key, entry in self.hf_class.integers.items()}
         keys |= {key: self._flag(entry) for key, entry in self.hf_class.flags.items()}
         if self.hf_class.depth_scales:
             keys["embedding_scale"] = positive("scale_emb")
