@@ -259,7 +259,7 @@ def _params(body: AnswerBody) -> SamplingParams:
         "frequency_penalty": options.frequency_penalty,
         "seed": None if options.seed == -1 else options.seed,
         "stop": options.stop,
-        "max_tokens": n_predict if n_predict and n_predict > 0 else None,  # as many as fit, as with Ollama
+        "max_tokens": None if n_predict in (-1, -2) else n_predict,  # as many as fit
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "json_object": body.format == "json",
         "json_schema": body.format if isinstance(body.format, dict) else None,
