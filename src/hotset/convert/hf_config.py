@@ -2450,6 +2450,8 @@ class HFConfig:
                 )
             if rope.get("attention_factor") is not None:
                 keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
+            elif self.architecture == "mistral3" and of_all and number(rope, "mscale", 0.0) == 1:
+                keys[YARN_LOG_MULTIPLIER] = float(number(rope, "mscale_all_dim"))  # as llama.cpp reads it
             elif rope.get("mscale") and of_all:
                 scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
                 above, below = (scale * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
