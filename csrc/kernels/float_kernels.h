@@ -658,8 +658,7 @@ void selective_scan(int dim_k, int dim_v, const float* b, const float* c, const 
                     float* state, float* out) {
     const V by = V::set(decay);
     int i = 0;
-    for (; i + 64 <= dim_v; i += 64)
-        scan_columns<4>(dim_k, dim_v, b, c, x + i, by, 16, state + i, out + i);
+    for (; i + 64 <= dim_v; i += 64) scan_columns<4>(dim_k, dim_v, b, c, x + i, by, 16, state + i, out + i);
     for (; i < dim_v; i += 16)
         scan_columns<1>(dim_k, dim_v, b, c, x + i, by, imin(dim_v - i, 16), state + i, out + i);
 }

@@ -23,7 +23,8 @@ constexpr float kLengthEps = 1e-6f;  // of the squared length of a query or key
 class DeltaNet : public HeadStates {
   public:
     DeltaNet(const Plan& plan, DeltaNetFacts facts)
-        : HeadStates(plan, {facts.out, facts.n_head, facts.dim_k, facts.dim_v, 2 * facts.dim_k, facts.states}),
+        : HeadStates(plan,
+                     {facts.out, facts.n_head, facts.dim_k, facts.dim_v, 2 * facts.dim_k, facts.states}),
           f_(std::move(facts)) {
         // x / sqrt(sum of squares + eps) as an RMS norm; a query is also divided by the root of its channels.
         const float n = float(f_.dim_k), length = 1.0f / std::sqrt(n);

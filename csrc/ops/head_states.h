@@ -63,9 +63,8 @@ class HeadStates : public Op {
 
     Needs needs() const final {
         Needs needs;
-        needs.result_floats =
-            size_t(rounded(int64_t(plan_.max_tokens()) * h_.dim_v) +
-                   (max_saves_ + 1) * rounded(int64_t(h_.dim_k) * h_.dim_v) + h_.scratch);
+        needs.result_floats = size_t(rounded(int64_t(plan_.max_tokens()) * h_.dim_v) +
+                                     (max_saves_ + 1) * rounded(int64_t(h_.dim_k) * h_.dim_v) + h_.scratch);
         return needs;
     }
 
