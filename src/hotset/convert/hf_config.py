@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import numpy as np
 
@@ -84,6 +84,10 @@ SYNONYMS = {
 }
 
 
+KVHeads = Literal["grouped", "every", "multi_query", "falcon"]
+DynamicRope = Literal["base", "key", "beyond"]
+
+
 @dataclass(frozen=True)
 class HFExperts:
     """Entries of config.json about experts: the width of one, how many there are and how many a token has,
@@ -135,6 +139,12 @@ class HFClass:
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
     indexed: see Architecture.
+    kv_heads: num_key_value_heads says how many there are (grouped), or each head has its own whatever it says
+    (every), or multi_query whether there is one, or Falcon's entries do. ff_of_width: where config.json does
+    not say the width of the FFN, it is four times the model's.
+    dynamic: what the RoPE scaling of this name does: its alpha is in the base (base) or a key of the file
+    (key), or it begins where the context ends (beyond). None: it is refused.
+    log_multiplier: YaRN's mscale_all_dim is a key of the file. means: activation → the one that is meant.
     own_names: entry → what the class calls it; that of the plain name does not count.
     numbers, integers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive
     number (null leaves the key out), an integer from 1 on or a truth value.
@@ -177,6 +187,11 @@ class HFClass:
     sections: bool = False
     sees: bool = False
     indexed: bool = False
+    kv_heads: KVHeads = "grouped"
+    ff_of_width: bool = False
+    dynamic: DynamicRope | None = None
+    log_multiplier: bool = False
+    means: dict[str, str] = field(default_factory=dict)
     own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
     norms_less_one: bool = False
@@ -229,6 +244,8 @@ _MIXTRAL: dict[str, Any] = {
 }
 _FALCON = HFClass(
     "falcon",
+    kv_heads="falcon",
+    ff_of_width=True,
     tensors={
         "transformer.word_embeddings": "token_embd",
         "transformer.ln_f": "output_norm",
@@ -548,6 +565,7 @@ _MINISTRAL_ROPE: dict[str, Any] = {
 }  # fmt: skip
 _MINISTRAL = HFClass(
     "mistral3",
+    log_multiplier=True,
     defaults=_LLAMA_DEFAULTS
     | {
         "max_position_embeddings": 262144,
@@ -611,22 +629,24 @@ _DEEPSEEK_OCR = HFClass(
     sees=True,
     experts=HFExperts(**_DEEPSEEK_EXPERTS),
 )
+_GPT2: dict[str, Any] = {
+    "tensors": _GPT2_TENSORS,
+    "layers": "transformer.h",
+    "layer_tensors": _GPT2_NAMES,
+    "ff": "n_inner",
+    "ff_of_width": True,
+    "activation": "activation_function",
+    "epsilon": "layer_norm_epsilon",
+    "tied": True,
+}
+_GPT2_DEFAULTS: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 1024}
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
         "gpt2",
-        tensors=_GPT2_TENSORS,
-        layers="transformer.h",
-        layer_tensors=_GPT2_NAMES,
-        ff="n_inner",
-        activation="activation_function",
-        epsilon="layer_norm_epsilon",
-        tied=True,
-        defaults={
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 1024,
-        },
+        **_GPT2,
+        kv_heads="every",
+        defaults=_GPT2_DEFAULTS | {"activation_function": "gelu_new"},
         required={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -636,6 +656,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "GPTNeoXForCausalLM": HFClass(
         "gptneox",
+        kv_heads="every",
         tensors={
             "gpt_neox.embed_in": "token_embd",
             "gpt_neox.final_layer_norm": "output_norm",
@@ -726,6 +747,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "GemmaForCausalLM": HFClass(
         "gemma",
+        means={"gelu": "gelu_pytorch_tanh"},
         tied=True,
         norms_less_one=True,
         defaults={
@@ -822,10 +844,11 @@ CLASSES: dict[str, HFClass] = {
         ),
     ),
     "HunYuanDenseV1ForCausalLM": HFClass(
-        "hunyuan-dense", layer_tensors=_HUNYUAN_NAMES, defaults=_OLMO_DEFAULTS
+        "hunyuan-dense", dynamic="base", layer_tensors=_HUNYUAN_NAMES, defaults=_OLMO_DEFAULTS
     ),
     "HunYuanMoEV1ForCausalLM": HFClass(
         "hunyuan-moe",
+        dynamic="base",
         layer_tensors=_HUNYUAN_NAMES
         | _EXPERT_NAMES
         | {
@@ -983,6 +1006,7 @@ CLASSES: dict[str, HFClass] = {
     "RWForCausalLM": _FALCON,
     "OPTForCausalLM": HFClass(
         "opt",
+        kv_heads="every",
         tensors={
             "model.decoder.embed_tokens": "token_embd",
             "model.decoder.embed_positions": "position_embd",
@@ -1038,6 +1062,8 @@ CLASSES: dict[str, HFClass] = {
     ),
     "MptForCausalLM": HFClass(
         "mpt",
+        kv_heads="every",
+        ff_of_width=True,
         tensors={"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "lm_head": "output"},
         layers="transformer.blocks",
         layer_tensors={
@@ -1069,6 +1095,8 @@ CLASSES: dict[str, HFClass] = {
     ),
     "BloomForCausalLM": HFClass(
         "bloom",
+        kv_heads="every",
+        ff_of_width=True,
         tensors={
             "transformer.word_embeddings": "token_embd",
             "transformer.word_embeddings_layernorm": "token_embd_norm",
@@ -1533,6 +1561,7 @@ CLASSES: dict[str, HFClass] = {
     "XverseForCausalLM": HFClass("xverse"),
     "InternLM2ForCausalLM": HFClass(
         "internlm2",
+        dynamic="beyond",
         tensors={
             "model.tok_embeddings": "token_embd",
             "model.norm": "output_norm",
@@ -1573,18 +1602,9 @@ CLASSES: dict[str, HFClass] = {
     "MiniCPMForCausalLM": HFClass("minicpm", tied=True, required={"sparse_config": None}, depth_scales=True),
     "GPTBigCodeForCausalLM": HFClass(
         "starcoder",
-        tensors=_GPT2_TENSORS,
-        layers="transformer.h",
-        layer_tensors=_GPT2_NAMES,
-        ff="n_inner",
-        activation="activation_function",
-        epsilon="layer_norm_epsilon",
-        tied=True,
-        defaults={
-            "activation_function": "gelu_pytorch_tanh",
-            "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 1024,
-        },
+        **_GPT2,
+        kv_heads="multi_query",
+        defaults=_GPT2_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
         required={"scale_attn_weights": True, "add_cross_attention": False},
         grouped_qkv=True,
     ),
@@ -1631,6 +1651,7 @@ CLASSES: dict[str, HFClass] = {
     ),
     "HunYuanVLForConditionalGeneration": HFClass(
         "hunyuan_vl",
+        dynamic="key",
         layer_tensors=_HUNYUAN_NAMES,
         tied=True,
         defaults=_OLMO_DEFAULTS,
@@ -1900,8 +1921,7 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
-        of_width = ("falcon", "gpt2", "starcoder", "mpt", "bloom")
-        n_ff = 4 * self.n_embd if self.architecture in of_width else None
+        n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
         widths = config.get(self.hf_class.ff)
         if self.altup is None or not isinstance(widths, list):
             widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
@@ -1949,17 +1969,23 @@ class HFConfig:
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
 
     def _n_head_kv(self) -> int:
-        if self.architecture in ("opt", "gpt2", "gptneox", "mpt", "bloom") or self.hf_class.latent:
+        if self.hf_class.latent:
             return self.n_head
         if self.hf_class.scattered_groups:
             return max(self.n_head // integer(self.raw, "n_shared_head", high=self.n_head), 1)
-        if self.architecture == "starcoder":
-            return 1 if self.raw.get("multi_query", True) is True else self.n_head
-        if self.architecture != "falcon":
-            return integer(self.raw, "num_key_value_heads", self.n_head)
-        if self.raw.get("new_decoder_architecture") is True or "n_head_kv" in self.raw:
-            return integer(self.raw, "num_kv_heads", self.raw.get("n_head_kv", self.n_head))
-        return 1 if self.raw.get("multi_query", True) is True else self.n_head
+        of_all = 1 if self.raw.get("multi_query", True) is True else self.n_head
+        match self.hf_class.kv_heads:
+            case "grouped":
+                return integer(self.raw, "num_key_value_heads", self.n_head)
+            case "every":
+                return self.n_head
+            case "multi_query":
+                return of_all
+            case "falcon":
+                if self.raw.get("new_decoder_architecture") is True or "n_head_kv" in self.raw:
+                    return integer(self.raw, "num_kv_heads", self.raw.get("n_head_kv", self.n_head))
+                return of_all
+        assert_never(self.hf_class.kv_heads)
 
     def _adjusted_ff(self) -> int:
         """LFM2's neurons: two thirds of what config.json says, times a factor, in whole multiples."""
@@ -2096,10 +2122,8 @@ class HFConfig:
             if not isinstance(name, str):
                 raise FormatError(f"{key} in config.json must be a name, not {name!r}")
             threshold = number(self.raw, "hidden_act_param") if name == "fatrelu" else None
-            activation = parse_activation(name, threshold)
+            activation = parse_activation(self.hf_class.means.get(name, name), threshold)
             # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
-            if self.architecture == "gemma" and name == "gelu":  # its first checkpoints mean the other
-                activation = row.activation
             if activation == FFNActivation(row.activation.gate):
                 activation = row.activation
             if self.hf_class.activates_up:
@@ -2348,16 +2372,17 @@ class HFConfig:
         """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
         config, rope = self.raw, self._ropes("full_attention")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "dynamic" and rope.get("alpha") and self.architecture in ("hunyuan-dense", "hunyuan-moe"):
-            # Scaled for the longest context, whatever the context is.
-            rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
-            rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
-            kind = "default"
-        if self.architecture == "hunyuan_vl":  # the same, by a key of the file
-            scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
-            rope["alpha"], kind = (number(rope, "alpha"), "default") if scaled else (None, kind)
-        if kind == "dynamic" and self.architecture == "internlm2":  # begins where its context ends
-            kind = "default"
+        match self.hf_class.dynamic:
+            case "base" if kind == "dynamic" and rope.get("alpha"):
+                # Scaled for the longest context, whatever the context is.
+                rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+                rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+                kind = "default"
+            case "key":
+                scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
+                rope["alpha"], kind = (number(rope, "alpha"), "default") if scaled else (None, kind)
+            case "beyond" if kind == "dynamic":
+                kind = "default"
         if kind == "mrope":  # of a text all dimensions of a position are the same
             kind = "default"
         if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
@@ -2412,7 +2437,7 @@ class HFConfig:
             "rope.dimension_count": self._n_rot(rope),
             "rope.freq_base": float(number(rope, "rope_theta")),
         }
-        if self.architecture == "hunyuan_vl" and rope["alpha"] is not None:
+        if self.hf_class.dynamic == "key" and rope["alpha"] is not None:
             keys["rope.scaling.alpha"] = float(rope["alpha"])
         if self.latent is not None and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
             raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
@@ -2450,7 +2475,7 @@ class HFConfig:
                 )
             if rope.get("attention_factor") is not None:
                 keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
-            elif self.architecture == "mistral3" and of_all and number(rope, "mscale", 0.0) == 1:
+            elif self.hf_class.log_multiplier and of_all and number(rope, "mscale", 0.0) == 1:
                 keys[YARN_LOG_MULTIPLIER] = float(number(rope, "mscale_all_dim"))  # as llama.cpp reads it
             elif rope.get("mscale") and of_all:
                 scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
