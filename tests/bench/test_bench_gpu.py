@@ -196,8 +196,8 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
 def test_what_steps_find_becomes_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A handshake fails, captured steps share no layer, a blocking prompt has other logits; budgets; ratios.
-    What failed is not kept."""
+    """Host-device synchronisation fails, captured steps share no layer, a blocking prompt has other
+    logits; budgets; ratios. What failed is not kept."""
     n_split = 0
 
     def ran(ledger: Ledger, argv: list[str], **options: object) -> subprocess.CompletedProcess[str] | str:

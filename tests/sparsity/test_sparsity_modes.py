@@ -111,9 +111,8 @@ def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, t
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
     assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [TransposedLinear] * 2
     assert ready.predictor is None
-    np.testing.assert_allclose(
-        logits(ready.weights, gguf), logits(gguf, gguf), rtol=1e-4, atol=1e-5
-    )  # one sums by neuron, one by output
+    # One sums over neurons, one over outputs.
+    np.testing.assert_allclose(logits(ready.weights, gguf), logits(gguf, gguf), rtol=1e-4, atol=1e-5)
     assert "built in" in ready.notes[0]
     assert str(tmp_path / "model.down.hotset.gguf") in ready.notes[0]
     ready.weights.close()

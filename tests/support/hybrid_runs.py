@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sparse_runs import N_FF
+from sparse_runs import N_FF, hot_neurons
 
 from hotset.backends.pipeline import ChainBackend
 from hotset.formats.gguf import GGUFFile
@@ -40,12 +40,6 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     (The largest error says little: a random model's softmax can turn on the rounding of a single score.)
     """
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
-
-
-def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:
-    hot = np.zeros(n_ff, np.bool_)
-    hot[np.random.default_rng(seed).permutation(n_ff)[: round(share * n_ff)]] = True
-    return hot
 
 
 def split(

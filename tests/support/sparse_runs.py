@@ -70,3 +70,9 @@ class Replayed(ReferenceBackend):
 
 def step(backend: Any, ids: np.ndarray, taps: Sequence[str]) -> Any:
     return backend.step(batch([(ids, 0, [0])], tuple(taps)))
+
+
+def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:
+    hot = np.zeros(n_ff, np.bool_)
+    hot[np.random.default_rng(seed).permutation(n_ff)[: round(share * n_ff)]] = True
+    return hot

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sparse_runs import N_FF, prepared
+from sparse_runs import N_FF, hot_neurons, prepared
 
 from hotset.backends.gpu.cpu_offload import CpuOffload
 from hotset.formats.gguf import GGUFFile
@@ -18,16 +18,10 @@ N_EMBD = 64
 LAYERS = (0, 1)
 
 
-def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
-    hot = np.zeros(N_FF, np.bool_)
-    hot[np.random.default_rng(seed).permutation(N_FF)[: round(share * N_FF)]] = True
-    return hot
-
-
 def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> CpuOffload:
     ready, graph = prepared(gguf, mode)
     hot = options.pop("hot", None)
-    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else dict.fromkeys(LAYERS, hot)
+    layers = {i: hot_neurons(share, seed=i) for i in LAYERS} if hot is None else dict.fromkeys(LAYERS, hot)
     given = {"max_batch": 16, "n_threads": 2, **options}
     return CpuOffload(ready.weights, graph, layers, "cpu", **given)
 

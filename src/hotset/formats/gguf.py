@@ -712,9 +712,8 @@ class GGUFWriter:
                 self._write_to(file, progress)
                 file.flush()
             except OSError:
-                check_unharmed(
-                    self._truncated_before
-                )  # the system, too, cannot read what is gone: a bad address
+                # The system, too, cannot read what is gone: a bad address.
+                check_unharmed(self._truncated_before)
                 raise
             check_unharmed(self._truncated_before)  # what was read meanwhile may be anything
 

@@ -467,10 +467,8 @@ class _Description:
         """q, k and v with their rotation, of latent vectors; the cache holds what they become."""
         config, n_head, rope = self.config, self.config.n_head, layer.rope
         assert rope is not None
-        n_own, eps = (
-            config.head_dim - latent.n_rot,
-            latent.norm_eps,
-        )  # channels of a head that are not rotated
+        n_own = config.head_dim - latent.n_rot  # channels of a head that are not rotated
+        eps = latent.norm_eps
         width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
         given = self.linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
         parts = {f"{blk}.attn_kv_a": latent.rank, f"{blk}.attn_k_shared": latent.n_rot}

@@ -100,8 +100,8 @@ def planned(  # noqa: PLR0913
         tuple(limits),
         rates,
         tuple(np.zeros(n_ff) for n_ff in config.n_ff),
-        split_neurons=settings.split_neurons
-        and mode != "dense",  # where every neuron is computed none is cold
+        # Where every neuron is computed none is cold.
+        split_neurons=settings.split_neurons and mode != "dense",
         n_gpu_layers=settings.n_gpu_layers,
         cards=tuple(str(one) for one in devices if isinstance(one, Card)),
         pinnable=free_memory() if any(map(_is_cuda, devices)) else None,

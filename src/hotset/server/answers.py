@@ -366,9 +366,8 @@ class Answer:
         if self._closed is None:  # the client went while its prompt was read
             return
         request = self.request
-        delivery: Delivery = (
-            "each" if request.stream or request.params.stop else "end"
-        )  # a stop string is found here
+        # A stop string is found here.
+        delivery: Delivery = "each" if request.stream or request.params.stop else "end"
         for part in self._parts[prompt * request.n : (prompt + 1) * request.n]:
             if request.generates:
                 self._submit(part.generation.sequence, partial(self._take, part), delivery)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from backend_runs import tokens
 from fake_cuda import FakeCuda
-from sparse_runs import MODELS, N_FF, cpu, prepared, step, write
+from sparse_runs import MODELS, N_FF, cpu, hot_neurons, prepared, step, write
 from tiny_gguf import write_llama, write_relu
 from waiting import WATCHDOG, until, when, within
-from worker_runs import LAYERS, N_EMBD, ask, hot_neurons, inputs, packed, random_bits, service, torch
+from worker_runs import LAYERS, N_EMBD, ask, inputs, packed, random_bits, service, torch
 
 from hotset import _core
 from hotset.backends.gpu import cpu_offload
@@ -100,7 +100,7 @@ def test_hot_neurons_are_never_added(tmp_path: Path, model: str, type_: T) -> No
                 h, bits = inputs(n), random_bits(n)
                 named = np.unpackbits(bits.numpy(), axis=1, count=N_FF, bitorder="little").astype(bool)
                 for layer in LAYERS:
-                    wanted = np.broadcast_to(~hot_neurons(share, layer), (n, N_FF))
+                    wanted = np.broadcast_to(~hot_neurons(share, seed=layer), (n, N_FF))
                     if mode == "predicted":
                         wanted = wanted & named
                     found = ask(cold, layer, h, bits if mode == "predicted" else None)
@@ -146,7 +146,7 @@ def test_nothing_predicted_is_zero(tmp_path: Path) -> None:
     ask(cold, 0, inputs(2), random_bits(2))
     found = ask(cold, 0, inputs(2), packed(np.zeros((2, N_FF), np.bool_)))
     np.testing.assert_array_equal(found, np.zeros((2, N_EMBD)))
-    hot = np.repeat(hot_neurons(0.3, 0)[None], 2, axis=0)
+    hot = np.repeat(hot_neurons(0.3)[None], 2, axis=0)
     np.testing.assert_array_equal(ask(cold, 0, inputs(2), packed(hot)), np.zeros((2, N_EMBD)))
 
 

@@ -30,7 +30,8 @@ from gpu_runs import (  # noqa: E402
     assert_close,
     gpu,
 )
-from hybrid_runs import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
+from hybrid_runs import TOLERANCE, relative_error, whole  # noqa: E402
+from sparse_runs import hot_neurons  # noqa: E402
 from threshold_models import IDS, THRESHOLDED, clearly  # noqa: E402
 from waiting import within  # noqa: E402
 

@@ -14,14 +14,14 @@ from backend_runs import logits_of, tokens
 from byte_models import vocabulary, write_sparse
 from cli_runs import inside
 from fuzz import fuzz_reads
-from sparse_runs import N_FF, prepared, write
+from sparse_runs import N_FF, hot_neurons, prepared, write
 from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
 from expert_models import FORMS  # noqa: E402
 from expert_models import model as write_experts  # noqa: E402
-from hybrid_runs import ORDERS, hot_neurons, split, whole  # noqa: E402
+from hybrid_runs import ORDERS, split, whole  # noqa: E402
 from waiting import WATCHDOG  # noqa: E402
 
 import hotset  # noqa: E402

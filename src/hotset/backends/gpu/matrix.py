@@ -242,7 +242,7 @@ class DeviceMatrix:
         return made
 
     def empty_by_channel(self, n_in: int, n_out: int, arena: Arena | None) -> DeviceMatrix:
-        """Room for matrices of this one's type by channel: [n_in, n_out], nothing written yet."""
+        """Room for input-major matrices of this one's type: [n_in, n_out], nothing written yet."""
         type, groups, wide = self.type, n_in // PLANE_GROUP, self.scales
 
         def new(n_rows: int, n_cols: int, dtype: torch.dtype) -> Tensor:

@@ -148,13 +148,11 @@ class Frame:
     streamed: bool
     warming: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
-    submitted: dict[int, tuple[Tensor, Tensor | None]] = field(
-        default_factory=dict
-    )  # layer → FFN input, bits
+    # layer → FFN input, bits
+    submitted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
-    asked: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # layer → these, where the CPU computes all of them
+    # layer → these, where the CPU computes all of them
+    asked: dict[int, Tensor] = field(default_factory=dict)
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
     choices: dict[int, Choice] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)

@@ -46,7 +46,7 @@ class DeviceWeights:
 
     def input_major(self, *ops: Linear) -> DeviceMatrix:
         """The same rows as columns: a row per input (DeviceMatrix.input_major)."""
-        key = "by channel", tuple((op.weight, op.first_row, op.out.width) for op in ops)
+        key = "input-major", tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
             widths = [op.out.width for op in ops]
             made = DeviceMatrix.input_major(
