@@ -28,7 +28,7 @@ class PrefixRouter(RequestRouter):
     by_prefix: False sends each to any of the replicas, for comparison.
     """
 
-    def initialize_state(self, by_prefix: bool = True) -> None:  # type: ignore[override]
+    def initialize_state(self, by_prefix: bool = True) -> None:
         self._by_prefix = by_prefix
         self._table = PrefixTable()
         self._placed: dict[str, _Placed] = {}  # by request
