@@ -153,7 +153,7 @@ def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
             check_target(path)
     (tmp_path / "m.gguf").write_bytes(b"")
     (tmp_path / "link").symlink_to("m.gguf")
-    with pytest.raises(InvalidRequestError, match="link is the model that is read"):
+    with pytest.raises(InvalidRequestError, match="link is a file that is read"):
         check_target(tmp_path / "link", [tmp_path / "missing", tmp_path / "m.gguf"])
     check_target(tmp_path / "other", [tmp_path / "m.gguf"])
     check_folder(tmp_path)
@@ -229,7 +229,7 @@ def test_no_subcommand_replaces_the_model_that_it_reads(tmp_path: Path, subcomma
     data = model.read_bytes()
     done = inside(subcommand, model, "-o", model, *more)
     assert (done.returncode, model.read_bytes() == data) == (1, True)
-    assert "is the model that is read" in done.stderr
+    assert "is a file that is read" in done.stderr
 
 
 @needs_pipes

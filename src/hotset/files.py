@@ -88,12 +88,11 @@ def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> No
 
     A rename would replace a device, a pipe or a socket without a word. A link to a file may be replaced, as
     the file may, but not one that the system keeps (/dev/stdout). Subcommands ask before their work, and
-    every
-    writer asks again. reads: files of the model that is read, which are no targets either.
+    every writer asks again. reads: files of the model that is read, which are no targets either.
     """
     path = Path(path)
     if any(_same(path, read) for read in reads):
-        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+        raise InvalidRequestError(f"{path} is a file that is read; write to another file")
     if path.name in ("", ".."):
         raise InvalidRequestError(f"{path} is a folder; name a file to write")
     try:

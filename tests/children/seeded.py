@@ -1,8 +1,7 @@
 """Guards that hold in the process of the tests and in those that a test starts.
 
-Nothing is imported for their sake, since tests look at what a subcommand imports: a module is guarded when
-it has
-been.
+Nothing is imported for their sake, since tests look at what a subcommand imports: a module is guarded when it
+has been.
 """
 
 from __future__ import annotations

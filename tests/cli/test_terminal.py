@@ -549,7 +549,7 @@ def test_the_chat_saves_where_it_may_and_says_where_not(model: Path, tmp_path: P
     chat = Terminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
     for typed, told in [
         (f"/save {tmp_path}/pipe", "error: .*pipe is a pipe"),
-        (f"/save {model}", "is the model that is read"),
+        (f"/save {model}", "is a file that is read"),
         ("/save ~nouser/x", "begins with a user who has no home"),
         ("/save /dev/null", "/dev/null is a device"),
         (f"/save {tmp_path}/missing/x", "cannot be written"),

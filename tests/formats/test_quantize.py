@@ -270,7 +270,7 @@ def test_nonsense_is_refused(
 def test_the_model_that_is_read_is_not_written(f16: Path, tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(f16)
     before = f16.read_bytes()
-    with pytest.raises(InvalidRequestError, match="is the model that is read"):
+    with pytest.raises(InvalidRequestError, match="is a file that is read"):
         requantize.quantize(f16, tmp_path / "link.gguf", "q4_0")
     assert f16.read_bytes() == before
 
@@ -335,7 +335,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
             writer.add(key, value)
         writer.add_tensor(f"blk.{i}.ffn_up.weight", weights(8, 64, seed=i), T.F32)
         writer.write()
-    with pytest.raises(InvalidRequestError, match="is the model that is read"):
+    with pytest.raises(InvalidRequestError, match="is a file that is read"):
         requantize.quantize(tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf", "q4_0")
     requantize.quantize(tmp_path / "m-00002-of-00002.gguf", tmp_path / "out.gguf", "q5_0")
     with open_gguf(tmp_path / "out.gguf") as new:
@@ -457,7 +457,7 @@ def test_command_mistakes(f16: Path) -> None:
     assert run(f16, f16.with_name("out.gguf"), "--type", "q9")[0] == 2
     code, _, err = run(f16, f16)
     assert code == 1
-    assert "is the model that is read" in err.replace("\n", " ")
+    assert "is a file that is read" in err.replace("\n", " ")
 
 
 def test_a_full_disk_is_told_before_anything_is_written(

@@ -337,10 +337,10 @@ def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> 
             held.remove(memory.ctypes.data)
 
     monkeypatch.setattr(machine, "_WIDTH", 64)
-    monkeypatch.setattr(machine._Link, "_N_ROWS", 16)
+    monkeypatch.setattr(machine._TransferLoop, "_N_ROWS", 16)
     with pytest.raises(DeviceError, match="by itself"):
-        machine._Link(torch.device("cpu"))
-    with machine._Link(torch.device("cpu"), Registrar()) as link:
+        machine._TransferLoop(torch.device("cpu"))
+    with machine._TransferLoop(torch.device("cpu"), Registrar()) as link:
         assert held
         assert link._bytes == 8 * 16 * 36
         assert 0 < link.rate(0.01) < 1e12

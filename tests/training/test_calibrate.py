@@ -583,7 +583,7 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
     settings = ThresholdSettings(max_increase=0.01, **QUICK)
     with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
         calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)
-    with pytest.raises(InvalidRequestError, match="is the model that is read"):
+    with pytest.raises(InvalidRequestError, match="is a file that is read"):
         calibrate_thresholds(path, text, path, settings)
     with pytest.raises(HotsetError, match="stays below 0"):
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))

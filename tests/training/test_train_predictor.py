@@ -489,7 +489,7 @@ def test_mistakes_cost_a_sentence(tmp_path: Path) -> None:
     path = planted(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequestError, match="the text is too short"):
         train_predictors(path, ["abc"], tmp_path / "p", None, QUICK)
-    with pytest.raises(InvalidRequestError, match="is the model that is read"):
+    with pytest.raises(InvalidRequestError, match="is a file that is read"):
         train_predictors(path, [TEXT], tmp_path / "p", path, QUICK)
     with pytest.raises(InvalidRequestError, match="which has no zeros"):
         train_predictors(path, [TEXT], tmp_path / "p", None, QUICK, activation="silu")

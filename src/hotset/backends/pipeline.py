@@ -7,8 +7,7 @@
 
 Between them goes the residual stream alone, and stages stand in any order, the CPU's too. A dense model, or
 layers of which a device has every neuron, need no host-device synchronisation: then this is the split by
-layers that
-llama.cpp's users know as -ngl. Which stages there are is decided elsewhere (placement/build.py).
+layers that llama.cpp's users know as -ngl. Which stages there are is decided elsewhere (placement/build.py).
 """
 
 from __future__ import annotations

@@ -91,14 +91,12 @@ class LayerFacts:
 
     On a device: fixed_bytes whatever its neurons (attention, norms, predictor; the FFN too where it cannot be
     split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (which these are;
-    scales, which 32 neurons of a neuron-major matrix share), kv_bytes of cache.
-    A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
-    rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
-    n_split: its neurons if they can be split, else 0.
-    expert_bytes: of an expert of an MoE model, whose experts are no part of what stands above: they are on
-    the
-    host, n_experts of them, and a token reads n_used. is_cached: a device may have slots for some of them,
-    which layers of one layout (a number) share.
+    scales, which 32 neurons of a neuron-major matrix share), kv_bytes of cache. A token reads: fixed_bytes;
+    of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate rows always, up and down
+    when it fires; predicted: nothing but when it is named); kv_read_bytes. n_split: its neurons if they can
+    be split, else 0. expert_bytes: of an expert of an MoE model, whose experts are no part of what stands
+    above: they are on the host, n_experts of them, and a token reads n_used. is_cached: a device may have
+    slots for some of them, which layers of one layout (a number) share.
     """
 
     n_ff: int

@@ -175,7 +175,7 @@ def _measure(device: torch.device, n_threads: int) -> DeviceRates:
         launch, sync = loop.launch_seconds(), _round_trip(device)
         loop.close()
         cpu_many, link_rate, link_busy, cpu_read_link = cpu.many(_SECONDS), 0.0, 0.0, cpu_read
-        with contextlib.suppress(DeviceError), _Link(device) as link:
+        with contextlib.suppress(DeviceError), _TransferLoop(device) as link:
             link_rate = link.rate(_SECONDS)
             with link.running() as linked:
                 cpu_read_link = cpu.rate(_SECONDS, sparse=False)
@@ -478,7 +478,7 @@ class _DeviceLoop(_Loop):
             torch.cuda.empty_cache()
 
 
-class _Link(_Loop):
+class _TransferLoop(_Loop):
     """Experts in pinned memory of the host, and their copies by the kernel that fetches.
 
     registrar: of tests. Raises DeviceError where the device does not read the host's memory by itself.
@@ -512,7 +512,7 @@ class _Link(_Loop):
         self._kernels.fetch_experts(self._part, self._ids, self._to, 0)
         self._synchronize()
 
-    def __enter__(self) -> _Link:
+    def __enter__(self) -> _TransferLoop:
         self._pass()  # compiles
         return self
 

@@ -1,8 +1,7 @@
 """Turns of a conversation on their way from an API schema to a chat template.
 
 A turn is a message as OpenAI's clients write one; templates read nothing else. Other API schemas have the
-parts
-of an answer (text, reasoning, calls) one by one, and gather them here.
+parts of an answer (text, reasoning, calls) one by one, and gather them here.
 """
 
 from __future__ import annotations

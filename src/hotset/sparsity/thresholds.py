@@ -11,8 +11,7 @@
                   ...}}                           and what else the calibration saw: sparsity, perplexity, ...
 
 A threshold that is absent is 0 and has no effect (model/thresholds.py says what each is of). A file comes
-from
-anywhere: every number is checked, and one that was made of another model is refused.
+from anywhere: every number is checked, and one that was made of another model is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The host-device synchronisation's two Triton kernels in the interpreter, against the native service;
-test_gpu_aot.py compiles
-them. In a process of its own: Triton decides once whether it interprets.
+test_gpu_aot.py compiles them. In a process of its own: Triton decides once whether it interprets.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
     y += service.collect(layer)      what these add: a vector a token, without the bias of the down projection
 
 In an MoE model the ids of each token's experts are submitted, those that the device computes itself as -1 -
-id, and
-a vector for each of the others comes back, at its place in the route, neither weighed nor summed.
+id, and a vector for each of the others comes back, at its place in the route, neither weighed nor summed.
 
 One round trip a layer. Both calls only put work on the device's current stream, and all that they put there
 holds constant values and leaves the flags as it found them, so a CUDA graph may capture it once and replay it
@@ -82,13 +81,11 @@ class CpuOffload:
     """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
 
     layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
-    never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
-    experts: layers whose FFN is an MoE layer; what is submitted says which experts the device computes.
-    sparse: as
-    and whole: as in CpuBackend, of these layers.
-    device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
-    chooses. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
-    CpuBackend. driver: of tests.
+    never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer. experts:
+    layers whose FFN is an MoE layer; what is submitted says which experts the device computes. sparse: as and
+    whole: as in CpuBackend, of these layers. device: whose tensors `post` takes and `collect` returns.
+    max_batch: tokens of a step, at most. kind: None chooses. timeout: seconds that a layer may take before
+    the step is given up. n_threads, runtime: as in CpuBackend. driver: of tests.
 
     One thread drives a service; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
     layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
@@ -203,9 +200,8 @@ class CpuOffload:
     def collect(self, layer: int) -> Tensor:
         """What the cold neurons add, float32 [T, n_embd] on the device, T as submitted; rows past the step's
         tokens hold anything finite. In an MoE model [T, n_used * n_embd], a row for each expert that was
-        asked
-        for, and anything where the device's own stand. Raises DeviceError where the host waits and the step
-        was given up."""
+        asked for, and anything where the device's own stand. Raises DeviceError where the host waits and the
+        step was given up."""
         return self._exchange.collect(self._index[layer])
 
     def end_step(self) -> None:

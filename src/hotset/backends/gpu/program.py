@@ -11,9 +11,8 @@ or, for a long prompt, all of it on the device, cold rows streaming in (stream.p
 for attention (falcon's) is submitted before it: the CPU then has attention's time too.
 
 In an MoE model the router is on the device, and what is submitted are the ids of each token's experts. The
-CPU
-answers with a vector for each, and the device weighs and adds them in the order of the route. What all tokens
-share beside their experts is computed before the answer is gathered.
+CPU answers with a vector for each, and the device weighs and adds them in the order of the route. What all
+tokens share beside their experts is computed before the answer is gathered.
 """
 
 from __future__ import annotations
