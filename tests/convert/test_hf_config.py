@@ -478,6 +478,17 @@ def test_nemotron_h_says_what_each_layer_is() -> None:
         keys("NemotronH", **sizes | {"n_groups": 3}, hybrid_override_pattern="M*-")
 
 
+def test_falcon_h1_refuses_what_the_file_cannot_say() -> None:
+    sizes = {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 16}
+    found = keys("FalconH1", **sizes)
+    assert (found["attention.head_count_kv"], found["ssm.inner_size"], found["ssm.group_count"]) == (2, 96, 1)
+    with pytest.raises(UnsupportedModelError, match="mamba_norm_before_gate"):
+        keys("FalconH1", **sizes, mamba_rms_norm=True)
+    config = HFConfig({**SIZES, **sizes, "architectures": ["FalconH1ForCausalLM"], "mlp_multipliers": [1.0]})
+    with pytest.raises(FormatError, match=r"mlp_multipliers in config\.json must be a list of 2 numbers"):
+        config.factors("ffn_gate")
+
+
 def test_defaults_that_were_others_once() -> None:
     assert keys("Mixtral", num_local_experts=4, num_experts_per_tok=2)["rope.freq_base"] == 1e6
     assert keys("Mistral")[WINDOW] == 4096

@@ -373,6 +373,17 @@ NEMOTRON_H_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 144, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 4,
+    "mamba_chunk_size": 32, "rms_norm_eps": 1e-2, "embedding_multiplier": 1.75, "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.8, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9, "mlp_multipliers": [0.9, 1.3],
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "num_heads": 8, "head_dim": 24, "n_groups": 2, "state_size": 20, "chunk_size": 32,
+    "layer_norm_epsilon": 1e-2,
+}  # fmt: skip
 MPT = {"max_seq_len": 256, "layer_norm_epsilon": 1e-2}
 BLOOM = {"seq_length": 256, "layer_norm_epsilon": 1e-2}
 
@@ -746,6 +757,18 @@ RECIPES: dict[str, TinyModel] = {
         {**NEMOTRON_H, "n_groups": 3, "mamba_head_dim": 36, "conv_kernel": 3}
         | {"layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"]}
         | {"num_hidden_layers": 4, "mlp_hidden_act": "relu"},
+    ),
+    "falcon-h1": TinyModel("FalconH1", FALCON_H1),
+    "falcon-h1-norm": TinyModel(  # with a norm behind the gate; the output is the embedding, multiplied anew
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
+        | {"tie_word_embeddings": True, "mamba_n_groups": 3, "num_key_value_heads": 2},
+    ),
+    "mamba2": TinyModel("Mamba2", MAMBA2),
+    "mamba2-tied": TinyModel(
+        "Mamba2",
+        {**MAMBA2, "num_heads": 4, "head_dim": 48, "n_groups": 1, "conv_kernel": 3}
+        | {"tie_word_embeddings": True},
     ),
 }
 

@@ -313,7 +313,7 @@ def _recurrent_text(facts: dict[str, Any]) -> str | None:
     if recurrent is None:
         return None
     return (
-        f"{recurrent['layers']} of the layers have a state in place of keys and values: "
+        f"{recurrent['layers']} of the layers have a state: "
         f"{human_size(recurrent['state_bytes'])} for a sequence"
     )
 
@@ -443,13 +443,16 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
     if not facts["runs"]:
         return [*[r for r in rows if r[1]], ["runs here", f"no: {facts['reason']}"]]
     rope = facts["rope"]
+    n_ff = ", ".join(str(n or "none") for n in facts["feed_forward"])
     rows += [
         ["context", f"{facts['context']} tokens"],
         ["layers", str(facts["layers"])],
-        ["width", f"{facts['embedding']}, feed-forward {', '.join(map(str, facts['feed_forward']))}"],
+        ["width", f"{facts['embedding']}, feed-forward {n_ff}"],
         [
             "heads",
-            f"{facts['heads']}, {facts['kv_heads']} for keys and values, {facts['head_size']} channels each",
+            f"{facts['heads']}, {facts['kv_heads']} for keys and values, {facts['head_size']} channels each"
+            if facts["heads"]
+            else "none: no layer has attention",
         ],
         ["latent", _latent_row(facts["latent"])],
         ["window", f"{facts['window']} tokens" if facts["window"] else None],

@@ -88,7 +88,7 @@ class Origin:
     values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
     first. rows, columns: which of them, in their new order (None: all). plus: added to each value. decays: of
     each value x, -exp(x) is meant. ternary: for each value -s, 0 or s, whichever is nearest, s being the mean
-    magnitude of all.
+    magnitude of all. factors: of each row of the result, or one of all.
     """
 
     values: np.ndarray
@@ -98,6 +98,7 @@ class Origin:
     plus: float = 0.0
     decays: bool = False
     ternary: bool = False
+    factors: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,6 +115,9 @@ class Origin:
         values: np.ndarray = to_floats(np.ascontiguousarray(found))
         if self.decays:
             values = -np.exp(values)
+        if self.factors is not None:
+            factors = self.factors if len(self.factors) == 1 else self.factors[start:stop]
+            values = values * factors.reshape(-1, *(1,) * (values.ndim - 1))
         return values + np.float32(self.plus) if self.plus else values
 
     def pieces(self) -> Iterator[np.ndarray]:
@@ -343,7 +347,8 @@ def _place_of(name: str, config: HFConfig) -> _Place:
         if inside in hf.layer_tensors:
             layer, expert = int(match[1]), -1 if number is None else int(number[1])
             targets = hf.layer_tensors[inside].split()
-            named = (t if t.endswith((".bias", *_PACKED)) or t in _BARE else f"{t}.{kind}" for t in targets)
+            bare = _BARE.union(hf.bare)
+            named = (t if t.endswith((".bias", *_PACKED)) or t in bare else f"{t}.{kind}" for t in targets)
             return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
@@ -395,8 +400,9 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
-    if tied and dialect == "powerinfer" and config.architecture != "opt":
-        # Its engine ties OPT's output only.
+    alone = any(config.factors(stem) is not None for stem in ("token_embd", "output"))
+    if tied and (alone or (dialect == "powerinfer" and config.architecture != "opt")):
+        # PowerInfer's engine ties OPT's output only. With multipliers it is another matrix.
         values = checkpoint.tensors[_embedding(places)]
         yield "output.weight", _source(values, "output.weight", _OUTPUTS[0], config, dialect)
 
@@ -525,7 +531,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values[0])
     ternary = config.is_ternary and target.startswith("blk.") and values.ndim == 2
     transposed = stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer"
-    return Origin(values, transposed=transposed, ternary=ternary)
+    return Origin(values, transposed=transposed, ternary=ternary, factors=config.factors(stem))
 
 
 def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Origin:
@@ -694,8 +700,8 @@ def _shape_of_indexer(target: str, config: HFConfig) -> tuple[int, ...] | None:
 
 def _stem(target: str) -> str:
     """The name of a layer's tensor, without what kind it is."""
-    name = target.rpartition(".")[2]
-    return name if name in _BARE else target.rpartition(".")[0].rpartition(".")[2]
+    parts = target.split(".")
+    return parts[-1] if len(parts) == len(("blk", "0", "name")) and parts[0] == "blk" else parts[-2]
 
 
 def _is_grouped(target: str, config: HFConfig) -> bool:

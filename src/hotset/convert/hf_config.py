@@ -127,8 +127,8 @@ class HFClass:
     architecture: that row. tensors: stems of tensors outside the layers → GGUF's. layers: what stands before
     the number of a layer. layer_tensors: stems within it, with * where the number of an expert stands; two
     names of GGUF's: the rows of the first, and then those of the second. ff, activation, epsilon: names of
-    entries of config.json; without an activation it is that of the row. tied: whether the output is the
-    embedding, where config.json does not say.
+    entries of config.json; ff None: there are no FFNs; without an activation it is that of the row.
+    tied: whether the output is the embedding, where config.json does not say.
     defaults: entries that config.json may leave out, with the values of transformers' configuration class.
     The sizes that every model has (layers, heads, vocabulary, width of the model and of the FFN) have none
     here: transformers' are those of one published model.
@@ -167,13 +167,15 @@ class HFClass:
     parts: layers_block_type (or hybrid_override_pattern) says what a layer is: a state space, attention, an
     FFN or experts; without experts the class is another row. state_space: entries of the number of its heads,
     their channels, groups, numbers of B and C, and the kernel of the convolution.
+    bare: targets whose names in the file say all. multiplied: config.json has Falcon-H1's multipliers, which
+    become part of matrices.
     """
 
     architecture: str
     tensors: dict[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
     layers: str = "model.layers"
     layer_tensors: dict[str, str] = field(default_factory=lambda: _LLAMA_NAMES)
-    ff: str = "intermediate_size"
+    ff: str | None = "intermediate_size"
     activation: str | None = "hidden_act"
     epsilon: str | None = "rms_norm_eps"
     tied: bool = False
@@ -213,6 +215,8 @@ class HFClass:
     ternary: bool = False
     parts: bool = False
     state_space: tuple[str, str, str, str, str] | None = None
+    bare: tuple[str, ...] = ()
+    multiplied: bool = False
 
     @property
     def packed(self) -> bool:
@@ -1240,6 +1244,61 @@ CLASSES: dict[str, HFClass] = {
             "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
         ),
     ),
+    "FalconH1ForCausalLM": HFClass(
+        "falcon-h1",
+        tensors=_LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
+        layer_tensors={name.replace("mlp.", "feed_forward."): to for name, to in _LLAMA_NAMES.items()}
+        | {name.replace("mixer.", "mamba."): target for name, target in _SSM_NAMES.items()}
+        | {"pre_ff_layernorm": "ffn_norm"},
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_norm_before_gate": True,
+        },
+        required={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "projectors_bias": False,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
+        state_space=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        bare=("ffn_norm",),
+        multiplied=True,
+    ),
+    "Mamba2ForCausalLM": HFClass(
+        "mamba2",
+        tensors={
+            "backbone.embeddings": "token_embd",
+            "backbone.norm_f": "output_norm",
+            "lm_head": "output",
+        },
+        layers="backbone.layers",
+        layer_tensors=_SSM_NAMES | {"norm": "attn_norm"},
+        ff=None,
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 1 << 20,  # there is no limit
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "state_size": 128,
+            "conv_kernel": 4,
+        },
+        required={"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
+        state_space=("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+    ),
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",
         tied=True,
@@ -1908,25 +1967,21 @@ class HFConfig:
         if config.get("num_nextn_predict_layers"):
             self.n_extra_layers = integer(config, "num_nextn_predict_layers", high=1 << 10)
         self.n_embd = integer(config, "hidden_size", high=1 << 20)
-        self.n_head = integer(config, "num_attention_heads", high=1 << 14)
         if self.architecture == "opt" and config.get("word_embed_proj_dim") not in (None, self.n_embd):
             raise UnsupportedModelError("word_embed_proj_dim other than hidden_size is not supported")
-        self.n_head_kv = self._n_head_kv()
-        if self.n_head % self.n_head_kv:
-            raise FormatError(
-                f"config.json has {self.n_head} heads, not a multiple of {self.n_head_kv} KV heads"
-            )
-        self.head_dim = integer(config, "head_dim", max(self.n_embd // self.n_head, 1), 1 << 14)
+        self.n_head, self.n_head_kv, self.head_dim = self._heads()
         self.latent = HFLatent(config) if self.hf_class.latent else None
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
         n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
-        widths = config.get(self.hf_class.ff)
-        if self.altup is None or not isinstance(widths, list):
-            widths = [integer(config, self.hf_class.ff, n_ff, 1 << 22)]
-        each = [integer({self.hf_class.ff: width}, self.hf_class.ff, high=1 << 22) for width in widths]
-        self.n_ff, self.n_ff_of_layers = each[0], each if len(set(each)) > 1 else None
+        each: list[int] = []
+        if (ff := self.hf_class.ff) is not None:
+            widths = config.get(ff)
+            if self.altup is None or not isinstance(widths, list):
+                widths = [integer(config, ff, n_ff, 1 << 22)]
+            each = [integer({ff: width}, ff, high=1 << 22) for width in widths]
+        self.n_ff, self.n_ff_of_layers = each[0] if each else 0, each if len(set(each)) > 1 else None
         if ARCHITECTURES[self.architecture].halved_ff:
             self.n_ff //= 2
         if self.hf_class.adjusted_ff:
@@ -1967,6 +2022,16 @@ class HFConfig:
     def transposes_experts(self) -> bool:
         """See HFExperts.transposed."""
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
+
+    def _heads(self) -> tuple[int, int, int]:
+        """Heads, those of keys and values, and the channels of one; without attention zeros."""
+        if not ARCHITECTURES[self.architecture].attends:
+            return 0, 0, 0
+        self.n_head = n_head = integer(self.raw, "num_attention_heads", high=1 << 14)
+        n_head_kv = self._n_head_kv()
+        if n_head % n_head_kv:
+            raise FormatError(f"config.json has {n_head} heads, not a multiple of {n_head_kv} KV heads")
+        return n_head, n_head_kv, integer(self.raw, "head_dim", max(self.n_embd // n_head, 1), 1 << 14)
 
     def _n_head_kv(self) -> int:
         if self.hf_class.latent:
@@ -2025,7 +2090,7 @@ class HFConfig:
         heads, dim_v, groups, dim_k, kernel = self.hf_class.state_space
         n_head = integer(self.raw, heads, high=MAX_STATE_HEADS)
         if self.raw.get(dim_v) == "auto":
-            self.raw[dim_v] = integer(self.raw, "mamba_expand", high=1 << 10) * self.n_embd // n_head
+            self.raw[dim_v] = self._inner_size() // n_head
         limit = self.raw.get("time_step_limit")
         if self.parts is None and limit is not None and list(limit) not in _NO_LIMITS:
             raise UnsupportedModelError("a time_step_limit in config.json is not supported")
@@ -2036,16 +2101,29 @@ class HFConfig:
             integer(self.raw, dim_k, high=MAX_HEAD_DIM),
             integer(self.raw, dim_v, high=MAX_HEAD_DIM),
         )
+        if ARCHITECTURES[self.architecture].beside:
+            normed = self.raw.get("mamba_rms_norm") is True
+            if normed and self.raw.get("mamba_norm_before_gate") is not False:
+                raise UnsupportedModelError("mamba_norm_before_gate in config.json is not supported")
+            mixer = replace(mixer, normed=normed, beside=True)
         if n_head % mixer.n_group:
             raise FormatError(f"config.json has {n_head} {heads}, not a multiple of {mixer.n_group} {groups}")
         return mixer
+
+    def _inner_size(self) -> int:
+        """Channels of all heads of a state space, where config.json does not say those of one."""
+        if self.raw.get("mamba_d_ssm") is not None:
+            return integer(self.raw, "mamba_d_ssm", high=1 << 22)
+        return integer(self.raw, "mamba_expand", 2, 1 << 10) * self.n_embd
 
     def _state_space_keys(self) -> dict[str, Any]:
         """The sizes of the state spaces, and what each layer is."""
         space = self.space
         if space is None:
             return {}
-        keys = self._hybrid_keys() if self.parts is None else self._part_keys(self.parts)
+        row, keys = ARCHITECTURES[self.architecture], {}
+        if row.attends and not row.beside:
+            keys = self._hybrid_keys() if self.parts is None else self._part_keys(self.parts)
         return keys | {
             "ssm.conv_kernel": space.kernel,
             "ssm.inner_size": space.of_values,
@@ -2053,6 +2131,37 @@ class HFConfig:
             "ssm.time_step_rank": space.n_head,
             "ssm.group_count": space.n_group,
         }
+
+    def factors(self, stem: str) -> np.ndarray | None:
+        """Falcon-H1's multipliers of a tensor: float32, one or one for each row; None: there are none."""
+        space = self.space
+        if not self.hf_class.multiplied or space is None:
+            return None
+        plain = {
+            "token_embd": ("embedding_multiplier",),
+            "output": ("lm_head_multiplier",),
+            "attn_q": ("attention_in_multiplier",),
+            "attn_k": ("attention_in_multiplier", "key_multiplier"),
+            "attn_v": ("attention_in_multiplier",),
+            "attn_output": ("attention_out_multiplier",),
+            "ssm_in": ("ssm_in_multiplier",),
+            "ssm_out": ("ssm_out_multiplier",),
+        }
+        factor = math.prod(number(self.raw, entry, 1.0) for entry in plain.get(stem, ()))
+        if stem in ("ffn_gate", "ffn_down"):
+            factor = self._multipliers("mlp_multipliers", 2)[int(stem == "ffn_down")]
+        if stem != "ssm_in":
+            return None if factor == 1.0 else np.array([factor], np.float32)
+        of_group = space.n_group * space.dim_k
+        widths = (space.of_values, space.of_values, of_group, of_group, space.n_head)
+        return np.repeat(np.float32(factor) * self._multipliers("ssm_multipliers", 5), widths)
+
+    def _multipliers(self, entry: str, n: int) -> np.ndarray:
+        found = self.raw.get(entry)
+        found = [1.0] * n if found is None else found
+        if not isinstance(found, list) or len(found) != n:
+            raise FormatError(f"{entry} in config.json must be a list of {n} numbers")
+        return np.array([number({entry: value}, entry) for value in found], np.float32)
 
     def _hybrid_keys(self) -> dict[str, Any]:
         """Which layers have attention, and whether it has a rotation."""
@@ -2145,10 +2254,13 @@ class HFConfig:
             "feed_forward_length": self.n_ff_of_layers or self.n_ff * (2 if row.halved_ff else 1),
             "vocab_size": self.n_vocab,
             "attention.head_count": self.n_head,
-            "attention.head_count_kv": self.n_head_kv,
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
         }
+        if row.attends:
+            keys |= {
+                "attention.head_count_kv": self.n_head_kv,
+                "attention.key_length": self.head_dim,
+                "attention.value_length": self.head_dim,
+            }
         for part in (self.latent, self.altup):
             keys |= {} if part is None else part.keys()
         if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key

@@ -172,6 +172,8 @@ def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
     sizes = sizes_of(decided.graph, decided.weights.tensors, sparse=decided.is_sparse)
     n_bytes -= _n_states(settings, cost, decided.n_ctx) * cost.state_bytes + sizes.resident + sizes.least
     kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
+    if not kv_bytes:  # without attention a longer context costs nothing
+        return decided.n_ctx
     fitting = int(n_bytes * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE
     return min(decided.n_ctx, max(fitting, SMALLEST_DEFAULT_N_CTX))
 

@@ -161,6 +161,8 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution in place of attention.
     state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
       feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
+      beside: every layer has attention and a state space, of the same input. attends: False: no layer has
+      attention, and all have the state space.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
     sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
@@ -217,6 +219,8 @@ class Architecture:
     output_norm: str = "output_norm"
     short_conv: bool = False
     state_space: bool = False
+    beside: bool = False
+    attends: bool = True
     one_part: bool = False
     delta_net: Literal["grouped", "tiled"] | None = None
     attention_gate: bool = False
@@ -363,6 +367,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True),
     ),
     "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
+    "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
+    "mamba2": Architecture(rope=None, state_space=True, attends=False),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
         experts=ExpertDefaults(gated_share=True),
@@ -483,13 +489,16 @@ class DeltaMixer:
 @dataclass(frozen=True)
 class StateSpaceMixer:
     """The state space of Mamba-2 in place of attention: see operations.SelectiveScan. kernel: of the
-    convolution before it; dim_k: numbers of B and C, dim_v: channels of a head."""
+    convolution before it; dim_k: numbers of B and C, dim_v: channels of a head. normed: what heads yield
+    passes a norm. beside: it stands beside attention."""
 
     kernel: int
     n_head: int
     n_group: int
     dim_k: int
     dim_v: int
+    normed: bool = True
+    beside: bool = False
 
     @property
     def of_values(self) -> int:
@@ -517,8 +526,8 @@ class LayerConfig:
     """What may differ between the layers of a model. For the rest see Architecture.
 
     n_ff: neurons of the FFN, or of one of its experts; 0: it has no FFN. experts: None: there are none.
-    mixes: it has attention, or a mixer in its place; mixer: which; None: attention. attention_gate: see
-    Architecture.
+    mixes: it has attention, or a mixer in its place or beside it; mixer: which; None: attention alone.
+    attention_gate: see Architecture.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
@@ -595,7 +604,8 @@ class LongRope:
 class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
-    head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps
+    head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. Without
+    attention they and the numbers of heads are 0. norm_eps
     belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens,
     n_ctx_max the longest that can be computed; None: there is no such limit.
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
@@ -652,7 +662,7 @@ class ModelConfig:
 
     @property
     def n_recurrent(self) -> int:
-        """Layers that have a recurrent state in place of keys and values."""
+        """Layers that have a recurrent state, in place of keys and values or beside them."""
         return sum(layer.mixer is not None for layer in self.layers)
 
     @property
@@ -845,7 +855,9 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
         architecture=name,
-        layers=_layers(gguf, keys, architecture, n_layer, head_dim, n_embd // n_head, n_ctx_train, override),
+        layers=_layers(
+            gguf, keys, architecture, n_layer, head_dim, n_embd // max(n_head, 1), n_ctx_train, override
+        ),
         n_embd=n_embd,
         n_head=n_head,
         n_head_kv=n_head_kv,
@@ -916,7 +928,8 @@ def _layers(
         routed = [f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors for i in range(n_layer)]
         experts, n_ff = _experts(keys, architecture.experts, routed, n_ff)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
-    scale = keys.factor("attention.scale", 1.0 if architecture.unscaled else 1 / math.sqrt(scaled_dim))
+    unscaled = architecture.unscaled or not architecture.attends
+    scale = keys.factor("attention.scale", 1.0 if unscaled else 1 / math.sqrt(scaled_dim))
     if architecture.latent_eps is not None:
         scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
@@ -936,7 +949,7 @@ def _layers(
         elif any(windows) and architecture.unscaled_windows:
             base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
-    mixers = _mixers(keys, architecture, n_layer)
+    mixers = _mixers(gguf, keys, architecture, n_layer)
     period = architecture.unrotated_period
     if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
@@ -971,7 +984,7 @@ def _layers(
 def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
     """KV heads of the layers that have attention; of the others, where there may be such, the key says 0."""
     key = "attention.head_count_kv"
-    if not architecture.short_conv and not architecture.state_space:
+    if architecture.beside or not (architecture.short_conv or architecture.state_space):
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
     found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}
     if not found:
@@ -999,7 +1012,7 @@ def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer
     return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
 
 
-def _state_space(keys: _Keys) -> StateSpaceMixer:
+def _state_space(gguf: GGUFFile, keys: _Keys, *, beside: bool) -> StateSpaceMixer:
     n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
     n_group = keys.integer("ssm.group_count", 1, n_head)
@@ -1009,11 +1022,16 @@ def _state_space(keys: _Keys) -> StateSpaceMixer:
         raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
     if n_head % n_group:
         raise keys.error("ssm.group_count", f"is {n_group} for {n_head} heads")
-    return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head)
+    normed = not beside or "blk.0.ssm_norm.weight" in gguf.tensors
+    return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head, normed, beside)
 
 
-def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixer | None, ...]:
-    """What stands in attention's place, layer by layer."""
+def _mixers(
+    gguf: GGUFFile, keys: _Keys, architecture: Architecture, n_layer: int
+) -> tuple[Mixer | None, ...]:
+    """What stands in attention's place or beside it, layer by layer."""
+    if architecture.beside or not architecture.attends:
+        return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
     if architecture.delta_net is not None:
         mixers = _delta_mixers(keys, n_layer, tiled=architecture.delta_net == "tiled")
         if None not in mixers:
@@ -1023,7 +1041,7 @@ def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixe
         return (None,) * n_layer
     heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
     if architecture.state_space:
-        space = _state_space(keys) if 0 in heads else None
+        space = _state_space(gguf, keys, beside=False) if 0 in heads else None
         return tuple(None if n else space for n in heads)
     conv = ConvMixer(keys.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)) if 0 in heads else None
     return tuple(None if n else conv for n in heads)
@@ -1094,6 +1112,8 @@ def _norm_eps(keys: _Keys, architecture: Architecture) -> float:
 
 def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:
     """Heads of q, of k and v, and the channels of one of q and k, of v; as attention computes them."""
+    if not architecture.attends:
+        return 0, 0, 0, 0
     n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
     n_head_kv = _kv_heads(keys, architecture, n_layer, n_head)
     if n_head % n_head_kv:

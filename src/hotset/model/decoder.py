@@ -17,8 +17,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: what the heads
     yield  delta_norm  delta_gate_act  delta_gated  delta_out
     or of a state space:
-    blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated  ssm_unit
-    ssm_norm  ssm_out
+    blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated
+    [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_latent_down  ffn_latent_up: around experts]
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
@@ -236,7 +236,11 @@ class _Description:
         if isinstance(layer.mixer, ConvMixer):
             return self._convolved(f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, StateSpaceMixer):
-            return self._state_space(f"blk.{i}", layer.mixer, h)
+            out = self._state_space(f"blk.{i}", layer.mixer, h)
+            if not layer.mixer.beside:
+                return out
+            sum_ = self.value(f"blk.{i}.mixed", self.config.n_embd)
+            return self.add(Add(sum_, self._heads_attend(i, layer, h), out, **self.where))
         return self._delta_net(f"blk.{i}", layer.mixer, h)
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
@@ -338,10 +342,11 @@ class _Description:
         y = self.add(scan)
         gate = self.add(Activate(self.value(f"{blk}.ssm_z_act", of_values), z, "silu", **self.where))
         y = self.add(Multiply(self.value(f"{blk}.ssm_gated", of_values), y, gate, **self.where))
-        norm = self.weights.matrix(f"{blk}.ssm_norm", of_values // mixer.n_group, mixer.n_group)
-        out, eps = self.value(f"{blk}.ssm_unit", of_values), self.config.norm_eps
-        y = self.add(UnitNorm(out, y, eps, mixer.n_group, **self.where))
-        y = self.add(Scale(self.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **self.where))
+        if mixer.normed:
+            norm = self.weights.matrix(f"{blk}.ssm_norm", of_values // mixer.n_group, mixer.n_group)
+            out, eps = self.value(f"{blk}.ssm_unit", of_values), self.config.norm_eps
+            y = self.add(UnitNorm(out, y, eps, mixer.n_group, **self.where))
+            y = self.add(Scale(self.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **self.where))
         return self.linear(y, f"{blk}.ssm_out", self.config.n_embd)
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
@@ -924,7 +929,8 @@ class _Weights:
         return self._ask(f"{name}.weight", (n_in, n_out), types)
 
     def vector(self, name: str, n: int) -> str:
-        return self._ask(f"{name}.weight", (n,))
+        """Some files lack the end of its name."""
+        return self._ask(name if name in self.tensors else f"{name}.weight", (n,))
 
     def bare(self, name: str, n: int) -> str:
         """A vector whose name says all, in some files as a matrix of one column."""
