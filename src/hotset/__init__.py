@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hotset.api import Model, compare, compare_chunks, load, plan
     from hotset.engine.perplexity import Divergence, PerplexityResult
+    from hotset.engine.reranking import RankedDocument
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
     from hotset.errors import (
         ContextLengthError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "hotset.api": ("Model", "compare", "compare_chunks", "load", "plan"),
     "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
+    "hotset.engine.reranking": ("RankedDocument",),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
     "hotset.errors": (
         "ContextLengthError",
@@ -80,6 +82,7 @@ __all__ = [
     "PerplexityResult",
     "Placement",
     "PredictorQuality",
+    "RankedDocument",
     "SamplingParams",
     "StatsSummary",
     "Timings",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, StepStats
+from hotset.backends.base import Backend, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine import taps as engine_taps
-from hotset.engine.driver import EngineThread
+from hotset.engine.driver import EngineThread, in_turns
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams
@@ -30,13 +30,15 @@ from hotset.generation import (
     sampling_params,
     template_variables,
 )
-from hotset.loader.build import build, open_backend, open_model, plan_model
+from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
-from hotset.parameters import shown
+from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
-from hotset.sparsity.taps import MAX_SEQUENCE, of_backend, whole
+from hotset.sparsity.taps import of_backend, whole
 
 if TYPE_CHECKING:
+    from hotset.engine.embedding import Embedder, TextVectors
+    from hotset.engine.reranking import RankedDocument
     from hotset.engine.sequence import Owner
     from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from hotset.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
-
-_MEASURED_PAGES, _MEASURED_STEP = MAX_SEQUENCE // PAGE_SIZE, 128  # beside the model, to measure its predictor
 
 
 @taking(LoadSettings)
@@ -319,21 +319,55 @@ class Model:
             raise sequence.error
         return rows
 
-    def embed(self, texts: Sequence[Prompt], *, pooling: str | None = None) -> np.ndarray:
-        """Each text, or list of token ids, as a vector of length 1: float32 [n_texts, n_embd].
+    @cached_property
+    def embedder(self) -> Embedder:
+        """What makes vectors and scores of texts; `embed` and `rerank` use it."""
+        from hotset.engine.embedding import Embedder
 
-        The hidden states behind the last norm: their "mean", that of the first token ("cls") or of the last
-        ("last"); by default what the file says, else the mean. Raises ContextLengthError for a text that does
-        not fit in the context.
+        return Embedder(self.engine, self.graph, self.weights, self.gguf.metadata)
+
+    def embed(
+        self, texts: Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
+    ) -> np.ndarray:
+        """Each text, or list of token ids, as a vector of length 1: float32 [n_texts, width].
+
+        pooling: "mean" of the hidden states, "cls" (the first token's), "last", or "rank": a classifier's
+        number for each label. By default what the file says, else the mean.
+        dimensions: the first values alone. Raises ContextLengthError for a text that does not fit.
         """
-        from hotset.engine.embedding import embed, pooling_of
+        if pooling == "none":
+            raise InvalidRequestError("without pooling a text has a vector for each token; use embed_tokens")
+        return self._embedded(texts, pooling, dimensions).vectors()
 
+    def embed_tokens(self, texts: Sequence[Prompt], *, dimensions: int | None = None) -> list[np.ndarray]:
+        """A vector for each token, as it is: float32 [n_tokens, width] of each text. Otherwise as `embed`."""
+        return self._embedded(texts, "none", dimensions).tokens()
+
+    def _embedded(self, texts: Sequence[Prompt], *how: Any) -> TextVectors:
         if isinstance(texts, str):
             raise InvalidRequestError('embed takes a list of texts, such as ["Hello"]')
-        chosen = pooling_of(self.gguf.metadata, pooling)
         self._check_open()
         with self._explained():
-            return embed(self.thread, self.graph, self.weights, [self.encode(text) for text in texts], chosen)
+            found = self.embedder.vectors([self.encode(text) for text in texts], *how)
+            return found.computed(self.thread)
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None
+    ) -> list[RankedDocument]:
+        """Documents by how well they answer a query, the best first (top_n: only so many), with a score each.
+
+        Scores are as the model gives them: probabilities of Qwen3's, any numbers of others'. Raises
+        UnsupportedModelError for a model that is no reranker, and as `embed`.
+        """
+        from hotset.engine.reranking import ranked, reranking_tokens
+
+        self._check_open()
+        self.embedder.check_ranks()
+        most = None if top_n is None else whole_number("top_n", top_n, 1)
+        texts = reranking_tokens(self.gguf.metadata, self.tokenizer, self.engine.n_ctx, query, documents)
+        with self._explained():
+            scores = self.embedder.scores(texts).computed(self.thread).vectors()
+        return ranked(scores, documents, most)
 
     def perplexity(self, text: str, *, n_ctx: int = 512, chunks: int | None = None) -> PerplexityResult:
         """Perplexity of a text by the protocol of llama-perplexity (see engine/perplexity.py)."""
@@ -387,16 +421,7 @@ class Model:
             )
         ids = np.array(self.encode(tokens), np.int32)
         self._check_open()
-        every = open_backend(
-            "reference" if self.backend.name == "reference" else "cpu",
-            self.weights,
-            self.graph,
-            n_pages=_MEASURED_PAGES,
-            max_batch=_MEASURED_STEP,
-            kv_type=self.kv_type,
-            n_threads=self.backend.n_threads,
-            sparse=False,
-        )
+        every = open_measuring(self.decided, self.backend)
         try:
             return measure_predictor(of_backend(every), self.graph, ids)
         finally:
@@ -461,7 +486,7 @@ def compare_chunks(
     """As `compare`, yielding the running results after each chunk."""
     if not models:
         raise InvalidRequestError("there is no model to compare; give at least one")
-    _check_same_tokens(models)
+    engine_perplexity.check_same_tokens([model.gguf for model in models])
     if not isinstance(text, str):
         raise InvalidRequestError(f"perplexity is measured over a text, not {shown(text)}")
     results = engine_perplexity.compare_chunks(
@@ -471,22 +496,4 @@ def compare_chunks(
         n_neurons=[sum(model.config.n_ff) for model in models],
         progress=models[0].decided.settings.progress,
     )  # fmt: skip
-    while True:
-        with ExitStack() as turns:
-            for model in sorted(set(models), key=id):  # one order for all threads: no two wait for each other
-                turns.enter_context(model.thread.exclusive())
-            now = next(results, None)
-        if now is None:
-            return
-        yield now
-
-
-def _check_same_tokens(models: Sequence[Model]) -> None:
-    """Raises InvalidRequestError where token i of one model is another token in the next."""
-    spelled = [model.gguf.metadata.get("tokenizer.ggml.tokens") for model in models]
-    for model, tokens in zip(models[1:], spelled[1:], strict=True):
-        if tokens != spelled[0]:
-            raise InvalidRequestError(
-                f"{models[0].gguf.path.name} and {model.gguf.path.name} have different vocabularies, so that "
-                "their predictions cannot be compared token by token; compare models that share a tokenizer"
-            )
+    yield from in_turns({model.thread for model in models}, results)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hotset
-from hotset.engine.embedding import pooling_of
+from hotset.engine.pooling import pooling_of
 from hotset.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 
 torch = pytest.importorskip("torch")
@@ -92,7 +92,7 @@ def test_what_cannot_be_embedded_is_a_sentence(model: Any) -> None:
             loaded.embed([texts[1], [1] * 193])
         with pytest.raises(InvalidRequestError, match="takes a list of texts"):
             loaded.embed("Hello")
-        with pytest.raises(InvalidRequestError, match="one of mean, cls and last, not 'max'"):
+        with pytest.raises(InvalidRequestError, match="one of none, mean, cls, last and rank, not 'max'"):
             loaded.embed(texts, pooling="max")
         with pytest.raises(InvalidRequestError, match="one or more token ids"):
             loaded.embed([[]])
@@ -124,8 +124,8 @@ def test_the_file_says_how_it_pools(number: int | None, pooling: str) -> None:
     assert pooling_of(metadata, "mean") == "mean"
 
 
-@pytest.mark.parametrize("number", [4, -1, "mean", [1]])
+@pytest.mark.parametrize("number", [5, -1, "mean", [1]])
 def test_a_pooling_that_is_not_known_is_a_sentence(number: Any) -> None:
     metadata = {"general.architecture": "llama", "llama.pooling_type": number}
-    with pytest.raises(UnsupportedModelError, match="say which of mean, cls and last"):
+    with pytest.raises(UnsupportedModelError, match="say which of none, mean, cls, last and rank"):
         pooling_of(metadata, None)

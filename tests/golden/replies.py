@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from tiny_server import MESSAGES, client_of, write_model
+from tiny_server import MESSAGES, client_of, write_model, write_reranker
 from tool_models import CALL, THINKS, WEATHER, written
 
 TIMES = {"created", "created_at", "completed_at", "total_duration", "load_duration"}
@@ -64,11 +64,12 @@ NAMED_SCHEMA = {"name": "answer", "schema": SCHEMA}
 @dataclass(frozen=True)
 class Case:
     """A request. path: where it is not the route's. writes: what the model writes in place of its own text.
-    load, settings: of the server."""
+    ranks: the model is a reranker. load, settings: of the server."""
 
     body: Any = None
     path: str | None = None
     writes: str | None = None
+    ranks: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ _MESSAGE_TOOLS = _MESSAGE | {
 }
 _OLLAMA = {**NAMED, "messages": MESSAGES, "options": OPTIONS}
 _OLLAMA_TOOLS = _OLLAMA | {"tools": [WEATHER], "options": OPTIONS | {"num_predict": 200}}
+_RERANK = {"query": "which?", "documents": ["hello", {"text": "ok"}, "hi"]}
 _GENERATE = {**NAMED, "prompt": "hello", "options": OPTIONS}
 
 
@@ -134,7 +136,19 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ],
     ("POST", "/v1/embeddings"): [
         Case({"input": ["hello", "ok"]}), Case({"input": [104, 105], "encoding_format": "base64"}),
-        Case({"input": ""}), Case({"input": "a", "dimensions": 3}), *_wrong({"input": "a"}),
+        Case({"input": ""}), Case({"input": "a", "dimensions": 3}), Case({"input": "a", "dimensions": 33}),
+        *_wrong({"input": "a"}), Case({"input": "a"}, ranks=True),
+    ],
+    ("POST", "/v1/rerank"): [
+        Case(_RERANK, ranks=True), Case(_RERANK | {"top_n": 1, "return_documents": True}, ranks=True),
+        Case(_RERANK | {"documents": []}, ranks=True), Case(_RERANK), *_wrong(_RERANK),
+    ],
+    ("POST", "/v1/reranking"): [Case(_RERANK, ranks=True)],
+    ("POST", "/rerank"): [Case(_RERANK, ranks=True)],
+    ("POST", "/reranking"): [Case(_RERANK, ranks=True)],
+    ("POST", "/v2/rerank"): [
+        Case(_RERANK, ranks=True), Case(_RERANK | {"top_n": 1, "max_tokens_per_doc": 1}, ranks=True),
+        Case(_RERANK), *_wrong(_RERANK),
     ],
     ("POST", "/v1/responses"): [
         *_both(_RESPONSE),
@@ -168,6 +182,13 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ("POST", "/api/generate"): [
         *_both(_GENERATE), Case(_GENERATE | {"raw": True, "stream": False, "system": "be brief"}),
         Case(NAMED), *_wrong(_GENERATE),
+    ],
+    ("POST", "/api/embed"): [
+        Case(NAMED | {"input": ["hello", "ok"]}), Case(NAMED | {"input": "h" * 3000, "dimensions": 3}),
+        Case(NAMED | {"input": "h" * 3000, "truncate": False}), Case(NAMED), *_wrong(NAMED | {"input": "a"}),
+    ],
+    ("POST", "/api/embeddings"): [
+        Case(NAMED | {"prompt": "hello"}), Case(NAMED), *_wrong(NAMED | {"prompt": "a"}),
     ],
     ("GET", "/api/version"): [Case()],
     ("GET", "/api/tags"): [Case()],
@@ -213,10 +234,11 @@ def replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dic
 
 async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    by_server = itertools.groupby(cases, lambda case: (case.writes, case.load, case.settings))
-    for (writes, load, settings), group in by_server:
+    by_server = itertools.groupby(cases, lambda case: (case.writes, case.ranks, case.load, case.settings))
+    for (writes, ranks, load, settings), group in by_server:
         load, settings = {"n_ctx": 2048} | load, {"keep_alive_seconds": 3600.0} | settings
-        async with client_of(_model(folder, writes is not None), load=load, **settings) as (client, service):
+        path = _model(folder, writes is not None, ranks)
+        async with client_of(path, load=load, **settings) as (client, service):
             if writes is not None:
                 written(service, writes)
             for case in group:
@@ -225,10 +247,10 @@ async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> l
     return _without_what_changes(found)
 
 
-def _model(folder: Path, thinks: bool) -> Path:
+def _model(folder: Path, thinks: bool, ranks: bool) -> Path:
     keys = {"llama.context_length": 2048, "general.name": "Tiny", "general.license": "mit"}
     keys |= {"tokenizer.chat_template": THINKS} if thinks else {}
-    path = write_model(folder / "tiny.gguf", **keys)
+    path = (write_reranker if ranks else write_model)(folder / "tiny.gguf", **keys)
     os.utime(path, (_WHEN, _WHEN))
     return path
 
@@ -240,10 +262,10 @@ async def _reply(client: httpx.AsyncClient, case: Case, method: str, path: str) 
     content = body if body is None or isinstance(body, str) else json.dumps(body)
     reply = await client.request(method, path, content=content, headers=case.headers)
     asked = {"method": method, "path": path, "body": body, "headers": case.headers}
-    asked |= {"writes": case.writes, "load": case.load, "settings": case.settings}
+    asked |= {"writes": case.writes, "load": case.load, "settings": case.settings, "ranks": case.ranks}
     kind = reply.headers.get("content-type")
     return {
-        "request": {key: value for key, value in asked.items() if value not in (None, {})},
+        "request": {key: value for key, value in asked.items() if value not in (None, {}, False)},
         "status": reply.status_code,
         "type": kind,
         "reply": _body(str(kind).partition(";")[0], reply),

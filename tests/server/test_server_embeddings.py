@@ -77,7 +77,8 @@ def test_what_is_wrong_is_refused(path: Path):
             ({"input": [[]]}, "empty"),
             ({}, "missing"),
             ({"input": 3}, "input"),
-            ({"input": "a", "dimensions": 3}, "dimensions"),
+            ({"input": "a", "dimensions": 33}, "from 1 to 32"),
+            ({"input": "a", "dimensions": 0}, "dimensions"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
             ({"input": "a", "made_up": 1}, "made_up"),
             ({"input": [99999]}, "99999"),
@@ -176,5 +177,17 @@ def test_a_shutdown_ends_texts_as_it_does_answers(path: Path):
             service.end_answers()
             assert (await asked).status_code == 503
         assert not service.n_open
+
+    run(path, work)
+
+
+def test_dimensions_are_the_first_values(path: Path, expected: np.ndarray):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = vectors(await client.post(URL, json={"input": TEXTS, "dimensions": 5}))
+        cut = expected[:, :5] / np.linalg.norm(expected[:, :5], axis=1, keepdims=True)
+        np.testing.assert_allclose(found, cut, atol=1e-6)
+        coded = await client.post(URL, json={"input": TEXTS, "dimensions": 5, "encoding_format": "base64"})
+        for entry, vector in zip(coded.json()["data"], found, strict=True):
+            np.testing.assert_array_equal(np.frombuffer(base64.b64decode(entry["embedding"]), "<f4"), vector)
 
     run(path, work)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from tiny_server import run, write_model
 
@@ -258,5 +259,64 @@ def test_options_that_are_none_are_refused(path: Path):
 
         await refused("options.num_gpus is not supported", options={"num_gpus": 1})
         await refused("options.mirostat: Input should be 0", options={"mirostat": 2})
+
+    run(path, work)
+
+
+def test_texts_become_vectors(path: Path, model: hotset.Model):
+    texts = ["hello", "ok"]
+    expected = model.embed(texts)
+
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        async def embed(**fields: Any) -> Any:
+            reply = await client.post("/api/embed", json={"model": "tiny:latest", **fields})
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        found = await embed(input=texts, options={"num_ctx": 128}, keep_alive="5m")
+        np.testing.assert_array_equal(np.array(found["embeddings"], np.float32), expected)
+        assert found["model"] == "tiny:latest"
+        assert found["prompt_eval_count"] == sum(len(model.encode(text)) for text in texts)
+        assert (await embed(input=["ok", ""]))["embeddings"] == [found["embeddings"][1]]
+        assert (await embed())["embeddings"] == []
+        (cut,) = (await embed(input="hello", dimensions=5))["embeddings"]
+        np.testing.assert_array_equal(np.array(cut, np.float32), model.embed(["hello"], dimensions=5)[0])
+        assert len((await embed(input="hello", dimensions=0))["embeddings"][0]) == 32
+        older = await client.post("/api/embeddings", json={"model": "tiny", "prompt": "hello"})
+        assert older.json() == {"embedding": found["embeddings"][0]}
+        nothing = await client.post("/api/embeddings", json={"model": "tiny"})
+        assert nothing.json() == {"embedding": []}
+        refused = await client.post("/api/embed", json={"model": "tiny", "input": "hello", "dimensions": 33})
+        assert refused.status_code == 400
+        assert "from 1 to 32" in refused.json()["error"]
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_text_that_is_too_long_is_cut(tmp_path: Path, ends: bool):
+    """A token that ends every text stays."""
+    path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.ggml.add_eos_token": ends})
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        ids = model.tokenizer.encode("x" * 300)
+        expected = model.embed([[*ids[:255], ids[-1]]])
+
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        asked = {"model": "tiny", "input": ["ok", "x" * 300]}
+        found = (await client.post("/api/embed", json=asked)).json()["embeddings"]
+        np.testing.assert_array_equal(np.array(found[1], np.float32), expected[0])
+        refused = await client.post("/api/embed", json=asked | {"truncate": False})
+        assert refused.status_code == 400
+        assert "context of 256" in refused.json()["error"]
+
+    run(path, work)
+
+
+def test_an_embedding_model_says_so(tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf", **{"llama.pooling_type": 3})
+
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+        assert shown["capabilities"] == ["embedding"]
 
     run(path, work)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tiny_server import MESSAGES, client_of, write_model
+from tiny_server import MESSAGES, client_of, write_model, write_reranker
 
 from hotset.server import shapes
 from hotset.server.app import create_app
@@ -48,12 +48,15 @@ ASKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
         {"model": "tiny", "prompt": "hello", "stream": False, "options": OPTIONS},
         shapes.OllamaGenerateReply,
     ),
+    ("/api/embed", {"model": "tiny", "input": ["hello", "ok"]}, shapes.OllamaEmbedReply),
+    ("/api/embeddings", {"model": "tiny", "prompt": "hello"}, shapes.OllamaEmbeddingsReply),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+RERANK = {"query": "which?", "documents": ["hello", {"text": "ok"}]}
+RANKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
+    ("/v1/rerank", RERANK | {"return_documents": True}, shapes.RerankReply),
+    ("/rerank", RERANK, shapes.RerankReply),
+    ("/v2/rerank", RERANK, shapes.CohereRerankReply),
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +71,13 @@ def shape_at(responses: dict[str, Any], status: str) -> str:
     return str(responses[status]["content"]["application/json"]["schema"]["$ref"]).rpartition("/")[2]
 
 
-def test_replies_have_the_shapes_that_are_promised(path: Path, document: dict[str, Any]):
+@pytest.mark.parametrize("asked", [ASKED, RANKED], ids=["generates", "ranks"])
+def test_replies_have_the_shapes_that_are_promised(tmp_path: Path, document: dict[str, Any], asked: Any):
+    path = (write_reranker if asked is RANKED else write_model)(tmp_path / "tiny.gguf")
+
     async def work() -> None:
         async with client_of(path) as (client, _):
-            for where, body, shape in ASKED:
+            for where, body, shape in asked:
                 reply = await client.post(where, json=body)
                 assert reply.status_code == 200, (where, reply.text)
                 shape.model_validate(reply.json())
@@ -115,6 +121,8 @@ def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
             if path.startswith("/v1/messages")
             else "Ollama"
             if path.startswith("/api/")
+            else "Cohere"
+            if path.startswith("/v2/")
             else "OpenAI"
         )
         for status in ("4XX", "5XX"):

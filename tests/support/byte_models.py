@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,13 @@ def write_model(
     n_layer: int = 2,
     experts: tuple[int, int] | None = None,
     down_neuron_major: bool = False,
+    vectors: Mapping[str, np.ndarray] | None = None,
     **keys: Any,
 ) -> Path:
-    """A llama of a few layers over bytes and three special tokens, every parameter random."""
+    """A llama of a few layers over bytes and three special tokens, every parameter random.
+
+    vectors: more tensors.
+    """
     tokens = byte_letters() + SPECIALS
     tokenizer: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
@@ -63,8 +68,20 @@ def write_model(
         down_neuron_major=down_neuron_major,
         spread=lambda name: 3.0 if name == "output" else 1.5,
         keys=tokenizer | keys,
+        vectors=vectors,
         seed=5,
     )
+
+
+def write_reranker(path: Path, **keys: Any) -> Path:
+    """The same with the classifier of a reranker, which scores a query with a document behind it."""
+    rng = np.random.default_rng(6)
+    shapes = {"cls.weight": (32, 32), "cls.bias": (32,), "cls.output.weight": (1, 32)}
+    vectors = {
+        name: (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    return write_model(path, vectors=vectors, **{"llama.pooling_type": 4} | keys)
 
 
 N_LAYER, N_FF, N_VOCAB = 2, 96, 101

@@ -136,7 +136,7 @@ def write_llama(  # noqa: C901
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
     spread: Callable[[str], float] | None = None,
     keys: Mapping[str, Any] | None = None,
-    vectors: Mapping[str, Sequence[float]] | None = None,
+    vectors: Mapping[str, Sequence[float] | np.ndarray] | None = None,
     seed: int = 1,
 ) -> Path:
     """A random model of the llama family. tied: without a matrix of its own for the output.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from byte_models import write_model
+from byte_models import write_model, write_reranker
 from waiting import WATCHDOG, until
 
 import hotset
@@ -25,7 +25,7 @@ from hotset.server.settings import ServerSettings
 MESSAGES = [{"role": "user", "content": "hello"}]
 _NEED_A_MODEL = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model"]
+__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model", "write_reranker"]
 
 
 class _NamesTheModel:

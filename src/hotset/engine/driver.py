@@ -13,15 +13,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import TypeVar, cast
 
 from hotset.engine.counters import Counters
 from hotset.engine.engine import Engine
 from hotset.engine.sequence import Event, EventSink, Sequence
 from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
+
+_T = TypeVar("_T")
 
 _LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
 _AGAIN_SECONDS = 0.01  # between two attempts to end a step: one that is just about to begin does not hear
@@ -276,3 +278,15 @@ def _close_all() -> None:
     for thread in list(_living):
         if thread.process == os.getpid():
             thread.close()
+
+
+def in_turns(threads: Collection[EngineThread], results: Iterator[_T]) -> Iterator[_T]:
+    """The results, each computed while no thread takes a step; between two of them whatever else runs."""
+    while True:
+        with ExitStack() as turns:
+            for thread in sorted(threads, key=id):  # one order for all callers: no two wait for each other
+                turns.enter_context(thread.exclusive())
+            now = next(results, None)
+        if now is None:
+            return
+        yield now

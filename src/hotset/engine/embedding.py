@@ -1,4 +1,4 @@
-"""Texts as vectors: hidden states behind the last norm, pooled, beside whatever else the engine computes."""
+"""Texts as vectors and scores: hidden states behind the last norm, pooled, beside whatever else runs."""
 
 from __future__ import annotations
 
@@ -6,72 +6,105 @@ from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from hotset.backends.reference import normalised
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
+from hotset.engine.pooling import Head, Pooling, pooling_of, read
 from hotset.engine.sequence import Owner
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.model.operations import LayerNorm, RMSNorm, SelectOutputs
 from hotset.parameters import shown
 
-Pooling = Literal["mean", "cls", "last"]
-_BY_NUMBER: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last"}  # 0: the file says none
 
+class Embedder:
+    """What makes vectors and scores of texts with one model: its last norm, and what the file has behind it.
 
-def pooling_of(metadata: Mapping[str, Any], given: str | None) -> Pooling:
-    """How the tokens of a text become one vector: as given, else as the file's keys say, else their mean.
-
-    Raises InvalidRequestError for a kind that is not known, UnsupportedModelError for a file with one.
-    """
-    if given is None:
-        number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 1)
-        if type(number) is not int or number not in _BY_NUMBER:
-            raise UnsupportedModelError(
-                f"the file pools hidden states in a way (pooling_type {shown(number)}) that hotset does not "
-                "know; say which of mean, cls and last is meant"
-            )
-        return _BY_NUMBER[number]
-    for pooling in get_args(Pooling):
-        if given == pooling:
-            return pooling  # type: ignore[no-any-return]
-    raise InvalidRequestError(f"pooling must be one of mean, cls and last, not {shown(given)}")
-
-
-class TextVectors:
-    """Texts of token ids on their way to vectors of length 1.
-
-    The caller has the `sequence` of each computed, in any order. A vector has the same bits whatever ran
-    beside it. Raises ContextLengthError for a text that does not fit.
+    head: that. Raises FormatError where its tensors do not fit together.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        graph: Graph,
-        weights: WeightSource,
-        texts: Sequence[Sequence[int]],
-        pooling: Pooling,
-        owner: Owner | None = None,
+        self, engine: Engine, graph: Graph, weights: WeightSource, metadata: Mapping[str, Any]
     ) -> None:
         selection = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
         norm, states = graph.ops[selection + 1], graph.ops[selection]
         assert isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
         assert isinstance(states, SelectOutputs)
-        self._norm, self._pooling = norm, pooling
+        self.engine, self.states, self._norm, self._metadata = engine, states.x.name, norm, metadata
         bias = norm.bias if isinstance(norm, LayerNorm) else None
-        self._scale = np.ones(norm.out.width) if norm.weight is None else _vector(weights, norm.weight)
-        self._shift = None if bias is None else _vector(weights, bias)
-        self._sums = [np.zeros(norm.out.width) for _ in texts]
-        self._engine, self._states, self._owner = engine, states.x.name, owner
-        self._texts = [array("i", engine.fitting(tokens)) for tokens in texts]
+        self._scale = np.ones(norm.out.width) if norm.weight is None else read(weights, norm.weight)
+        self._shift = None if bias is None else read(weights, bias)
+        self.head = Head(weights, metadata, norm.out.width)
+
+    def normalised(self, rows: np.ndarray) -> np.ndarray:
+        """Hidden states, float32 [n, width], behind the last norm."""
+        return normalised(self._norm, rows, self._scale, self._shift)
+
+    def vectors(
+        self,
+        texts: Sequence[Sequence[int]],
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        owner: Owner | None = None,
+    ) -> TextVectors:
+        """Texts of token ids on their way to vectors.
+
+        dimensions: only so many values of each, the first. Raises ContextLengthError for a text that does not
+        fit, InvalidRequestError for more dimensions than there are, and as `pooling_of`.
+        """
+        chosen, width = pooling_of(self._metadata, pooling), self.head.out_width
+        if chosen == "rank":
+            if dimensions is not None:
+                raise InvalidRequestError("dimensions are those of a vector, and rank gives scores")
+            return self.scores(texts, owner)
+        if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= width):
+            raise InvalidRequestError(
+                f"dimensions must be a whole number from 1 to {width}, the width of this model's vectors, "
+                f"not {shown(dimensions)}"
+            )
+        return TextVectors(self, texts, chosen, dimensions or width, owner)
+
+    def check_ranks(self) -> None:
+        """Raises UnsupportedModelError unless the model is a reranker."""
+        if not self.head.ranks:
+            raise UnsupportedModelError(
+                "the model is no reranker: its file has no rank head (cls.weight or cls.output.weight); use "
+                "one that has, such as Qwen3-Reranker or bge-reranker"
+            )
+
+    def scores(self, texts: Sequence[Sequence[int]], owner: Owner | None = None) -> TextVectors:
+        """As `vectors`, of texts that a reranker scores. Raises as `check_ranks`."""
+        self.check_ranks()
+        return TextVectors(self, texts, "rank", self.head.n_labels, owner)
+
+
+class TextVectors:
+    """Texts of token ids on their way to vectors of length 1, or to scores; made by Embedder.
+
+    The caller has the `sequence` of each computed, in any order. A vector has the same bits whatever ran
+    beside it. width: values of a vector.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        texts: Sequence[Sequence[int]],
+        pooling: Pooling,
+        width: int,
+        owner: Owner | None,
+    ) -> None:
+        """Raises ContextLengthError for a text that does not fit."""
+        self._embedder, self._pooling, self.width, self._owner = embedder, pooling, width, owner
+        self._state = embedder.head.ranked_state if pooling == "rank" else pooling
+        self._texts = [array("i", embedder.engine.fitting(tokens)) for tokens in texts]
+        self._sums: dict[int, np.ndarray] = {}  # of texts that are being computed
+        self._found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(texts)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -86,50 +119,59 @@ class TextVectors:
         when that is its turn."""
         tokens = self._texts[i]
         add = partial(self._add, i, len(tokens))
-        return self._engine.prepare_tap(tokens, self._states, add, owner=self._owner)
+        if self._pooling == "none":
+            self._found[i] = np.zeros((len(tokens), self.width), np.float32)
+        self._sums[i] = np.zeros(self._embedder.head.width)
+        return self._embedder.engine.prepare_tap(tokens, self._embedder.states, add, owner=self._owner)
 
     def _add(self, i: int, n_tokens: int, position: int, rows: np.ndarray) -> None:
         """Takes the rows of tokens from `position` on."""
-        if self._pooling == "cls":
+        end = position + len(rows)
+        if self._state == "cls":
             rows = rows[: max(1 - position, 0)]
-        elif self._pooling == "last":
+        elif self._state == "last":
             rows = rows[max(n_tokens - 1 - position, 0) :]
-        for row in rows:  # one after the other, so that the sum does not depend on the steps
-            self._sums[i] += normalised(self._norm, row[None], self._scale, self._shift)[0]
+        total, head = self._sums[i], self._embedder.head
+        states = self._embedder.normalised(rows)
+        for at, state in enumerate(states):  # one by one: the sum must not depend on the steps
+            if self._pooling == "none":
+                self._found[i][position + at] = head.vector(state)[: self.width]
+            else:
+                total += state
+        if end < n_tokens:
+            return
+        del self._sums[i]
+        if self._state == "mean":
+            total = total / n_tokens
+        if self._pooling == "rank":
+            self._found[i] = head.scores(total).astype(np.float32)
+        elif self._pooling != "none":
+            vector = head.vector(total)[: self.width]
+            length = float(np.sqrt((vector * vector).sum()))
+            self._found[i] = (vector / (length or 1.0)).astype(np.float32)
+
+    def computed(self, thread: EngineThread) -> TextVectors:
+        """These, once all sequences have finished. They run in the engine's thread, as many at once as others
+        leave room for, and the caller waits."""
+        left, running = deque(range(len(self))), deque[EngineSequence]()
+        try:
+            while left or running:
+                while left and len(running) < thread.engine.max_sequences:
+                    running.append(self.sequence(left.popleft()))
+                    thread.submit(running[-1], _Nowhere())
+                thread.wait_for_end(running[0])
+                _check(running.popleft())
+        finally:
+            thread.cancel(running)
+        return self
 
     def vectors(self) -> np.ndarray:
         """float32 [n_texts, width], once all sequences have finished."""
-        vectors = np.zeros((len(self._sums), self._norm.out.width), np.float32)
-        for vector, total in zip(vectors, self._sums, strict=True):
-            length = float(np.sqrt((total * total).sum()))
-            vector[:] = total / (length or 1.0)
-        return vectors
+        return np.array(self._found, np.float32).reshape(-1, self.width)
 
-
-def embed(
-    thread: EngineThread,
-    graph: Graph,
-    weights: WeightSource,
-    texts: Sequence[Sequence[int]],
-    pooling: Pooling,
-) -> np.ndarray:
-    """A vector of length 1 for each text of token ids: float32 [n_texts, width].
-
-    The texts run in the engine's thread, as many at once as others leave room for, and the caller waits.
-    Raises ContextLengthError for a text that does not fit.
-    """
-    found = TextVectors(thread.engine, graph, weights, texts, pooling)
-    left, running = deque(range(len(found))), deque[EngineSequence]()
-    try:
-        while left or running:
-            while left and len(running) < thread.engine.max_sequences:
-                running.append(found.sequence(left.popleft()))
-                thread.submit(running[-1], _Nowhere())
-            thread.wait_for_end(running[0])
-            _check(running.popleft())
-    finally:
-        thread.cancel(running)
-    return found.vectors()
+    def tokens(self) -> list[np.ndarray]:
+        """Of the pooling "none", a vector of each token as it is: float32 [n_tokens, width] of each text."""
+        return self._found
 
 
 class _Nowhere:
@@ -142,8 +184,3 @@ def _check(sequence: EngineSequence) -> None:
         raise sequence.error
     if sequence.finish_reason != "length":
         raise InvalidRequestError("the model has been closed; load it again")
-
-
-def _vector(weights: WeightSource, name: str) -> np.ndarray:
-    info = weights.tensors[name]
-    return dequantize(np.asarray(weights.data(name)), info.type, info.shape)

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from hotset.engine.sampler import log_sum_exp
 from hotset.errors import ContextLengthError, InvalidRequestError, StepCancelledError
 from hotset.parameters import whole_number
 from hotset.reporter import Reporter
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
 
 _TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
 
@@ -312,3 +316,14 @@ def _mean(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
+
+
+def check_same_tokens(files: Sequence[GGUFFile]) -> None:
+    """Raises InvalidRequestError where token i of one model is another token in the next."""
+    spelled = [file.metadata.get("tokenizer.ggml.tokens") for file in files]
+    for file, tokens in zip(files[1:], spelled[1:], strict=True):
+        if tokens != spelled[0]:
+            raise InvalidRequestError(
+                f"{files[0].path.name} and {file.path.name} have different vocabularies, so that "
+                "their predictions cannot be compared token by token; compare models that share a tokenizer"
+            )

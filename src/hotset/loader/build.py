@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotset.backends.base import Backend
+from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import (
     DeviceError,
@@ -51,6 +51,7 @@ from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, open_channels, prepare
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.taps import MAX_SEQUENCE
 from hotset.sparsity.thresholds import Thresholds, thresholds_path
 from hotset.units import human_size
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from hotset.placement.ram import HostMemory, RamPlan
     from hotset.placement.table import Placement
 
+_MEASURED_STEP = 128  # tokens, of a backend that measures a predictor
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 
 
@@ -205,6 +207,21 @@ def open_backend(
     from hotset.backends.reference import ReferenceBackend
 
     return ReferenceBackend(weights, graph, **options)
+
+
+def open_measuring(decided: Decided, backend: Backend) -> Backend:
+    """A backend that computes every neuron of a text, without a device, to measure the predictor of another
+    backend's. It is small."""
+    return open_backend(
+        "reference" if backend.name == "reference" else "cpu",
+        decided.weights,
+        decided.graph,
+        n_pages=MAX_SEQUENCE // PAGE_SIZE,
+        max_batch=_MEASURED_STEP,
+        kv_type=decided.settings.kv_type,
+        n_threads=backend.n_threads,
+        sparse=False,
+    )
 
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:

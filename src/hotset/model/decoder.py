@@ -107,7 +107,9 @@ if TYPE_CHECKING:
 # Tensors that a file may have without being read: facts that some converters leave in it as tensors (the
 # configuration has read them from the keys), predictors that are not in use (of the logits too), indexers
 # that choose among more keys than there are, and, where one form of the down projection is read, the others.
+# What lies behind the last norm of an embedding model or a reranker, engine/pooling.py reads.
 REDUNDANT_TENSORS = re.compile(
+    r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
     r"rope_freqs\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"

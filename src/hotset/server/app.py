@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
-from hotset.server import anthropic, facts, health, ollama, site, tokens
+from hotset.server import anthropic, facts, health, ollama, rerank, site, tokens
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
@@ -30,6 +30,8 @@ ROUTERS = (
     chat.router,
     completions.router,
     embeddings.router,
+    rerank.router,
+    rerank.cohere,
     responses.router,
     tokens.router,
     facts.router,

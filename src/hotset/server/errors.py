@@ -1,6 +1,7 @@
 """From what went wrong to a status and a body, in the shape that the caller's client knows.
 
-Which shape that is the path says: /v1/messages is Anthropic's, /api/ is Ollama's, everything else OpenAI's.
+Which shape that is the path says: /v1/messages is Anthropic's, /api/ is Ollama's, /v2/ is Cohere's, the
+others are OpenAI's.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ def body_of(problem: Problem, path: str) -> dict[str, Any]:
         )
     if path.startswith("/api/"):
         return shapes.OllamaErrorReply.written(error=problem.message)
+    if path.startswith("/v2/"):
+        return shapes.CohereErrorReply.written(message=problem.message)
     kind = _OPENAI_TYPES.get(problem.status) or _of_status(problem.status, "server_error")
     error = shapes.OpenAIError.written(
         message=problem.message, type=kind, param=problem.param, code=problem.code

@@ -1,4 +1,4 @@
-"""Ollama's API schema: /api/chat, /api/generate, and what its clients ask about the models that are there.
+"""Ollama's API schema: /api/chat, /api/generate, /api/embed, and what its clients ask about models.
 
 Only a translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A field that
 is not declared is refused by its name; one that is declared is obeyed, or has the one value that changes
@@ -22,7 +22,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field
 
 from hotset.api import Model
+from hotset.engine.embedding import TextVectors
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Owner
 from hotset.errors import InvalidRequestError
 from hotset.server import shapes
 from hotset.server.answers import (
@@ -41,11 +43,12 @@ from hotset.server.answers import (
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
+from hotset.server.openai.embeddings import MAX_TEXTS
 from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
 from hotset.server.shapes import JSON_LINES, documented, errors
-from hotset.server.streams import AnswerStream, ask, off_loop, service_of, whole
+from hotset.server.streams import AnswerStream, ask, embedded, off_loop, service_of, whole
 from hotset.server.turns import Turn, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
@@ -177,6 +180,24 @@ class OllamaGenerateBody(AnswerBody):
     template: Literal[""] | None = None
     context: Annotated[list[int], Field(max_length=0)] | None = None
     images: NoImages = None
+
+
+class EmbedBody(Body):
+    model: Annotated[str, Field(min_length=1)]
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbedBody(EmbedBody):
+    input: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=0)] | None = None
+
+
+class OllamaEmbeddingsBody(EmbedBody):
+    """Of an older route."""
+
+    prompt: str | None = None
 
 
 class OllamaShowBody(Body):
@@ -433,6 +454,59 @@ def _loaded(body: AnswerBody, *, chat: bool) -> Response:
     return JsonReply(shape.written(**head, **said, done=True, done_reason="load"))
 
 
+@router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})
+async def embed(body: OllamaEmbedBody, http: Request) -> Response:
+    """Texts as vectors of length 1. One that is too long is cut to the context, unless truncate is false."""
+    _named(http, body.model)
+    given = [body.input] if isinstance(body.input, str) else body.input or []
+    texts, began = [text for text in given if text], time.perf_counter_ns()
+    cuts, dimensions = body.truncate is not False, body.dimensions or None
+
+    def written(vectors: list[list[float]], n_tokens: int) -> dict[str, Any]:
+        return shapes.OllamaEmbedReply.written(
+            model=body.model,
+            embeddings=vectors,
+            total_duration=time.perf_counter_ns() - began,
+            prompt_eval_count=n_tokens,
+        )
+
+    if not texts:
+        return JsonReply(written([], 0))
+    make = partial(_embedded, texts=texts, cuts=cuts, dimensions=dimensions)
+    return await embedded(
+        http, len(texts), make, lambda found: written(found.vectors().tolist(), found.n_tokens)
+    )
+
+
+@router.post("/api/embeddings", responses={200: {"model": shapes.OllamaEmbeddingsReply}})
+async def embeddings(body: OllamaEmbeddingsBody, http: Request) -> Response:
+    """As /api/embed, of one text."""
+    _named(http, body.model)
+
+    def written(vector: list[float]) -> dict[str, Any]:
+        return shapes.OllamaEmbeddingsReply.written(embedding=vector)
+
+    if not body.prompt:
+        return JsonReply(written([]))
+    make = partial(_embedded, texts=[body.prompt], cuts=True, dimensions=None)
+    return await embedded(http, 1, make, lambda found: written(found.vectors()[0].tolist()))
+
+
+def _embedded(
+    model: Model, owner: Owner, *, texts: list[str], cuts: bool, dimensions: int | None
+) -> TextVectors:
+    """cuts: texts that are too long lose their end, but for a token that ends every text."""
+    tokenizer, n_ctx = model.tokenizer, model.engine.n_ctx
+    ids = [tokenizer.encode_prompt(text, False, most=None if cuts else n_ctx) for text in texts]
+    if cuts:
+        ends = [one[-1:] if tokenizer.is_special(one[-1]) else [] for one in ids]
+        ids = [
+            one if len(one) <= n_ctx else one[: n_ctx - len(end)] + end
+            for one, end in zip(ids, ends, strict=True)
+        ]
+    return model.embedder.vectors(ids, dimensions=dimensions, owner=owner)
+
+
 @router.get("/api/version")
 async def api_version() -> dict[str, str]:
     return {"version": version("hotset")}
@@ -501,7 +575,9 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _capabilities(model: Model) -> list[str]:
-    """What the chat template has a place for."""
+    """What the model is for, and what its chat template has a place for."""
+    if f"{model.gguf.architecture}.pooling_type" in model.gguf.metadata:
+        return ["embedding"]
     source = model.chat_template.source
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
     return ["completion", *(name for name, found in marks.items() if any(mark in source for mark in found))]

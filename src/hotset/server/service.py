@@ -19,9 +19,9 @@ from typing import ParamSpec, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from hotset.api import Model, Prompt
+from hotset.api import Model
 from hotset.engine.driver import EngineThread
-from hotset.engine.embedding import TextVectors, pooling_of
+from hotset.engine.embedding import TextVectors
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sequence import Event, Owner
 from hotset.engine.sequence import Sequence as EngineSequence
@@ -173,18 +173,21 @@ class Service:
         self._begin(answer)
         return answer
 
-    async def ask_vectors(self, texts: Sequence[Prompt], client: str | None, *, long: bool) -> Vectors:
-        """Begins to compute the vectors of texts. Raises as `ask`. long: as of Preparation.text.
+    async def ask_vectors(
+        self, make: Callable[[Model, Owner], TextVectors], n_texts: int, client: str | None, *, long: bool
+    ) -> Vectors:
+        """Begins to compute the vectors, or scores, of texts. make: checks the texts of a request, in a
+        thread. Raises as `ask`, and as `make` does. long: as of Preparation.text.
 
         A request has as many texts in the engine as run at once, and takes that many places in its queue.
         """
         asked, model = time.perf_counter(), self.model
-        n = min(len(texts), model.engine.max_sequences)
+        n = min(n_texts, model.engine.max_sequences)
         model.thread.check_room(n + self._n_prepared)
         self._n_prepared += n
         try:
-            threads, seconds = self.preparation.text(long=long), self.settings.max_seconds
-            prepared = await threads.run(client, _prepared_vectors, model, texts, client, seconds)
+            threads, owner = self.preparation.text(long=long), Owner.of(client, self.settings.max_seconds)
+            prepared = await threads.run(client, make, model, owner)
         finally:
             self._n_prepared -= n
         submit = partial(self._submit, model.thread)
@@ -290,15 +293,6 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     owner = Owner.of(request.client, seconds)
     return [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
-
-
-def _prepared_vectors(
-    model: Model, texts: Sequence[Prompt], client: str | None, seconds: float | None
-) -> TextVectors:
-    """As `_prepared`, of texts whose vectors are wanted."""
-    pooling, tokens = pooling_of(model.gguf.metadata, None), [model.encode(text) for text in texts]
-    owner = Owner.of(client, seconds)
-    return TextVectors(model.engine, model.graph, model.weights, tokens, pooling, owner)
 
 
 def _prepared_prompt(

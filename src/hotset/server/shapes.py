@@ -173,6 +173,27 @@ class EmbeddingsReply(Shape):
     usage: EmbeddingsUsage
 
 
+class RankedText(Shape):
+    text: str
+
+
+class RerankResult(Shape):
+    """document: only where it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RerankReply(Shape):
+    """Jina's form, the best document first."""
+
+    object: Literal["list"]
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingsUsage
+
+
 class ChatReply(Shape):
     id: str
     object: Literal["chat.completion"]
@@ -440,3 +461,50 @@ class OllamaChatReply(OllamaReply):
 class OllamaGenerateReply(OllamaReply):
     response: str
     thinking: str = ""
+
+
+class OllamaEmbedReply(Shape):
+    """Durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: Literal[0]
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsReply(Shape):
+    embedding: list[float]
+
+
+# ---- Cohere's ----
+
+
+class CohereErrorReply(Shape):
+    message: str
+
+
+class CohereVersion(Shape):
+    version: Literal["2"]
+
+
+class CohereTokens(Shape):
+    input_tokens: int
+
+
+class CohereMeta(Shape):
+    api_version: CohereVersion
+    tokens: CohereTokens
+
+
+class CohereRerankResult(Shape):
+    index: int
+    relevance_score: float
+
+
+class CohereRerankReply(Shape):
+    """The best document first."""
+
+    id: str
+    results: list[CohereRerankResult]
+    meta: CohereMeta

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hotset.api import Model
 from hotset.engine.embedding import TextVectors
+from hotset.engine.sequence import Owner
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
@@ -131,23 +132,23 @@ async def whole(
 
 async def embedded(
     http: Request,
-    texts: Sequence[str | Sequence[int]],
-    width: int,
-    body: Callable[[np.ndarray, int], Mapping[str, Any]],
+    n_texts: int,
+    make: Callable[[Model, Owner], TextVectors],
+    body: Callable[[TextVectors], Mapping[str, Any]],
 ) -> Response:
-    """The vectors of texts as JSON. width: of one. body: what is written of them, float32 [n_texts, width],
-    and of how many tokens the texts have."""
+    """The vectors, or scores, of texts as JSON. make: as of Service.ask_vectors. body: what is written of
+    them once they are computed."""
     service = service_of(http)
 
-    async def computed() -> tuple[TextVectors, int]:
-        vectors = await service.ask_vectors(texts, client_of(http), long=_is_long(http))
+    async def computed() -> TextVectors:
+        vectors = await service.ask_vectors(make, n_texts, client_of(http), long=_is_long(http))
         try:
-            return await vectors.whole(), vectors.n_tokens
+            return await vectors.whole()
         finally:
             vectors.close()
 
-    found, n_tokens = await while_connected(http, computed())
-    return await written(http, width * len(texts), lambda: JsonReply(body(found.vectors(), n_tokens)))
+    found = await while_connected(http, computed())
+    return await written(http, found.width * len(found), lambda: JsonReply(body(found)))
 
 
 async def streamed(

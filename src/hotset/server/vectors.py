@@ -31,7 +31,6 @@ class Vectors:
         asked: float,
     ) -> None:
         self.asked = asked
-        self.n_tokens = texts.n_tokens
         self._texts, self._thread, self._n_at_once = texts, thread, n_at_once
         self._left = deque(range(len(texts)))
         self._running: dict[int, EngineSequence] = {}

@@ -1,4 +1,7 @@
-"""POST /v1/embeddings: texts as vectors of length 1."""
+"""POST /v1/embeddings: texts as vectors of length 1.
+
+dimensions: the first values of each vector alone, of length 1 again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from hotset.api import Model
+from hotset.engine.embedding import TextVectors
+from hotset.engine.sequence import Owner
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
@@ -17,7 +23,8 @@ from hotset.server.streams import embedded, service_of
 
 router = APIRouter(route_class=BodyRoute)
 
-_MOST = 2048  # inputs of a request, as OpenAI has it
+MAX_TEXTS = 2048
+"""Inputs of a request, as OpenAI has it."""
 
 
 class EmbeddingsBody(Body):
@@ -34,9 +41,9 @@ class EmbeddingsBody(Body):
             given = [given]
         if not given or any(not text for text in given):
             raise RequestError("input is empty; give a text, or token ids", param="input")
-        if len(given) > _MOST:
+        if len(given) > MAX_TEXTS:
             raise RequestError(
-                f"input has {len(given)} entries, and at most {_MOST} are taken", param="input"
+                f"input has {len(given)} entries, and at most {MAX_TEXTS} are taken", param="input"
             )
         return given
 
@@ -45,23 +52,21 @@ class EmbeddingsBody(Body):
 async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    texts, model = body.texts(), service.model
-    if body.dimensions not in (None, model.config.n_embd):
-        raise RequestError(
-            f"dimensions is not supported: this model's vectors have {model.config.n_embd}; leave it out",
-            param="dimensions",
-            code="unsupported_parameter",
-        )
+    texts = body.texts()
 
-    def reply(vectors: np.ndarray, n_tokens: int) -> dict[str, Any]:
+    def make(model: Model, owner: Owner) -> TextVectors:
+        ids = [model.encode(text) for text in texts]
+        return model.embedder.vectors(ids, dimensions=body.dimensions, owner=owner)
+
+    def reply(found: TextVectors) -> dict[str, Any]:
         data = (
             Embedding.written(index=i, embedding=_written(vector, body.encoding_format))
-            for i, vector in enumerate(vectors)
+            for i, vector in enumerate(found.vectors())
         )
-        usage = EmbeddingsUsage.written(prompt_tokens=n_tokens, total_tokens=n_tokens)
+        usage = EmbeddingsUsage.written(prompt_tokens=found.n_tokens, total_tokens=found.n_tokens)
         return EmbeddingsReply.written(data=data, model=service.name, usage=usage)
 
-    return await embedded(http, texts, model.config.n_embd, reply)
+    return await embedded(http, len(texts), make, reply)
 
 
 def _written(vector: np.ndarray, form: str | None) -> list[float] | str:

@@ -1,0 +1,79 @@
+"""A query and a document as the text that a reranker scores, and documents in the order of their scores.
+
+llama.cpp's server is the reference (format_prompt_rerank in tools/server/server-common.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError, TokenizerError
+from hotset.parameters import shown
+from hotset.text.plain_text import PlainText
+from hotset.text.tokenizer import Tokenizer
+
+TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+"""The key of a file with what is around {query} and {document}."""
+
+
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document with its score. index: its place among those that were given."""
+
+    index: int
+    score: float
+    document: str
+
+
+def reranking_tokens(
+    metadata: Mapping[str, Any], tokenizer: Tokenizer, most: int, query: str, documents: Sequence[str]
+) -> list[list[int]]:
+    """Token ids of each document with the query, as the file's template has them, or else one behind the
+    other.
+
+    Special tokens that a query or a document spells are plain text. most: tokens of the context, as of
+    Tokenizer.encode. Raises ContextLengthError, InvalidRequestError for what is no text, TokenizerError for a
+    template without a place for both.
+    """
+    if isinstance(documents, str):
+        raise InvalidRequestError('documents must be a list of texts, such as ["Paris is in France."]')
+    for text in (query, *documents):
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(
+                f"the query and each document must be a text that is not empty, not {shown(text)}"
+            )
+    template = metadata.get(TEMPLATE_KEY)
+    if template is None:
+        return [_joined(tokenizer, most, query, document) for document in documents]
+    if not isinstance(template, str) or not all(part in template for part in ("{query}", "{document}")):
+        raise TokenizerError(
+            f"The file's {TEMPLATE_KEY} lacks {{query}} or {{document}}: fetch or convert it again."
+        )
+    return [_filled(template, tokenizer, most, query, document) for document in documents]
+
+
+def _filled(template: str, tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
+    plain = PlainText(tokenizer, most)
+    parts = {"{query}": plain.protected(query), "{document}": plain.protected(document)}
+    text = re.sub(r"\{(query|document)\}", lambda found: str(parts[found[0]]), template)
+    return tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
+
+
+def _joined(tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
+    """[BOS] query [EOS] [SEP] document [EOS], of which a tokenizer has those that its file asks for."""
+    first, second = (tokenizer.encode(text, add_special=False, most=most) for text in (query, document))
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    eos = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
+    return [*bos, *first, *eos, *second, *eos]
+
+
+def ranked(scores: np.ndarray, documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
+    """The best first; of equal scores the first. scores: [n_documents, n_labels], of which the first
+    counts."""
+    order = sorted(range(len(documents)), key=lambda i: -float(scores[i, 0]))
+    return [RankedDocument(i, float(scores[i, 0]), documents[i]) for i in order[:top_n]]

@@ -1,0 +1,118 @@
+"""Documents by how well they answer a query: /v1/rerank in Jina's form, /v2/rerank in Cohere's."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from hotset.api import Model
+from hotset.engine.embedding import TextVectors
+from hotset.engine.reranking import RankedDocument, ranked, reranking_tokens
+from hotset.engine.sequence import Owner
+from hotset.errors import UnsupportedModelError
+from hotset.server import shapes
+from hotset.server.body import BodyRoute
+from hotset.server.errors import RequestError
+from hotset.server.openai.embeddings import MAX_TEXTS
+from hotset.server.openai.schema import Body
+from hotset.server.shapes import errors
+from hotset.server.streams import embedded, service_of
+
+router = APIRouter(route_class=BodyRoute)
+cohere = APIRouter(route_class=BodyRoute, responses=errors(shapes.CohereErrorReply))
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class TextDocument(Body):
+    text: _Text
+
+
+class DocumentsBody(Body):
+    """What both forms share. model: llama.cpp's clients leave it out."""
+
+    model: str | None = None
+    query: _Text
+    documents: Annotated[list[_Text | TextDocument], Field(min_length=1, max_length=MAX_TEXTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class RerankBody(DocumentsBody):
+    return_documents: bool | None = None
+    user: str | None = None
+
+
+class CohereRerankBody(DocumentsBody):
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    priority: int | None = None  # of requests on Cohere's servers; here clients take turns
+
+
+@router.post("/v1/rerank", responses={200: {"model": shapes.RerankReply}})
+@router.post("/v1/reranking", responses={200: {"model": shapes.RerankReply}})
+@router.post("/rerank", responses={200: {"model": shapes.RerankReply}})
+@router.post("/reranking", responses={200: {"model": shapes.RerankReply}})
+async def rerank(body: RerankBody, http: Request) -> Response:
+    name = service_of(http).name
+
+    def written(found: TextVectors) -> dict[str, Any]:
+        results = [_result(one, with_text=bool(body.return_documents)) for one in _ranked(body, found)]
+        usage = shapes.EmbeddingsUsage.written(prompt_tokens=found.n_tokens, total_tokens=found.n_tokens)
+        return shapes.RerankReply.written(model=name, results=results, usage=usage)
+
+    return await _answered(http, body, None, written)
+
+
+@cohere.post("/v2/rerank", responses={200: {"model": shapes.CohereRerankReply}})
+async def cohere_rerank(body: CohereRerankBody, http: Request) -> Response:
+    def written(found: TextVectors) -> dict[str, Any]:
+        return shapes.CohereRerankReply.written(
+            id=uuid.uuid4().hex,
+            results=[
+                shapes.CohereRerankResult.written(index=one.index, relevance_score=one.score)
+                for one in _ranked(body, found)
+            ],
+            meta=shapes.CohereMeta.written(tokens=shapes.CohereTokens.written(input_tokens=found.n_tokens)),
+        )
+
+    return await _answered(http, body, body.max_tokens_per_doc, written)
+
+
+async def _answered(http: Request, body: DocumentsBody, longest: int | None, written: Any) -> Response:
+    service = service_of(http)
+    if body.model is not None:
+        service.check_name(body.model)
+    _ = service.model  # it is there
+    return await embedded(http, len(body.documents), partial(_scored, body, longest), written)
+
+
+def _scored(body: DocumentsBody, longest: int | None, model: Model, owner: Owner) -> TextVectors:
+    """longest: tokens of a document; what is behind them is left out."""
+    try:
+        model.embedder.check_ranks()
+    except UnsupportedModelError as error:
+        raise RequestError(str(error), 501, code="not_supported") from None
+    documents, tokenizer = body.texts(), model.tokenizer
+    if longest is not None:
+        ids = [tokenizer.encode(text, add_special=False) for text in documents]
+        documents = [
+            text if len(one) <= longest else tokenizer.decode(one[:longest]).rstrip("\ufffd")
+            for text, one in zip(documents, ids, strict=True)
+        ]
+    texts = reranking_tokens(model.gguf.metadata, tokenizer, model.engine.n_ctx, body.query, documents)
+    return model.embedder.scores(texts, owner)
+
+
+def _ranked(body: DocumentsBody, found: TextVectors) -> list[RankedDocument]:
+    return ranked(found.vectors(), body.texts(), body.top_n)
+
+
+def _result(one: RankedDocument, *, with_text: bool) -> dict[str, Any]:
+    more = {"document": shapes.RankedText.written(text=one.document)} if with_text else {}
+    return shapes.RerankResult.written(index=one.index, relevance_score=one.score, **more)

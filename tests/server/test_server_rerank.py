@@ -1,0 +1,165 @@
+"""/v1/rerank and /v2/rerank: the model's own scores, beside answers that run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, Serving, metrics_of, run, write_model, write_reranker
+
+import hotset
+from hotset.server.service import Service
+
+QUERY = "which?"
+DOCUMENTS = ["hello", "a longer text " * 5, "x", "hello", "another"]
+BODY: dict[str, Any] = {"query": QUERY, "documents": DOCUMENTS}
+JINA, COHERE = "/v1/rerank", "/v2/rerank"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reranker(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[tuple[int, float]]:
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        return [(one.index, one.score) for one in model.rerank(QUERY, DOCUMENTS)]
+
+
+def results(reply: httpx.Response) -> list[tuple[int, float]]:
+    assert reply.status_code == 200, reply.text
+    return [(one["index"], one["relevance_score"]) for one in reply.json()["results"]]
+
+
+@pytest.mark.parametrize("url", [JINA, "/v1/reranking", "/rerank", "/reranking"])
+def test_documents_are_ranked(path: Path, expected: list[tuple[int, float]], url: str):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(url, json=BODY)
+        assert results(reply) == expected
+        n = sum(len(QUERY) + len(text) for text in DOCUMENTS)
+        usage = reply.json()["usage"]
+        assert usage["prompt_tokens"] == usage["total_tokens"]
+        assert 0 < usage["prompt_tokens"] <= n + len(DOCUMENTS)
+        assert reply.json()["model"] == "tiny"
+        assert all("document" not in one for one in reply.json()["results"])
+        assert results(await client.post(url, json=BODY | {"top_n": 2, "model": "tiny"})) == expected[:2]
+        assert results(await client.post(url, json=BODY | {"top_n": 99})) == expected
+        mixed = [*DOCUMENTS[:2], *({"text": text} for text in DOCUMENTS[2:])]
+        reply = await client.post(url, json=BODY | {"documents": mixed, "return_documents": True})
+        assert results(reply) == expected
+        assert [one["document"]["text"] for one in reply.json()["results"]] == [
+            DOCUMENTS[index] for index, _ in expected
+        ]
+
+    run(path, work)
+
+
+def test_coheres_form(path: Path, expected: list[tuple[int, float]]):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(COHERE, json=BODY | {"model": "tiny", "top_n": 3})
+        assert results(reply) == expected[:3]
+        found = reply.json()
+        assert found["id"]
+        assert found["meta"]["api_version"] == {"version": "2"}
+        assert found["meta"]["tokens"]["input_tokens"] > 0
+        cut = [text[:4] for text in DOCUMENTS]  # a token is a byte, but for "he"
+        short = await client.post(COHERE, json=BODY | {"documents": cut})
+        long = await client.post(COHERE, json=BODY | {"documents": [text[:3] for text in cut]})
+        reply = await client.post(COHERE, json=BODY | {"documents": cut, "max_tokens_per_doc": 4})
+        assert results(reply) == results(short)
+        documents = [text for text in cut if not text.startswith("he")]
+        reply = await client.post(COHERE, json=BODY | {"documents": documents, "max_tokens_per_doc": 3})
+        assert {score for _, score in results(reply)} < {score for _, score in results(long)}
+        missing = await client.post(COHERE, json={"query": "a"})
+        assert (missing.status_code, missing.json()) == (400, {"message": "documents is missing"})
+        other = await client.post(COHERE, json=BODY | {"model": "other"})
+        assert other.status_code == 404
+        assert other.json().keys() == {"message"}
+
+    run(path, work)
+
+
+def test_beside_answers(path: Path, expected: list[tuple[int, float]]):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        chats = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
+        found = await asyncio.gather(client.post(JINA, json=BODY), *chats)
+        assert results(found[0]) == expected
+        assert all(reply.json()["choices"] == alone for reply in found[1:])
+
+    run(path, work)
+
+
+def test_what_is_wrong_is_refused(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for wrong, said in (
+            ({"query": ""}, "query"),
+            ({"query": 3}, "query"),
+            ({"documents": []}, "documents"),
+            ({"documents": ["a", ""]}, "documents"),
+            ({"documents": "abc"}, "documents"),
+            ({"documents": [{"image": "a"}]}, "documents"),
+            ({"documents": ["a"] * 2049}, "2048"),
+            ({"documents": ["x" * 300]}, "256"),
+            ({"top_n": 0}, "top_n"),
+            ({"made_up": 1}, "made_up"),
+        ):
+            for url in (JINA, COHERE):
+                reply = await client.post(url, json=BODY | wrong)
+                assert reply.status_code == 400, (wrong, reply.text)
+                found = reply.json()
+                assert said in (found["message"] if url == COHERE else found["error"]["message"])
+        assert (await client.post(JINA, json=BODY | {"model": "other"})).status_code == 404
+        embedded = await client.post("/v1/embeddings", json={"input": "a"})
+        assert embedded.status_code == 400
+        assert "is a reranker" in embedded.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_a_model_without_a_rank_head(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(JINA, json=BODY)
+        assert reply.status_code == 501
+        assert "no rank head" in reply.json()["error"]["message"]
+        assert reply.json()["error"]["code"] == "not_supported"
+        reply = await client.post(COHERE, json=BODY)
+        assert reply.status_code == 501
+        assert "no rank head" in reply.json()["message"]
+
+    run(write_model(tmp_path / "tiny.gguf"), work)
+
+
+def test_a_client_that_leaves(path: Path):
+    with Serving(path) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(JINA, json=BODY | {"documents": ["x" * 200] * 2000}, timeout=0.2)
+        server.wait_until_idle()
+        assert server.client.post(JINA, json=BODY).status_code == 200
+
+
+def test_documents_of_a_client_that_left_are_not_computed(path: Path):
+    """None of them had begun, so that no token of theirs may be."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        thread = service.model.thread
+        with thread.exclusive():  # nothing is computed meanwhile
+            asked = asyncio.create_task(client.post(JINA, json=BODY))
+            while thread.counters().waiting < 4:
+                await asyncio.sleep(0)
+            assert (await metrics_of(client))["hotset_answers_open"] == len(DOCUMENTS)
+            asked.cancel()
+            await asyncio.wait([asked])
+        after = await client.post(JINA, json=BODY | {"documents": ["x"]})
+        found = await metrics_of(client)
+        assert found["hotset_prompt_tokens_total"] == after.json()["usage"]["prompt_tokens"]
+        assert found['hotset_answers_total{reason="cancelled"}'] == len(DOCUMENTS)
+        assert found['hotset_answers_total{reason="stop"}'] == 1
+
+    run(path, work)
