@@ -1,8 +1,9 @@
 """Writes docs/reference and the table of docs/MODELS.md from the code: `make reference`.
 
 The command line comes from the declarations of the subcommands' parameters, the Python API from signatures
-and docstrings. tests/repository/test_reference_docs.py compares the files with what this makes, so they
-cannot drift.
+and docstrings, HTTP from the server's OpenAPI document, metrics from what the server registers, file formats
+from the tables of their modules. tests/repository/test_reference_docs.py compares the files with what this
+makes, so they cannot drift.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ import typer
 import hotset
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
+from hotset.formats import bundle
+from hotset.formats.encode import WRITABLE
+from hotset.formats.quants import TYPES
 from hotset.model.supported import supported
 from hotset.reporter import Reporter
+from hotset.server import metrics
+from hotset.server.app import create_app
+from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
+from hotset.sparsity import sidecar, thresholds
 from hotset.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
@@ -40,6 +49,29 @@ PYTHON_HEAD = f"""# Python reference
 {NOTE}
 
 Every name of `hotset.__all__`, and two classes that these return or take. [API.md](../API.md) is the guide.
+"""
+HTTP_HEAD = f"""# HTTP reference
+
+{NOTE}
+
+Every route of `hotset serve`, and every field of its bodies and replies. A running server has the same as
+JSON at `/openapi.json`. [SERVER.md](../SERVER.md) is the guide: defaults, limits, what a parameter does.
+"""
+METRICS_HEAD = f"""# Metrics reference
+
+{NOTE}
+
+What `GET /metrics` has for Prometheus, beside the `process_*` of its client (memory, file handles and time of
+the process). [SERVER.md](../SERVER.md#metrics) explains the labels. With `--replicas` each has a label
+`replica`.
+"""
+FILES_HEAD = f"""# File formats reference
+
+{NOTE}
+
+Tensor types of GGUF files, and the versions of the files that hotset writes. [GGUF.md](../GGUF.md) has what a
+file may hold and what is refused, [sidecar-formats.md](../internals/sidecar-formats.md) the rule for
+versions.
 """
 # The order of a reader's needs; what is not named here follows.
 FIRST = (
@@ -237,6 +269,131 @@ def annotation(kind: Any) -> str:
     return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
 
 
+# -- HTTP and metrics ----------------------------------------------------------------------------
+
+
+def service() -> Service:
+    """One without a model, which is never started."""
+    return Service(lambda: None, ServerSettings(), name="MODEL")  # type: ignore[arg-type, return-value]
+
+
+def http_reference() -> str:
+    document = create_app(service()).openapi()
+    rows = [
+        f"| `{method.upper()} {path}` | {body_of(route)} | {reply_of(route)} | {first_line(route)} |"
+        for path, methods in document["paths"].items()
+        for method, route in methods.items()
+    ]
+    parts = [HTTP_HEAD, "| route | body | reply | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"]
+    schemas = document["components"]["schemas"]
+    return "\n".join([*parts, *(schema_section(name, schemas[name]) for name in sorted(schemas))])
+
+
+def body_of(route: dict[str, Any]) -> str:
+    content = route.get("requestBody", {}).get("content", {})
+    return shape(content.get("application/json", {}).get("schema", {}))
+
+
+def reply_of(route: dict[str, Any]) -> str:
+    content = route["responses"]["200"].get("content", {})
+    kinds = {kind: found.get("schema", {}) for kind, found in content.items()}
+    return ", ".join(shape(schema) or f"`{kind}`" for kind, schema in kinds.items())
+
+
+def first_line(route: dict[str, Any]) -> str:
+    return escaped(" ".join(route.get("description", "").partition("\n\n")[0].split()))
+
+
+def schema_section(name: str, schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    lines = [f"## {name}", "", *([escaped(schema["description"]), ""] if "description" in schema else [])]
+    rows = [
+        f"| `{field}`{' *' * (field in required)} | {shape(kind)} | {escaped(kind.get('description', ''))} |"
+        for field, kind in schema.get("properties", {}).items()
+    ]
+    if rows:
+        lines += ["| field (\\* required) | type | |", "|---|---|---|", *rows, ""]
+    if schema.get("additionalProperties"):
+        lines += ["Other fields are allowed.", ""]
+    if not rows and not schema.get("additionalProperties"):
+        lines += [shape(schema) or "No fields.", ""]
+    return "\n".join(lines)
+
+
+def shape(schema: dict[str, Any]) -> str:
+    """A JSON schema in one line of Markdown, null left out: every field that is not required may be null."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if any_of := schema.get("anyOf", schema.get("oneOf")):
+        return " or ".join(dict.fromkeys(shape(one) for one in any_of if one.get("type") != "null"))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{value}`" for value in values if value is not None)
+    if schema.get("type") == "array":
+        inside = shape(schema.get("items", {}))
+        return f"list of {inside}" if inside else "list"
+    kind = schema.get("type", "")
+    kinds = [one for one in ([kind] if isinstance(kind, str) else kind) if one != "null"]
+    least, most = (schema.get(key) for key in ("minimum", "maximum"))
+    limits = "" if least is None and most is None else f" ({bounds(least, most)})"
+    return " or ".join(kinds) + limits
+
+
+def metrics_reference() -> str:
+    registered = service().metrics.registry.collect()  # those of the process differ from system to system
+    always = [(m.name, m.type, m.documentation, labels_of(m)) for m in registered if m.name[:8] != "process_"]
+    tables = {
+        "At all times": always,
+        "Once the model answers": [
+            *rows_of(metrics.ENGINE_COUNTERS, "counter"),
+            *rows_of(metrics.ENGINE_GAUGES, "gauge"),
+            ("hotset_sequences_most", "gauge", "Sequences that may run at once.", ""),
+        ],
+        "Under a RAM budget": rows_of(metrics.DISK_COUNTERS, "counter"),
+        "Of an MoE model with a cache of experts": rows_of(metrics.EXPERT_COUNTERS, "counter"),
+    }
+    parts = [METRICS_HEAD]
+    for title, rows in tables.items():
+        shown = [
+            f"| `{name}{'_total' if kind == 'counter' else ''}{labels}` | {kind} | {escaped(what)} |"
+            for name, kind, what, labels in rows
+        ]
+        parts.append("\n".join([f"## {title}", "", "| name | kind | |", "|---|---|---|", *shown, ""]))
+    return "\n".join(parts)
+
+
+def rows_of(table: dict[str, tuple[str, str]], kind: str) -> list[tuple[str, str, str, str]]:
+    return [(name, kind, what, "") for name, (_, what) in table.items()]
+
+
+def labels_of(metric: Any) -> str:
+    names = {"hotset_http_requests": "{route, status}", "hotset_answers": "{reason}"}
+    return names.get(metric.name, "")
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def files_reference() -> str:
+    rows = []
+    for number, facts in TYPES.items():
+        readable = "yes" if facts.block is not None else "sizes only"
+        encoded = "yes" if number in WRITABLE else ""
+        block = f"{facts.block_size} in {facts.block_bytes} bytes | {facts.bits_per_value:g}"
+        what = escaped(facts.description)
+        rows.append(f"| `{facts.name}` | {int(number)} | {block} | {readable} | {encoded} | {what} |")
+    names = ("type", "number", "values of a block", "bits per value", "decoded", "encoded", "")
+    versions = [
+        f"| sidecars, `*.hotset.gguf` | `{sidecar.VERSION_KEY}` | {sidecar.VERSION} |",
+        f"| bundles | `{bundle.VERSION_KEY}` | {bundle._VERSION} |",
+        f"| thresholds, `*.thresholds.json` | `{thresholds.FORMAT}` | {thresholds.VERSION} |",
+    ]
+    types = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|", *rows]
+    written = ["| file | named by | version |", "|---|---|---|", *versions]
+    return "\n".join([FILES_HEAD, "## Tensor types", "", *types, "", "## Versions", "", *written])
+
+
 # -- text ----------------------------------------------------------------------------------------
 
 
@@ -287,7 +444,14 @@ def models() -> str:
 
 def references() -> dict[str, str]:
     """File name → its text."""
-    made = {"cli.md": cli_reference(), "python.md": python_reference(), "../MODELS.md": models()}
+    made = {
+        "cli.md": cli_reference(),
+        "python.md": python_reference(),
+        "http.md": http_reference(),
+        "metrics.md": metrics_reference(),
+        "files.md": files_reference(),
+        "../MODELS.md": models(),
+    }
     return {name: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for name, text in made.items()}
 
 

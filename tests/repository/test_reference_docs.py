@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import httpx
 import pytest
 from cli_runs import command_of
 from paths import DOCS
+from tiny_server import run, write_model
+
+from hotset.server.service import Service
 
 FOLDER = DOCS / "reference"
-NAMES = ("cli.md", "python.md", "../MODELS.md")
+NAMES = ("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md")
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +70,26 @@ def test_text_is_escaped_for_markdown(generator: ModuleType) -> None:
     assert generator.prose(text) == (
         "What it is.\n\n- `a, b`: of \\<these>\n  more\n- `c`: x \\| y\n\n```\nblock *\n```"
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"ram_budget": 1.0}], ids=["mapped", "ram-budget"])
+def test_every_metric_of_a_server_is_there(
+    made: dict[str, str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    found: set[str] = set()
+
+    async def ask(client: httpx.AsyncClient, _: Service) -> None:
+        text = (await client.get("/metrics")).text
+        found.update(re.findall(r"^# TYPE (hotset_\w+?)(?:_created)? ", text, re.MULTILINE))
+
+    run(write_model(tmp_path / "tiny.gguf"), ask, load=options)
+    assert len(found) > 20
+    assert not {name for name in found if not re.search(rf"`{name}(_total)?[`{{]", made["metrics.md"])}
+
+
+def test_every_route_and_schema_is_there(made: dict[str, str], generator: ModuleType) -> None:
+    document = generator.create_app(generator.service()).openapi()
+    for path, methods in document["paths"].items():
+        assert all(f"| `{method.upper()} {path}` |" in made["http.md"] for method in methods), path
+    headings = set(re.findall(r"^## (\S+)$", made["http.md"], re.MULTILINE))
+    assert headings == document["components"]["schemas"].keys()
