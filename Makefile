@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo site build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -137,6 +137,11 @@ format: $(VENV)/.dev
 # docs/reference, from the code.
 reference: $(VENV)/.dev
 	$(BIN)/python docs/reference/generate.py
+
+# The documentation site, without a network, in build/site; a broken link or a page outside the navigation is an error.
+site: $(VENV)/.dev
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs -d build/site-cache . build/site
+	@echo "open build/site/index.html"
 
 # Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
 # the thread pool.
