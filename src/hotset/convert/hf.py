@@ -31,6 +31,13 @@ import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
+from hotset.convert.hf_embedding import (
+    answer_ids,
+    is_reranker,
+    pooling_keys,
+    reranker_keys,
+    reranker_template,
+)
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
@@ -195,7 +202,11 @@ def convert_hf(
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
-    sources = dict(_sources(checkpoint, config, dialect))
+    tokenizer = tokenizer_keys(src, config.raw)
+    sources, of_texts = dict(_sources(checkpoint, config, dialect)), pooling_keys(src, config)
+    if is_reranker(src, config):
+        sources = _answering(sources, answer_ids(tokenizer))
+        tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()
     masked = any(re.search(r"\.fc1(_exps)?\.weight$", n) for n in sources)
     if masked and predictors is not None:
         raise InvalidRequestError("the checkpoint has predictors of its own, which are part of the model")
@@ -210,11 +221,9 @@ def convert_hf(
     writer.add("general.name", src.resolve().name)
     writer.add("general.file_type", target.file_type)
     writer.add("general.quantization_version", 2)
-    for key, value in _keys(config, architecture, folder, masked=masked).items():
-        writer.add(key, value)
-    for key, value in _layer_keys(checkpoint, config).items():
-        writer.add(key, value)
-    for key, value in tokenizer_keys(src, config.raw).items():
+    keys = _keys(config, architecture, folder, masked=masked) | _layer_keys(checkpoint, config)
+    keys |= {f"{architecture}.{entry}": value for entry, value in of_texts.items()} | tokenizer
+    for key, value in keys.items():
         writer.add(key, value)
     n_always = None
     if profile is not None and orders is not None:
@@ -242,6 +251,14 @@ def convert_hf(
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always)
+
+
+def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:
+    """The tensors of a reranker: of the output those rows alone whose logits are the scores."""
+    output = sources.get("output.weight", sources["token_embd.weight"])
+    assert isinstance(output, Origin)
+    others = {name: source for name, source in sources.items() if name != "output.weight"}
+    return others | {"cls.output.weight": Origin(output.values, rows=np.array(ids))}
 
 
 def _keys(config: HFConfig, architecture: str, folder: _Predictors | None, *, masked: bool) -> dict[str, Any]:
@@ -414,6 +431,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     if config.architecture == "falcon" and output is not None:
         # Many say nothing and have a matrix of their own.
         tied = config.raw.get("tie_word_embeddings") is True
+    if output is None and (checkpoint.embeds or str(config.raw["architectures"][0]).endswith("Model")):
+        tied = True  # it makes vectors of texts, and has no output
     if not tied and output is None:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
     extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))

@@ -40,6 +40,7 @@ BYTES = {"U8": np.dtype("u1")}
 class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
+    embeds: it is one of sentence-transformers, which makes vectors of texts and needs no output matrix.
     Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
     tensors that are not floats, nor bytes where weights are packed.
     """
@@ -47,6 +48,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, np.ndarray] = {}
         self._maps: list[MappedFile] = []
+        self.embeds = (folder / "modules.json").exists()
         for path in _files(folder):
             tensors, mapped = (map_torch if path.suffix == ".bin" else _map_safetensors)(path)
             self._maps.append(mapped)

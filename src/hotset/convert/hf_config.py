@@ -1932,6 +1932,8 @@ def _class_of(config: dict[str, Any]) -> HFClass:
     name = classes[0] if isinstance(classes, list) and classes else None
     if isinstance(name, str) and (refused := REFUSED.get(name.removesuffix("ForCausalLM").lower())):
         raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
+    if isinstance(name, str) and name not in CLASSES and name.endswith("Model"):
+        name = f"{name.removesuffix('Model')}ForCausalLM"  # which has an output beside it
     if not isinstance(name, str) or name not in CLASSES:
         raise UnsupportedModelError(
             f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
