@@ -88,6 +88,20 @@ def read_text(file: Path, option: str, longest: int | None = None) -> str:
         ) from None
 
 
+def read_input(argument: str) -> str:
+    """The standard input, for an argument, as `read_text` reads a file."""
+    try:
+        return read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"the standard input is not UTF-8 text (byte {error.start}).", param_hint=argument
+        ) from None
+    except OSError as error:
+        raise typer.BadParameter(
+            f"the standard input cannot be read ({error.strerror}).", param_hint=argument
+        ) from None
+
+
 def print_json(value: Any) -> None:
     """`value` as JSON on stdout. Numbers that JSON does not know (NaN, infinity) become null."""
     sys.stdout.write(escaped_json(json.dumps(_finite(value), indent=2, ensure_ascii=False)) + "\n")

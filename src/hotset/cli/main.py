@@ -29,6 +29,8 @@ SUBCOMMANDS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "batch": ("batch", "batch"),
+    "embed": ("embed", "embed"),
+    "rerank": ("embed", "rerank"),
     "pull": ("models", "pull"),
     "list": ("models", "list_command"),
     "show": ("models", "show"),

@@ -15,17 +15,16 @@ import typer
 from hotset.cli import options
 from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
 from hotset.cli.console import (
-    LONGEST_TEXT,
     print_choice,
     print_json,
     print_memory,
     print_table,
+    read_input,
     read_text,
     say,
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import Answer
-from hotset.files import read_bounded
 from hotset.storage import catalogue, resolve, store
 from hotset.units import human_size
 
@@ -108,16 +107,7 @@ def _arguments(
         return model, prompts[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if sys.stdin.isatty():
         return model, None
-    try:
-        text = _of_a_line(read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"the standard input is not UTF-8 text (byte {error.start}).", param_hint="PROMPT"
-        ) from None
-    except OSError as error:
-        raise typer.BadParameter(
-            f"the standard input cannot be read ({error.strerror}).", param_hint="PROMPT"
-        ) from None
+    text = _of_a_line(read_input("PROMPT"))
     if not text.strip():
         raise typer.BadParameter(
             "there is no prompt: give one, or run it in a terminal to chat.", param_hint="PROMPT"

@@ -1,0 +1,150 @@
+"""`hotset embed` and `hotset rerank`: texts as vectors, and documents by how well they answer a query."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+import hotset
+from hotset.cli import options
+from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_input, read_text
+from hotset.cli.progress import ProgressBar
+from hotset.engine.pooling import Pooling, pooling_of
+from hotset.files import check_target, replacing
+from hotset.storage import resolve
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+    from hotset.settings import LoadSettings
+
+FORMATS = (".npy", ".jsonl")
+_AT_ONCE = 256  # texts between two signs of progress
+
+TextsFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line; -: the standard input.")]
+
+
+def embed(  # noqa: PLR0913 - options of a subcommand
+    model: options.ModelName,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="Texts, beside those of --file.")
+    ] = None,
+    file: TextsFile = None,
+    pooling: Annotated[
+        str | None,
+        typer.Option("--pooling", help="mean, cls, last, or none: a vector a token; default: the file's."),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option("--dimensions", min=1, help="The first so many values of each vector.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="Write them to a file: .npy or .jsonl."),
+    ] = None,
+    json: options.Json = False,
+    n_ctx: options.ContextSize = None,
+    *,
+    loading: options.ModelOptions,
+) -> None:
+    """Print the vectors of texts: a line each, of length 1."""
+    if output is not None:
+        check_target(output, [] if file is None else [file])
+        if output.suffix not in FORMATS or (output.suffix == ".npy" and pooling == "none"):
+            formats = ".jsonl" if pooling == "none" else " or ".join(FORMATS)
+            raise typer.BadParameter(f"the name of the file ends in {formats}.", param_hint="-o")
+    found = _texts(texts, file, "TEXT")
+    vectors: list[np.ndarray] = []
+    with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
+        chosen = pooling_of(loaded.gguf.metadata, pooling)
+        for start in range(0, len(found), _AT_ONCE):
+            if len(found) > _AT_ONCE:
+                bar.advance("texts", start, len(found), "texts")
+            some = found[start : start + _AT_ONCE]
+            if chosen == "none":
+                vectors += loaded.embed_tokens(some, dimensions=dimensions)
+            else:
+                vectors += list(loaded.embed(some, pooling=chosen, dimensions=dimensions))
+        bar.clear()
+        path = loaded.gguf.path
+    if output is not None:
+        _write(output, found, vectors)
+    if json:
+        print_json(_as_json(path, chosen, vectors))
+    elif output is None:
+        for vector in vectors:
+            print(
+                "\n".join(
+                    " ".join(f"{value:.9g}" for value in row) for row in vector.reshape(-1, vector.shape[-1])
+                )
+            )
+
+
+def rerank(
+    model: options.ModelName,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    documents: Annotated[
+        list[str] | None, typer.Argument(metavar="DOC", help="Documents, beside those of --file.")
+    ] = None,
+    file: TextsFile = None,
+    top_n: Annotated[int | None, typer.Option("--top-n", min=1, help="The best so many alone.")] = None,
+    json: options.Json = False,
+    n_ctx: options.ContextSize = None,
+    *,
+    loading: options.ModelOptions,
+) -> None:
+    """Print documents by how well they answer a query, the best first; the model is a reranker."""
+    found = _texts(documents, file, "DOC")
+    with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
+        ranked = loaded.rerank(query, found, top_n=top_n)
+        path = loaded.gguf.path
+    if json:
+        results = [{"index": one.index, "score": one.score, "document": one.document} for one in ranked]
+        print_json({"model": str(path), "query": query, "results": results})
+    else:
+        rows = [[f"{one.score:.4f}", str(one.index), one.document] for one in ranked]
+        print_table([">score", ">index", "document"], rows, tight=True)
+
+
+def _loaded(model: str, settings: LoadSettings, bar: ProgressBar) -> Model:
+    loaded = hotset.load(resolve(model, progress=bar), settings, progress=bar)
+    print_choice(loaded)
+    print_memory(loaded)
+    return loaded
+
+
+def _texts(given: list[str] | None, file: Path | None, name: str) -> list[str]:
+    """The arguments, and the lines of a file behind them. Wrong usage where there are none, or empty ones."""
+    texts = list(given or [])
+    if not all(texts):
+        raise typer.BadParameter(f"number {texts.index('') + 1} is empty.", param_hint=name)
+    if file is not None:
+        text = read_input("--file") if str(file) == "-" else read_text(file, "--file")
+        lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+        if not all(lines):
+            raise typer.BadParameter(f"line {lines.index('') + 1} is empty.", param_hint="--file")
+        texts += lines
+    if not texts:
+        raise typer.BadParameter("give at least one, or --file.", param_hint=name)
+    return texts
+
+
+def _write(output: Path, texts: list[str], vectors: list[np.ndarray]) -> None:
+    with replacing(output) as file:
+        if output.suffix == ".npy":
+            np.save(file, np.array(vectors, np.float32))
+            return
+        for i, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+            line = {"index": i, "text": text, "embedding": vector.tolist()}
+            file.write(dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+
+
+def _as_json(path: Path, pooling: Pooling, vectors: list[np.ndarray]) -> dict[str, Any]:
+    return {
+        "model": str(path),
+        "pooling": pooling,
+        "dimensions": vectors[0].shape[-1],
+        "embeddings": [vector.tolist() for vector in vectors],
+    }
