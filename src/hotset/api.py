@@ -123,6 +123,7 @@ class Model:
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded,
             flops=self.cost.flops_per_token,
+            is_encoder=self.graph.is_encoder,
         )
         self.thread = EngineThread(self.engine)
         self._closed = False
@@ -143,6 +144,7 @@ class Model:
         from hotset.text.renderer import Renderer
 
         self._check_open()
+        self.engine.require_logits()
         renderer = Renderer()
         renderer.start()  # while the tokenizer is built
         try:
@@ -301,6 +303,7 @@ class Model:
 
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
+        self.engine.require_logits()
         ids = self.engine.fitting(self.encode(tokens))
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 

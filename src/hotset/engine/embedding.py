@@ -32,18 +32,23 @@ class Embedder:
     def __init__(
         self, engine: Engine, graph: Graph, weights: WeightSource, metadata: Mapping[str, Any]
     ) -> None:
-        selection = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
-        norm, states = graph.ops[selection + 1], graph.ops[selection]
-        assert isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
-        assert isinstance(states, SelectOutputs)
-        self.engine, self.states, self._norm, self._metadata = engine, states.x.name, norm, metadata
+        at = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
+        states = graph.ops[at].inputs[0]
+        norm = (
+            graph.ops[at + 1] if at + 1 < len(graph.ops) else None
+        )  # an encoder has normed all tokens' states
+        assert norm is None or isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
+        self.engine, self.states, self._norm, self._metadata = engine, states.name, norm, metadata
         bias = norm.bias if isinstance(norm, LayerNorm) else None
-        self._scale = np.ones(norm.out.width) if norm.weight is None else read(weights, norm.weight)
+        weight = None if norm is None else norm.weight
+        self._scale = np.ones(states.width) if weight is None else read(weights, weight)
         self._shift = None if bias is None else read(weights, bias)
-        self.head = Head(weights, metadata, norm.out.width)
+        self.head = Head(weights, metadata, states.width)
 
     def normalised(self, rows: np.ndarray) -> np.ndarray:
         """Hidden states, float32 [n, width], behind the last norm."""
+        if self._norm is None:
+            return rows
         return normalised(self._norm, rows, self._scale, self._shift)
 
     def vectors(
