@@ -117,14 +117,11 @@ class Model:
         self.placement = decided.placement
         self.ram, self.stored = decided.ram, decided.stored
         self.engine = Engine(
-            backend,
-            self.n_ctx,
-            decided.settings.max_sequences,
+            backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
-            thresholded=decided.thresholded,
-            flops=self.cost.flops_per_token,
+            thresholded=decided.thresholded, flops=self.cost.flops_per_token,
             is_encoder=self.graph.is_encoder,
-        )
+        )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self._closed = False
 
@@ -303,7 +300,6 @@ class Model:
 
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
-        self.engine.require_logits()
         ids = self.engine.fitting(self.encode(tokens))
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 

@@ -2441,6 +2441,7 @@ class HFConfig:
             keys[EPSILON_KEYS[row.norm]] = 1e-5
         if self.hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
+        keys |= {"attention.causal": False} if self.hf_class.is_encoder else {}
         keys |= self._scale_keys() | self._expert_keys()
         if self.hf_class.short_conv:
             keys |= self._conv_keys()
@@ -2459,8 +2460,6 @@ class HFConfig:
                 self._check_one_base(keys["rope.freq_base"])
             if row.windowed_rope_base is not None:
                 keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
-        if self.hf_class.is_encoder:
-            keys["attention.causal"] = False
         if self.hf_class.activation is not None:
             keys["hidden_activation"] = self.activation.gate
         keys = {f"{name}.{key}": value for key, value in keys.items()}
