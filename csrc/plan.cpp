@@ -115,8 +115,9 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     t.stretches.clear();
     t.n_positions = 0;
     for (int i = 0; i < n_tokens; i++) {
-        if (i == 0 || sequences[i] != sequences[i - 1]) t.stretches.push_back({i, 0, sequences[i]});
+        if (i == 0 || sequences[i] != sequences[i - 1]) t.stretches.push_back({i, 0, sequences[i], 0});
         t.stretches.back().count++;
+        t.stretches.back().end = std::max(t.stretches.back().end, positions[i] + 1);
         t.n_positions = std::max(t.n_positions, positions[i] + 1);
     }
     t.set_thresholded(thresholded);

@@ -36,11 +36,12 @@ struct Rope {
     bool operator==(const Rope&) const = default;
 };
 
-// Adjacent tokens of one sequence.
+// Adjacent tokens of one sequence. end: beyond the last position that the step has of it.
 struct TokenTile {
     int first = 0;
     int count = 0;
     int sequence = 0;
+    int end = 0;
 };
 
 // One step's tokens, and what is computed from them once for all layers.

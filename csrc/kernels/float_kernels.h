@@ -400,7 +400,7 @@ alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 template <KvType kType, int R>
 inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* slopes,
                         const float* const* q, const int32_t* row_first, const int32_t* row_last,
-                        AttentionState* state, float* out) {
+                        const int32_t* row_at, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     int lowest = kPageSize, highest = 0;
     for (int r = 0; r < R; r++) {
@@ -429,8 +429,9 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
             for (int c = 0; c < 4; c++) score[c] = soft_cap(V::set(softcap), score[c]);
         if (slopes)
             for (int c = 0; c < 4; c++) {
-                const V after = V::load(kLaneNumbers) + V::set(float(base + c * 16 + 1 - row_last[r]));
-                score[c] = fma(V::set(slopes[r]), after, score[c]);
+                const V after = V::load(kLaneNumbers) + V::set(float(base + c * 16 - row_at[r]));
+                const V before = V::zero() - after;
+                score[c] = fma(V::set(slopes[r]), V::zero() - max(after, before), score[c]);
             }
         for (int c = 0; c < 4; c++)
             score[c] = blend_range(imin(imax(first - c * 16, 0), 16), imin(imax(last - c * 16, 0), 16),
@@ -462,7 +463,7 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
 template <KvType kType>
 inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
                    float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-                   const int32_t* row_last, AttentionState* state, float* out) {
+                   const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
         state[r] = {-INFINITY, 0.0f};
@@ -473,7 +474,7 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
         auto rows = [&]<int R>() {
             attend_page<kType, R>(kv, head, pages[index], index * kPageSize, softcap,
                                   slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r,
-                                  state + r, out + r * stride);
+                                  row_at + r, state + r, out + r * stride);
         };
         for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
         switch (n_rows - r) {
@@ -498,17 +499,17 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
 
 void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
                float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-               const int32_t* row_last, AttentionState* state, float* out) {
+               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
     switch (kv.type) {
         case KvType::F32:
             return attend<KvType::F32>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                       row_last, state, out);
+                                       row_last, row_at, state, out);
         case KvType::F16:
             return attend<KvType::F16>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                       row_last, state, out);
+                                       row_last, row_at, state, out);
         case KvType::Q8_0:
             return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                        row_last, state, out);
+                                        row_last, row_at, state, out);
     }
 }
 

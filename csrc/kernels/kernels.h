@@ -286,11 +286,11 @@ struct AttentionState {
 // Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
 // q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
 // overwritten. softcap > 0: a score s becomes softcap * tanh(s / softcap). slopes, of each row, or null:
-// slope times the tokens between is then taken from it (ALiBi).
+// slope times the distance from the row's own position row_at[r] is then taken from it (ALiBi).
 using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last,
                                  int n_rows, float softcap, const float* slopes, const float* const* q_rows,
-                                 const int32_t* row_first, const int32_t* row_last, AttentionState* state,
-                                 float* out);
+                                 const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
+                                 AttentionState* state, float* out);
 
 // SoftCap: threshold * tanh(x / threshold); Scale: threshold * x; Sigmoid: 1 / (1 + exp(-x)).
 // ClampedSilu: m * sigmoid(1.702 m), m = min(x, threshold); ClampedPlusOne: 1 + x, brought into +-threshold.

@@ -1,4 +1,4 @@
-// Causal attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
+// Attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
 //
 // Positions are divided into splits of kSplitPages pages, each with its own running softmax, merged in order.
 // The limits of the splits depend on positions alone, so a token's sum is the same however the work is shared
@@ -19,6 +19,7 @@ struct AttentionFacts {
     float scale = 1.0f;
     float softcap = 0.0f;       // 0: none
     int window = 0;             // 0: none
+    bool causal = true;         // else a token sees all tokens of its sequence, which are in one step
     int rope = -1;              // index of a rope of the plan, -1: none (already rotated)
     Norm q_norm, k_norm;        // per head; empty weight: none
     std::vector<float> sinks;   // of each query head: a score without a value; empty: none
@@ -103,8 +104,8 @@ class Attention : public Op {
             const int n = ceil_div(all.count, tile_tokens_);
             for (int i = std::max(first - before, 0); i < n; i++) {
                 const int at = i * tile_tokens_;
-                if (!f(before + i,
-                       TokenTile{all.first + at, std::min(tile_tokens_, all.count - at), all.sequence}))
+                if (!f(before + i, TokenTile{all.first + at, std::min(tile_tokens_, all.count - at),
+                                             all.sequence, all.end}))
                     return;
             }
             before += n;
@@ -214,14 +215,21 @@ class Attention : public Op {
                 float* out) const {
         const float* q[kMaxGroup];
         float slopes[kMaxGroup];
-        int32_t first[kMaxGroup], last[kMaxGroup];
+        int32_t first[kMaxGroup], last[kMaxGroup], at[kMaxGroup];
         int end = 0, begin = INT32_MAX;
         for (int i = 0, row = 0; i < tile.count; i++)
             for (int g = 0; g < group_; g++, row++) {
                 const int t = tile.first + i, position = step.positions[t];
                 q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
-                first[row] = f_.window ? std::max(0, position + 1 - f_.window) : 0;
-                last[row] = position + 1;
+                at[row] = position;
+                if (f_.causal) {
+                    first[row] = f_.window ? std::max(0, position + 1 - f_.window) : 0;
+                    last[row] = position + 1;
+                } else {
+                    const int reach = f_.window ? f_.window / 2 : tile.end;
+                    first[row] = std::max(0, position - reach);
+                    last[row] = reach < tile.end - position ? position + reach + 1 : tile.end;
+                }
                 if (!f_.slopes.empty()) slopes[row] = f_.slopes[head * group_ + g];
                 begin = std::min(begin, first[row]);
                 end = std::max(end, last[row]);
@@ -229,8 +237,8 @@ class Attention : public Op {
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
         plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_,
-                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, states,
-                                  out);
+                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, at,
+                                  states, out);
     }
 
     void attend_split(int chunk, const StepTokens& step, Worker& worker) const {
@@ -298,7 +306,7 @@ class Attention : public Op {
     bool attend_unit(const StepTokens& step, TokenTile tile, int head, Worker& worker, float* scratch,
                      float* out) const {
         const int rows = tile.count * group_;
-        int last = 0;
+        int last = f_.causal ? 0 : tile.end;
         for (int i = 0; i < tile.count; i++) last = std::max(last, step.positions[tile.first + i] + 1);
         const int splits = ceil_div(last, kSplitTokens);
         float* parts = scratch;
@@ -382,6 +390,7 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.scale = facts.real("scale");
     f.softcap = facts.real("softcap");
     f.window = facts.integer("window", 0, INT32_MAX);
+    f.causal = facts.flag("causal", true);
     f.rope = facts.has("rope") ? facts.rope("rope") : -1;
     require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "a rope fits its head");
     f.q_norm = facts.norm("q_norm", head_dim);

@@ -10,10 +10,17 @@ namespace hotset {
 static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> {
     const int out = facts.buffer("out");
     const Matrix weight = facts.matrix("weight", -1, facts.width(out));
-    const bool positions = facts.text("of") == "position";
+    const std::string of = facts.text("of");
+    const bool positions = of == "position";
     const int first_row = facts.integer("first_row", 0, weight.rows - 1);
     require(!positions || !weight.places, "rows of positions are in memory");
     require(positions || first_row == 0, "rows of tokens begin with the first");
+    if (of == "type") {
+        require(!weight.places, "rows of token types are in memory");
+        return make_row_op(facts.plan(), out, [=](const StepTokens&, int, float* result) {
+            dequantize_row(weight.type, weight.row(0), weight.cols, result);
+        });
+    }
     Plan::Limits& limits = facts.plan().limits();
     int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
     limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;

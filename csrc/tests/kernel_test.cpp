@@ -594,7 +594,7 @@ void test_xielu(const Kernels& kernels, int64_t n) {
 }
 
 void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window,
-                    float softcap, const float* slopes = nullptr) {
+                    float softcap, const float* slopes = nullptr, bool around = false) {
     const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
     KvLayer kv = {type, heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
@@ -625,16 +625,17 @@ void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_row
                                           &values[(pos * heads + h) * head_dim]);
             }
         std::vector<const float*> rows(n_rows);
-        std::vector<int32_t> first(n_rows), end(n_rows);
+        std::vector<int32_t> first(n_rows), end(n_rows), at(n_rows);
         for (int r = 0; r < n_rows; r++) {
             rows[r] = &q[r * head_dim];
             end[r] = last - n_rows + 1 + r;
             first[r] = window && end[r] > window ? end[r] - window : 0;
+            at[r] = around ? end[r] / 2 : end[r] - 1;
         }
         std::vector<AttentionState> state(n_rows);
         out[side].resize(n_rows * kv.value_stride());
         tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, slopes, rows.data(),
-                                first.data(), end.data(), state.data(), out[side].data());
+                                first.data(), end.data(), at.data(), state.data(), out[side].data());
         for (const AttentionState& s : state) states[side].insert(states[side].end(), {s.max, s.sum});
         std::vector<float> merged(head_dim);
         tables[side]->merge_attention(n_rows, state.data(), out[side].data(), kv.value_stride(), head_dim,
@@ -714,6 +715,7 @@ void test_all(const Kernels& kernels) {
     const float slopes[4] = {0.25f, 0.0625f, 0.7071f, 0.0039f};
     for (int rows : {1, 3, 4})
         for (int last : {11, 65, 200}) test_attention(kernels, KvType::F32, 32, rows, last, 0, 0.0f, slopes);
+    for (int last : {11, 65, 200}) test_attention(kernels, KvType::F32, 32, 3, last, 0, 0.0f, slopes, true);
     for (int64_t n : {1, 16, 33}) test_xielu(kernels, n);
 }
 

@@ -117,13 +117,11 @@ class Model:
         self.placement = decided.placement
         self.ram, self.stored = decided.ram, decided.stored
         self.engine = Engine(
-            backend,
-            self.n_ctx,
-            decided.settings.max_sequences,
+            backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
-            thresholded=decided.thresholded,
-            flops=self.cost.flops_per_token,
-        )
+            thresholded=decided.thresholded, flops=self.cost.flops_per_token,
+            is_encoder=self.graph.is_encoder,
+        )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self._closed = False
 
@@ -143,6 +141,7 @@ class Model:
         from hotset.text.renderer import Renderer
 
         self._check_open()
+        self.engine.require_logits()
         renderer = Renderer()
         renderer.start()  # while the tokenizer is built
         try:

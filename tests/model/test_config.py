@@ -294,7 +294,6 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ({"expert_count": 1025}, "1025 experts, and at most 1024"),
         ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 4}, "expert_gating_func is 4"),
-        ({"attention__causal": False}, "encoder"),
         ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
         ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),
         (
@@ -306,6 +305,17 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
 def test_what_cannot_run_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_gguf(file(**keys))
+
+
+def test_a_file_that_is_not_causal_is_an_encoder() -> None:
+    assert config_from_gguf(file()).causal
+    config = config_from_gguf(file(attention__causal=False))
+    assert not config.causal
+    graph = describe(config, complete())
+    assert (graph.is_encoder, graph.result.name, graph.result.width) == (True, "result", config.n_embd)
+    assert graph.n_vocab(complete()) == config.n_vocab
+    with pytest.raises(FormatError, match=r"llama\.attention\.causal must be true or false"):
+        config_from_gguf(file(attention__causal=0))
 
 
 def test_layers_without_kv_heads_have_a_short_convolution() -> None:

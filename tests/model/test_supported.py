@@ -41,13 +41,14 @@ def test_every_architecture_is_listed_with_what_it_was_compared_with() -> None:
     assert all(row.keys() == {"name", "kind", "sparsity", "compared_with"} for row in rows)
     by_name = {row.name: row for row in supported()}
     assert by_name["arcee"].sparsity == "exact zeros (relu2)"
+    assert (by_name["bert"].kind, by_name["bert"].sparsity) == ("encoder, dense", "none")
     assert by_name["qwen3next"].kind == "MoE, gated delta nets"
     assert "transformers" in inside("list", "--architectures").stdout
 
 
 def test_every_architecture_has_a_recipe(run_folder: Path) -> None:
     found = set()
-    for name in tiny_models.first_of_each_architecture():
+    for name in (*tiny_models.first_of_each_architecture(), *tiny_models.ENCODERS):
         with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
             found.add(gguf.metadata["general.architecture"])
     assert found == ARCHITECTURES.keys()

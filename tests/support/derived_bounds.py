@@ -18,7 +18,7 @@ import numpy as np
 
 from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.reference import ReferenceBackend, add_streams, short_conv
+from hotset.backends.reference import ReferenceBackend, add_streams, seen_by, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.operations import (
     XIELU,
@@ -359,7 +359,7 @@ class Oracle(ReferenceBackend):
                 bound = gamma(op.x.width) * sums + op.x.width * TINY
                 return expected, bound.swapaxes(0, 1).reshape(expected.shape)
             case Attention():
-                return expected, self._attention_bounds(op, taps, slots)
+                return expected, self._attention_bounds(op, taps, batch, slots)
         raise AssertionError(f"no bound for {type(op).__name__}")
 
     def _expected_linear(
@@ -486,19 +486,20 @@ class Oracle(ReferenceBackend):
             k + 2
         ) * sums + k * TINY
 
-    def _attention_bounds(self, op: Attention, taps: dict[int, np.ndarray], slots: Any) -> np.ndarray:
+    def _attention_bounds(
+        self, op: Attention, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> np.ndarray:
         keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         group = op.n_head // op.n_head_kv
         bound = np.empty((len(slots), op.n_head, op.head_dim_v))
-        for token, seen in enumerate(slots):
-            seen = seen[-op.window :] if op.window else seen
+        for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             q = taps[op.q.id][token].reshape(op.n_head, op.head_dim) * op.scale
             for head in range(op.n_head):
                 k = keys[seen, head // group].astype(np.float64)
                 v = values[seen, head // group].astype(np.float64)
                 scores, magnitude = k @ q[head], np.abs(k) @ np.abs(q[head])
                 if op.slopes is not None:
-                    fallen = op.slopes[head] * np.arange(len(seen))[::-1]
+                    fallen = op.slopes[head] * np.abs(ago)
                     scores, magnitude = scores - fallen, magnitude + fallen
                 if op.sinks is not None:  # as a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])

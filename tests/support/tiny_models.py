@@ -62,6 +62,7 @@ class TinyModel:
     published: tuple[Callable[[Tensors], Tensors], ...] = ()
     config: str | None = None
     vision: dict[str, Any] | None = None  # of a model that sees: settings of that part
+    of: str | None = None  # the transformers class, where it is not the one that generates
 
 
 class DReLU(torch.nn.Module):
@@ -1111,6 +1112,61 @@ EXPERTS: dict[str, TinyModel] = {
 """MoE models."""
 
 
+BERT = {"layer_norm_eps": 1e-2, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
+MODERN = {
+    "norm_eps": 1e-2, "local_attention": 24, "num_hidden_layers": 4, "pad_token_id": 0, "cls_token_id": 300,
+    "sep_token_id": 301, "rope_parameters": two_ropes()["rope_parameters"],
+}  # fmt: skip
+EMBEDDING_GEMMA = {
+    "use_bidirectional_attention": True, "sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 64,
+    **two_ropes(),
+}  # fmt: skip
+
+ENCODERS: dict[str, TinyModel] = {
+    "gemma-embedding": TinyModel(
+        "Gemma3Text", EMBEDDING_GEMMA | {"num_hidden_layers": 7}, of="Gemma3TextModel"
+    ),
+    "gemma-embedding-pattern": TinyModel(
+        "Gemma3Text",
+        EMBEDDING_GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        of="Gemma3TextModel",
+    ),
+    "bert": TinyModel("Bert", BERT, of="BertModel"),
+    "bert-relu": TinyModel("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 1}, of="BertModel"),
+    "bert-roberta": TinyModel(
+        "XLMRoberta", BERT | {"pad_token_id": 1, "max_position_embeddings": 258}, of="XLMRobertaModel"
+    ),
+    "bert-scores": TinyModel("Bert", BERT, of="BertForSequenceClassification"),
+    "bert-roberta-scores": TinyModel(
+        "XLMRoberta",
+        BERT | {"pad_token_id": 3, "max_position_embeddings": 260, "num_labels": 1},
+        of="XLMRobertaForSequenceClassification",
+    ),
+    "nomic-bert": TinyModel(
+        "NomicBert",
+        BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        of="NomicBertModel",
+    ),
+    "modern-bert": TinyModel("ModernBert", MODERN, of="ModernBertModel"),
+    "modern-bert-silu": TinyModel(
+        "ModernBert",
+        MODERN
+        | {
+            "hidden_activation": "silu",
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        },
+        of="ModernBertModel",
+    ),
+    "modern-bert-scores": TinyModel("ModernBert", MODERN, of="ModernBertForSequenceClassification"),
+    "jina-bert-v3": TinyModel(
+        "JinaEmbeddingsV3",
+        BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 2000.0}, "type_vocab_size": 1},
+        of="JinaEmbeddingsV3Model",
+    ),
+}
+"""Models without logits: their result is the hidden states of all tokens."""
+
+
 def first_of_each_architecture() -> list[str]:
     """One recipe of each architecture; the others are `slow` tests."""
     kinds = {
@@ -1152,6 +1208,8 @@ def config_of(recipe: TinyModel, settings: dict[str, Any]) -> transformers.Pretr
 
 def class_of(recipe: TinyModel) -> str:
     """The name of the transformers class."""
+    if recipe.of is not None:
+        return recipe.of
     if recipe.kind == "GPT2":
         return "GPT2LMHeadModel"
     return f"{recipe.kind}For{'CausalLM' if recipe.vision is None else 'ConditionalGeneration'}"
@@ -1170,7 +1228,7 @@ def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
-            elif "norm" in name or ".ln_" in name:
+            elif "norm" in name or ".ln_" in name or "LayerNorm" in name:
                 parameter.copy_(1 + 0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
@@ -1241,7 +1299,7 @@ def shared_gguf(name: str, run_folder: Path, **settings: Any) -> Path:
     """`to_gguf` of a recipe, as it stands or with other settings, for all tests that only read the file."""
 
     def make(path: Path) -> None:
-        recipe = (RECIPES | EXPERTS)[name]
+        recipe = (RECIPES | EXPERTS | ENCODERS)[name]
         with tempfile.TemporaryDirectory(dir=run_folder) as folder:
             to_gguf(recipe, build(recipe, **settings), Path(folder)).rename(path)
 

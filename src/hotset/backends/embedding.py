@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hotset.backends.base import Batch
@@ -18,8 +20,10 @@ def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
     Raises InvalidRequestError for a position past the last that the model has learned.
     """
     info = weights.tensors[op.weight]
-    width, n_rows = info.shape
-    rows = batch.tokens if op.of == "token" else batch.positions + op.first_row
+    width, n_rows = info.shape[0], math.prod(info.shape[1:])  # one row may be a vector
+    rows = {"token": batch.tokens, "position": batch.positions + op.first_row}.get(op.of)
+    if rows is None:
+        rows = np.zeros_like(batch.tokens)
     if op.of == "position" and rows.max() >= n_rows:
         raise InvalidRequestError(
             f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 import numpy as np
@@ -84,7 +84,7 @@ class ReferenceBackend:
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
-        self.n_vocab = graph.result.width
+        self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
         self._states = {op.out.id: np.zeros((n_states, *op.state_shape), F32) for op in graph.recurrent}
         self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
@@ -206,7 +206,8 @@ class ReferenceBackend:
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
-                return self._attend(op, values[op.q.id], values[op.k.id], values[op.v.id], slots)
+                read = values[op.q.id], values[op.k.id], values[op.v.id]
+                return self._attend(op, *read, batch, slots)
             case ShortConv() | DeltaNet() | SelectiveScan():
                 return self._recurrent(op, values, batch)
             case Activate():
@@ -309,9 +310,15 @@ class ReferenceBackend:
         return out
 
     def _attend(
-        self, op: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[np.ndarray]
+        self,
+        op: Attention,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        batch: Batch,
+        slots: list[np.ndarray],
     ) -> np.ndarray:
-        """Stores the batch's keys and values, then lets each token look back, one token at a time."""
+        """Stores the batch's keys and values, then lets each token look back, or around, one at a time."""
         keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         own = [seen[-1] for seen in slots]
         if op.source is None:
@@ -319,8 +326,7 @@ class ReferenceBackend:
             values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v))
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
-        for token, seen in enumerate(slots):
-            seen = seen[-op.window :] if op.window else seen
+        for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
             past_k = keys[seen].astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
             past_v = values[seen].astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
@@ -329,7 +335,7 @@ class ReferenceBackend:
                 scores = soft_cap(scores, op.softcap)
             if op.slopes is not None:
                 slopes = np.array(op.slopes, F32).reshape(op.n_head_kv, group, 1)
-                scores = scores + slopes * np.arange(1 - len(seen), 1, dtype=F32)
+                scores = scores - slopes * np.abs(ago).astype(F32)
             highest, total = scores.max(axis=-1, keepdims=True), 0.0
             if op.sinks is not None:
                 sinks = self._weight(op.sinks).reshape(op.n_head_kv, group, 1)
@@ -348,6 +354,22 @@ class ReferenceBackend:
 
     def _weight(self, name: str) -> np.ndarray:
         return self._weights.whole(name)
+
+
+def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each token the cache slots that it sees, and how far behind it each position is.
+
+    slots: of positions 0 to its own.
+    """
+    whole = dict(zip(batch.sequences.tolist(), slots, strict=True))  # those of a sequence's last token
+    for token, sequence in enumerate(batch.sequences.tolist()):
+        own = len(slots[token]) - 1
+        if op.causal:
+            seen, first = slots[token], max(own + 1 - op.window, 0) if op.window else 0
+        else:
+            reach = op.window // 2 if op.window else len(whole[sequence])
+            seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)
+        yield seen[first:], own - np.arange(first, len(seen))
 
 
 def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:

@@ -81,6 +81,11 @@ _OTHER_PARTS = re.compile(
     r"(model\.)?((visual|vit|vision_tower|vision_model|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
     r"|image_newline|view_seperator)"
 )
+# Of encoders: what was trained with them and is no part of their hidden states.
+_OTHER_HEADS = re.compile(
+    r"((bert|roberta|model)\.)?((pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
+    r"|embeddings\.position_ids)"
+)
 _TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 _BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
@@ -378,9 +383,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     of_experts: dict[str, dict[int, tuple[str, np.ndarray]]] = {}
     packed: dict[str, dict[str, np.ndarray]] = {}
     for place, name in places:
-        values = checkpoint.tensors[name]
-        if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
-            values = values[:, 0]
+        values = _used(checkpoint.tensors[name], place, config)
         for i, target in enumerate(place.targets):
             if counted[target, place.expert] > 1 or (place.expert >= 0 and counted[target, -1]):
                 raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
@@ -433,14 +436,28 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         tied = config.raw.get("tie_word_embeddings") is True
     if output is None and (checkpoint.embeds or str(config.raw["architectures"][0]).endswith("Model")):
         tied = True  # it makes vectors of texts, and has no output
-    if not tied and output is None:
+    if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
     extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
     found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
+    if hf.is_encoder:
+        prefix = hf.layers.partition(".")[0] + "."
+        stems = {n: n.rpartition(".")[0] for n in found}
+        known = hf.tensors.keys() | {name.removeprefix(prefix) for name in hf.tensors}
+        found = [n for n in found if stems[n] in known or not _OTHER_HEADS.fullmatch(n)]
     if hf.sees:
         found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
     are_keys = tuple(f".{stem}" for stem in hf.layer_keys)
     return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
+
+
+def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
+    """What the file has of a tensor."""
+    if place.targets == ("position_embd.weight",):
+        return values[config.n_unused_positions :]
+    if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
+        return values[:, 0]
+    return values
 
 
 def _n_parts(config: HFConfig) -> int:
@@ -629,6 +646,9 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         }
     elif config.conv_kernel:
         matrices |= {"in_proj": (3 * d, d), "conv": (d, config.conv_kernel), "out_proj": (d, d)}
+    if config.hf_class.is_encoder:
+        n_types = integer(config.raw, "type_vocab_size", 1, high=1 << 16)
+        matrices |= {"token_types": (n_types, d), "cls": (d, d), "output": (ANY, d), "norm": (d,)}
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
     if (delta := config.delta) is not None:

@@ -169,6 +169,7 @@ class HFClass:
     their channels, groups, numbers of B and C, and the kernel of the convolution.
     bare: targets whose names in the file say all. multiplied: config.json has Falcon-H1's multipliers, which
     become part of matrices.
+    padded_positions: the first rows of the learned positions, up to pad_token_id, are of no token.
     """
 
     architecture: str
@@ -217,6 +218,12 @@ class HFClass:
     state_space: tuple[str, str, str, str, str] | None = None
     bare: tuple[str, ...] = ()
     multiplied: bool = False
+    padded_positions: bool = False
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it has hidden states in place of logits."""
+        return not ARCHITECTURES[self.architecture].causal
 
     @property
     def packed(self) -> bool:
@@ -644,6 +651,85 @@ _GPT2: dict[str, Any] = {
     "tied": True,
 }
 _GPT2_DEFAULTS: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 1024}
+_BERT = HFClass(
+    "bert",
+    tensors={
+        "bert.embeddings.word_embeddings": "token_embd",
+        "bert.embeddings.position_embeddings": "position_embd",
+        "bert.embeddings.token_type_embeddings": "token_types",
+        "bert.embeddings.LayerNorm": "token_embd_norm",
+    },
+    layers="bert.encoder.layer",
+    layer_tensors={
+        "attention.self.query": "attn_q",
+        "attention.self.key": "attn_k",
+        "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output",
+        "attention.output.LayerNorm": "attn_output_norm",
+        "intermediate.dense": "ffn_up",
+        "output.dense": "ffn_down",
+        "output.LayerNorm": "layer_output_norm",
+    },
+    kv_heads="every",
+    epsilon="layer_norm_eps",
+    tied=True,
+    defaults={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+    },
+    required={"is_decoder": False, "position_embedding_type": "absolute"},
+)
+_ROBERTA = replace(
+    _BERT,
+    tensors={name.replace("bert.", "roberta."): target for name, target in _BERT.tensors.items()},
+    layers="roberta.encoder.layer",
+    defaults=_BERT.defaults | {"pad_token_id": 1},
+    padded_positions=True,
+)
+_ROBERTA_SCORES = replace(
+    _ROBERTA,
+    tensors=_ROBERTA.tensors
+    | {"roberta.classifier.dense": "cls", "roberta.classifier.out_proj": "cls.output"},
+)
+_MODERN_BERT = HFClass(
+    "modern-bert",
+    tensors={
+        "model.embeddings.tok_embeddings": "token_embd",
+        "model.embeddings.norm": "token_embd_norm",
+        "model.final_norm": "output_norm",
+    },
+    layer_tensors={
+        "attn_norm": "attn_norm",
+        "attn.Wqkv": "attn_qkv",
+        "attn.Wo": "attn_output",
+        "mlp_norm": "ffn_norm",
+        "mlp.Wi": "ffn_up",
+        "mlp.Wo": "ffn_down",
+    },
+    activation="hidden_activation",
+    kv_heads="every",
+    epsilon="norm_eps",
+    tied=True,
+    defaults={
+        "hidden_activation": "gelu",
+        "norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 160000.0,
+        "sliding_window": 128,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 3,
+    },
+    own_names={
+        "sliding_window": "local_attention",
+        "sliding_window_pattern": "global_attn_every_n_layers",
+        "rope_theta": "global_rope_theta",
+        "rope_local_base_freq": "local_rope_theta",
+    },
+    windows=("sliding_window", "layer_types", "sliding_window_pattern"),
+    fused_gate=True,
+)
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
@@ -1797,6 +1883,88 @@ CLASSES: dict[str, HFClass] = {
             normalised=None, says_shared_ff=True, n_shared="num_shared_experts", first_dense=True
         ),
     ),
+    "Gemma3TextModel": HFClass(  # EmbeddingGemma
+        "gemma-embedding",
+        **_GEMMA | {"required": {"use_bidirectional_attention": True}},
+        defaults=_GEMMA_DEFAULTS
+        | {"max_position_embeddings": 131072, "rope_theta": 1e6, "use_bidirectional_attention": False},
+        windows=("sliding_window", "layer_types", "sliding_window_pattern"),
+    ),
+    "BertModel": _BERT,
+    "BertForMaskedLM": _BERT,
+    "BertForSequenceClassification": replace(
+        _BERT,
+        tensors=_BERT.tensors | {"bert.pooler.dense": "cls", "bert.classifier": "cls.output"},
+    ),
+    "XLMRobertaModel": _ROBERTA,
+    "XLMRobertaForMaskedLM": _ROBERTA,
+    "XLMRobertaForSequenceClassification": _ROBERTA_SCORES,
+    "RobertaModel": _ROBERTA,
+    "RobertaForMaskedLM": _ROBERTA,
+    "RobertaForSequenceClassification": _ROBERTA_SCORES,
+    "CamembertModel": _ROBERTA,
+    "ModernBertModel": _MODERN_BERT,
+    "ModernBertForMaskedLM": _MODERN_BERT,
+    "ModernBertForSequenceClassification": replace(
+        _MODERN_BERT,
+        tensors=_MODERN_BERT.tensors
+        | {"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
+    ),
+    "NomicBertModel": HFClass(
+        "nomic-bert",
+        tensors={
+            "encoder.embeddings.word_embeddings": "token_embd",
+            "encoder.embeddings.token_type_embeddings": "token_types",
+            "encoder.emb_ln": "token_embd_norm",
+        },
+        layers="encoder.layers",
+        layer_tensors={
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "norm1": "attn_output_norm",
+            "mlp.fc11": "ffn_up",
+            "mlp.fc12": "ffn_gate",
+            "mlp.fc2": "ffn_down",
+            "norm2": "layer_output_norm",
+        },
+        kv_heads="every",
+        epsilon="layer_norm_eps",
+        tied=True,
+        defaults={
+            "hidden_act": "silu",
+            "layer_norm_eps": 1e-12,
+            "max_position_embeddings": 2048,
+            "rope_theta": 1000.0,
+            "type_vocab_size": 2,
+        },
+    ),
+    "JinaEmbeddingsV3Model": HFClass(
+        "jina-bert-v3",
+        tensors={
+            "encoder.embeddings.word_embeddings": "token_embd",
+            "encoder.embeddings.token_type_embeddings": "token_types",
+            "encoder.emb_ln": "token_embd_norm",
+        },
+        layers="encoder.layers",
+        layer_tensors={
+            "mixer.Wqkv": "attn_qkv",
+            "mixer.out_proj": "attn_output",
+            "norm1": "attn_output_norm",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+            "norm2": "layer_output_norm",
+        },
+        kv_heads="every",
+        epsilon="layer_norm_eps",
+        tied=True,
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 8194,
+            "rope_theta": 20000.0,
+            "type_vocab_size": 1,
+        },
+    ),
 }
 """What config.json calls a class."""
 
@@ -2004,6 +2172,12 @@ class HFConfig:
                 self.n_ff_shared = integer(config, experts.n_shared, high=1 << 10) * self.n_ff_expert
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         self.n_ctx = integer(config, "max_position_embeddings")
+        self.n_unused_positions = 0
+        if self.hf_class.padded_positions:
+            self.n_unused_positions = 1 + int(number(config, "pad_token_id"))
+            self.n_ctx = integer(
+                {"max_position_embeddings": self.n_ctx - self.n_unused_positions}, "max_position_embeddings"
+            )
         self.activation = self._activation(activation)
 
     @property
@@ -2269,6 +2443,7 @@ class HFConfig:
             keys[EPSILON_KEYS[row.norm]] = 1e-5
         if self.hf_class.epsilon is not None:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
+        keys |= {"attention.causal": False} if self.hf_class.is_encoder else {}
         keys |= self._scale_keys() | self._expert_keys()
         if self.hf_class.short_conv:
             keys |= self._conv_keys()
@@ -2441,6 +2616,7 @@ class HFConfig:
         period: of the architecture, where there is no sliding_window_pattern; what it says needs no key.
         """
         n, read = self.n_layer, self.hf_class.windows
+        behind = 0 if ARCHITECTURES[self.architecture].window_last else 1
         config = {entry: self.raw.get(entry) for entry in read}
         if config.get("sliding_window") is None or config.get("use_sliding_window", True) is not True:
             return {}
@@ -2454,7 +2630,7 @@ class HFConfig:
             windowed = [kind == "sliding_attention" for kind in types]
         elif period or config.get("sliding_window_pattern") is not None:
             pattern = integer(config, "sliding_window_pattern", period)
-            windowed = [(i + 1) % pattern != 0 for i in range(n)]
+            windowed = [(i + behind) % pattern != 0 for i in range(n)]
         elif "max_window_layers" in read:
             first = number(config, "max_window_layers")
             windowed = [i >= first for i in range(n)]
@@ -2464,7 +2640,7 @@ class HFConfig:
             windowed = [True] * n
         if not any(windowed):
             return {}
-        if windowed != [not period or (i + 1) % period != 0 for i in range(n)]:
+        if windowed != [not period or (i + behind) % period != 0 for i in range(n)]:
             keys["attention.sliding_window_pattern"] = windowed
         return keys
 

@@ -63,11 +63,13 @@ class Engine:
     (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
     thresholded: whose small values are zero where the graph has thresholds (operations.Threshold): those of
     generated tokens, or of prompts too. It is a fact of a token, whatever step it is in.
+    is_encoder: texts are computed for what is inside them (`prepare_tap`), each in one step, and nothing is
+    generated.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         backend: Backend,
         n_ctx: int,
@@ -78,6 +80,7 @@ class Engine:
         prompt_seconds: float = PROMPT_SECONDS,
         thresholded: ThresholdedTokens = "none",
         flops: Callable[[float], float] | None = None,
+        is_encoder: bool = False,
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
@@ -88,7 +91,9 @@ class Engine:
                 f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
             )
         self.backend = backend
-        self.n_ctx = n_ctx
+        self.is_encoder = is_encoder
+        max_batch = min(max_batch or backend.max_batch, backend.max_batch)
+        self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
         self.collect_stats = collect_stats
         if backend.n_states:  # each needs one to go on from and one to write, and so does `take_states`
             if backend.n_states < 4:
@@ -101,10 +106,10 @@ class Engine:
         self.step_stats: StepStats | None = None
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
-        max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.scheduler = Scheduler(
-            backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted
-        )
+            backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted,
+            whole_texts=is_encoder,
+        )  # fmt: skip
         self._batches = BatchBuilder(
             max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
         )
@@ -142,6 +147,7 @@ class Engine:
         it runs. Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a
         token id outside the vocabulary.
         """
+        self.require_logits()
         params = params or SamplingParams()
         tokens = self.checked(prompt)
         if len(tokens) >= self.n_ctx:
@@ -175,6 +181,7 @@ class Engine:
         with "length". as_answer: all tokens are computed as generated ones would be, not as a prompt.
         Raises ContextLengthError when the tokens do not fit.
         """
+        self.require_logits()
         checked = self.fitting(tokens)
         if not 0 <= first < len(checked):
             raise InvalidRequestError(
@@ -232,6 +239,14 @@ class Engine:
             self.scheduler.waiting.append(sequence)
             self._next_deadline = min(self._next_deadline, sequence.deadline)
         return sequence
+
+    def require_logits(self) -> None:
+        """Raises InvalidRequestError for an encoder, which has none."""
+        if self.is_encoder:
+            raise InvalidRequestError(
+                "this is an embedding model, which generates no text and scores none; use hotset embed or "
+                "/v1/embeddings"
+            )
 
     def fitting(self, tokens: Tokens[int] | np.ndarray) -> list[int]:
         """As `checked`; ContextLengthError where they do not fit."""

@@ -31,7 +31,8 @@ class Scheduler:
     """Sequences that run and wait, and the pages, slots and recurrent states that they have.
 
     max_sequences, max_pages: rows and columns of the page table. max_batch: tokens of a step. prompt_seconds,
-    flops: as in Engine. counted: where reused tokens and preemptions are counted.
+    flops: as in Engine. counted: where reused tokens and preemptions are counted. whole_texts: a text is in
+    one step, as a token sees those after it.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Scheduler:
         prompt_seconds: float,
         flops: Callable[[float], float] | None,
         counted: Counters,
+        *,
+        whole_texts: bool = False,
     ) -> None:
         self._backend, self._max_batch, self._counted = backend, max_batch, counted
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
-        self.max_sequences = max_sequences
+        self.max_sequences, self._whole_texts = max_sequences, whole_texts
         self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
         # Nothing waits for the end of a step where one sequence runs at a time.
         self.prompt_share = PromptShare(math.inf if max_sequences == 1 else prompt_seconds)
@@ -102,7 +105,8 @@ class Scheduler:
         share = self.prompt_share.beside if chunks else self.prompt_share.alone
         of_row = self.prompt_share.of_row(len(chunks))
         missing = [Chunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
-        for sequence, n in zip(prompts, divide(missing, share, budget), strict=True):
+        given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
+        for sequence, n in zip(prompts, given, strict=True):
             if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
             if n:
@@ -114,6 +118,14 @@ class Scheduler:
         if self.states is not None:
             self._reserve_states(self.states, chunks)
         return chunks
+
+    def _whole(self, missing: list[Chunk], budget: int) -> list[int]:
+        """Of each text all of its tokens, the oldest first, while the step has room, or none."""
+        given = []
+        for n in (chunk.n for chunk in missing):
+            budget -= n
+            given.append(n if budget >= 0 else 0)
+        return given
 
     def _weight_of(self, sequence: Sequence, of_row: float) -> float:
         """Units that the next token of a prompt takes. of_row: what its logits take, if they are wanted."""

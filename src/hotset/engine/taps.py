@@ -34,6 +34,8 @@ def steps(
     backend = thread.engine.backend
     n_bytes = 4 * sum(widths[name] for name in names)
     n_step = max(1, min(backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
+    if graph.is_encoder:
+        n_step = len(ids)
     pages: list[int] = []
     slots = None
     try:

@@ -129,9 +129,12 @@ class Decided:
 
     def with_context(self, n_ctx: int) -> Decided:
         """With a context of so many tokens, and the cache and the rotation of it."""
+        settings = self.settings
+        if self.graph.is_encoder:  # which computes a text in one step
+            settings = replace(settings, max_batch=max(settings.max_batch, n_ctx))
         sizes: dict[str, Any] = {
-            "n_ctx": n_ctx, "n_pages": _n_pages(self.settings, n_ctx),
-            "n_states": _n_states(self.settings, self.cost, n_ctx),
+            "n_ctx": n_ctx, "n_pages": _n_pages(settings, n_ctx), "settings": settings,
+            "n_states": _n_states(settings, self.cost, n_ctx),
         }  # fmt: skip
         config = self.config.for_context(n_ctx)
         return replace(self, **sizes) if config is self.config else self.changed(config=config, **sizes)

@@ -157,7 +157,7 @@ class Architecture:
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     experts: of files whose FFNs are experts; None: there are none.
-    output_norm: the tensor of the last norm.
+    output_norm: the tensor of the last norm; None: there is none.
     short_conv: layers without KV heads have a short convolution in place of attention.
     state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
       feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
@@ -169,8 +169,14 @@ class Architecture:
     activation_at: of files that name no activation those with so many layers have `activation`, the others
       silu; None: all have it.
     alibi: of files without the key attention.max_alibi_bias (see operations.Attention.slopes); 0: scores do
-      not fall with distance; None: files must have the key. embedding_norm: the
-      embedding passes a norm (`token_embd_norm`).
+      not fall with distance; None: files must have the key.
+    embedding_norm: the embedding passes a norm (`token_embd_norm`), with those of positions and token types.
+    causal: a token sees no token after it, where the file does not say (attention.causal). A model that is
+      not is an encoder: it has no logits, and its result is the hidden states, behind `output_norm` if there
+      is one.
+    sum_norms: the sums of what attention and the FFN yield and what entered them pass a norm
+      (`attn_output_norm`, `layer_output_norm`).
+    bare_first: the first layer's attention reads the stream as it is.
     compared_with: what the tests take its numbers from, with tiny random models.
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
@@ -216,7 +222,7 @@ class Architecture:
     indexed: bool = False
     predictor_input: PredictorInput = "ffn_inp"
     experts: ExpertDefaults | None = None
-    output_norm: str = "output_norm"
+    output_norm: str | None = "output_norm"
     short_conv: bool = False
     state_space: bool = False
     beside: bool = False
@@ -230,11 +236,18 @@ class Architecture:
     activation_at: int | None = None
     alibi: float | None = 0.0
     embedding_norm: bool = False
+    causal: bool = True
+    sum_norms: bool = False
+    bare_first: bool = False
     compared_with: str = "transformers"
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
 _SAME_GRAPH = "transformers' {}, of the same graph"
+
+_ENCODER: dict[str, Any] = {  # as BERT
+    "pre_norm": False, "sum_norms": True, "embedding_norm": True, "causal": False, "output_norm": None
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
@@ -422,6 +435,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v3": Architecture(
         rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid", where_routed=True)
     ),
+    "gemma-embedding": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, causal=False,
+    ),
+    "bert": Architecture(  # and XLM-RoBERTa, whose files lack the positions before a text's first
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU, **_ENCODER,
+    ),
+    "nomic-bert": Architecture(rope="neox", norm="layer", **_ENCODER),
+    "modern-bert": Architecture(
+        rope="neox", norm="layer", norm_bias=False, activation=GELU, embedding_norm=True, bare_first=True,
+        window_period=3, window_last=True, windowed_rope_base=10000.0, causal=False,
+    ),
+    "jina-bert-v3": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -530,8 +558,9 @@ class LayerConfig:
     attention_gate: see Architecture.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
+    bare: attention reads the stream as it is, whatever the FFN does.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
-    attends; None: its own. sub_norms: see Architecture.
+    attends; None: its own. sub_norms, sum_norms: see Architecture.
     """
 
     n_ff: int
@@ -545,6 +574,7 @@ class LayerConfig:
     gated: bool = True
     parallel: bool = False
     pre_norm: bool = True
+    bare: bool = False
     post_norm: bool = False
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
@@ -555,6 +585,7 @@ class LayerConfig:
     value_norm: bool = False
     source: int | None = None
     sub_norms: bool = False
+    sum_norms: bool = False
 
     @property
     def n_neurons(self) -> int:
@@ -642,9 +673,10 @@ class ModelConfig:
     sparse_threshold: float = 0.0
     masked: bool = False
     n_extra_layers: int = 0
-    output_norm: str = "output_norm"
+    output_norm: str | None = "output_norm"
     slopes: tuple[float, ...] | None = None
     embedding_norm: bool = False
+    causal: bool = True
 
     @property
     def n_layer(self) -> int:
@@ -840,11 +872,6 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         raise UnsupportedModelError(
             f"the model clamps queries, keys and values ({name}.attention.clamp_kqv), which is not supported"
         )
-    if keys.get("attention.causal", True) is False:
-        raise UnsupportedModelError(
-            f"the file is an encoder ({name}.attention.causal is false), not a model that generates"
-        )
-
     _check_scales(keys, architecture)
     n_layer = keys.integer("block_count", 1, 1 << 12)
     n_extra_layers = keys.integer("nextn_predict_layers", 0, n_layer - 1, 0)
@@ -888,6 +915,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         output_norm=architecture.output_norm,
         slopes=_slopes(keys, architecture, n_head),
         embedding_norm=architecture.embedding_norm,
+        causal=keys.flag("attention.causal", architecture.causal),
     )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
@@ -966,6 +994,7 @@ def _layers(
             gated=architecture.gated,
             parallel=_parallel(gguf, keys, architecture, i),
             pre_norm=architecture.pre_norm,
+            bare=architecture.bare_first and i == 0,
             post_norm=architecture.post_norm,
             ffn_norm=architecture.ffn_norm,
             sinks=architecture.sinks,
@@ -976,6 +1005,7 @@ def _layers(
             value_norm=architecture.unscaled,
             source=sources[i],
             sub_norms=architecture.sub_norms,
+            sum_norms=architecture.sum_norms,
         )
         for i in range(n_layer)
     )

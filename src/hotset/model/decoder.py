@@ -3,7 +3,8 @@
 It computes nothing and names no architecture: the facts come from ModelConfig. Values are named as the GGUF
 tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name can be asked for as a tap:
 
-    embedding  [embedding_scaled]  [token_embd_norm]  [position_embd  inp: their sum]
+    embedding  [embedding_scaled]  [token_types  embd_typed: their sum]  [position_embd  inp: the sum with it]
+    [token_embd_norm]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
     [blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own: what
     the heads make of them  attn_k_shared  attn_k_shared_rope]
@@ -36,6 +37,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     altup_correct_router  altup_correct_coef  altup_off  altup_corrected  inp_gate  inp_gated  proj  post_norm
     streams]
     output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
+    or, of an encoder, [output_norm]  result                        and of these the rows that are wanted
+    [norms of sums: blk.N.ffn_inp_sum and out_sum before them]
 """
 
 from __future__ import annotations
@@ -116,6 +119,8 @@ REDUNDANT_TENSORS = re.compile(
 )
 
 
+TOKEN_TYPES = "token_types"
+
 # Types of what hotset builds itself: codes of planes, and the scales of planes.
 _BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
 
@@ -192,13 +197,14 @@ class _Description:
         x = self.scaled(
             self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
         )
-        if config.embedding_norm:
-            x = self.norm(x, "token_embd_norm")
+        if f"{TOKEN_TYPES}.weight" in self.weights.tensors:
+            types = self.add(Embed(self.value(TOKEN_TYPES, d), self.weights.table(TOKEN_TYPES, d), "type"))
+            x = self.add(Add(self.value("embd_typed", d), x, types))
         if (first := config.first_position) is not None:
             weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
             positions = self.add(Embed(self.value("position_embd", d), weight, "position", first))
             x = self.add(Add(self.value("inp", d), x, positions))
-        return x
+        return self.norm(x, "token_embd_norm") if config.embedding_norm else x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
         """Attention of layer i, or what stands in its place, and the sum with what entered it."""
@@ -208,7 +214,7 @@ class _Description:
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = x
-        if layer.pre_norm:
+        if layer.pre_norm and not layer.bare:
             h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._thresholded(h, i, "attn_in")
         out = self._mixed(i, layer, h)
@@ -216,13 +222,20 @@ class _Description:
             out = self.norm(out, f"{blk}.post_attention_norm")
         out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
         if config.altup is None:
-            sum_ = self.value(f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", config.n_embd)
-            return self.add(Add(sum_, x, out, **self.where))
+            return self._summed(
+                layer, x, out, f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", f"{blk}.attn_output_norm"
+            )
         x = self.add(Add(self.value(f"{blk}.attn_sum", config.n_embd), x, out, **self.where))
         x = self.add(
             Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
         )
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
+
+    def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
+        """The stream x and what a part of the layer yields; norm: of the sum, where it passes one."""
+        sum_ = self.value(f"{name}_sum" if layer.sum_norms else name, x.width)
+        sum_ = self.add(Add(sum_, x, out, **self.where))
+        return self.norm(sum_, norm, name) if layer.sum_norms else sum_
 
     def _laurel(self, blk: str, h: Value) -> Value:
         """The branch beside attention: h and a product of low rank (arXiv 2411.07501)."""
@@ -269,7 +282,7 @@ class _Description:
                 attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, config.slopes, **self.where,
+                layer.source, config.slopes, config.causal, **self.where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -394,13 +407,20 @@ class _Description:
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_ffw_norm")
         out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
-        return self.add(Add(self.value(f"{blk}.out", config.n_embd), x, out, **self.where))
+        return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
     def output(self, x: Value, streams: _Streams | None) -> None:
-        """The rows whose logits are wanted, the last norm, and the logits."""
+        """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
+        the rows that are wanted."""
         config = self.config
         self.where = {}
         x = x if streams is None else streams.joined()
+        if not config.causal:
+            x = x if config.output_norm is None else self.norm(x, config.output_norm, "output_norm")
+            self.weights.leave("output")
+            self.add(SelectOutputs(self.value("result", config.n_embd), x))
+            return
+        assert config.output_norm is not None
         x = self.add(SelectOutputs(self.value("output_inp", config.n_embd), x))
         x = self.norm(x, config.output_norm, "output_norm")
         # Tied: the embedding serves twice.
@@ -512,7 +532,7 @@ class _Description:
         what entered the layer. mask: predictors of the experts, whose mask is part of the model."""
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "ffn")
-        h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm")
+        h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm") if layer.pre_norm else x
         routed = given if experts.early else h
         scores = self.linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         threshold = None if mask is None else mask.thresholds[i]
@@ -944,6 +964,11 @@ class _Weights:
         info = self.tensors.get(f"{name}.weight")
         shape = (n, 1) if info is not None and len(info.shape) == 2 else (n,)
         return self._ask(f"{name}.weight", shape, DECODABLE)
+
+    def table(self, name: str, n: int) -> str:
+        """Rows of n numbers, of which there are one, perhaps as a vector, or more."""
+        shape = self.shape(name) or (n, 1)
+        return self._ask(f"{name}.weight", shape if len(shape) < 2 and shape[0] == n else (n, *shape[-1:]))
 
     def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
         """A matrix of each head, in one tensor."""

@@ -6,16 +6,32 @@ with NumPy, `cpu` lowers it to a native plan. Fusion belongs to the backends, ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hotset.errors import InvalidRequestError
-from hotset.model.operations import NO_LAYER, Ffn, Linear, Op, Primitive, Recurrent, Threshold, Value
+from hotset.model.operations import (
+    NO_LAYER,
+    Attention,
+    Embed,
+    Ffn,
+    Linear,
+    Op,
+    Primitive,
+    Recurrent,
+    Threshold,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
 
 
 @dataclass
 class Graph:
-    """The operations of one step in order. A whole model ends in the logits [n_outputs, n_vocab]."""
+    """The operations of one step in order. A whole model ends in the logits [n_outputs, n_vocab], an encoder
+    in hidden states [n_outputs, n_embd]."""
 
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -35,6 +51,18 @@ class Graph:
     def result(self) -> Value:
         """What the last operation leaves: logits, or of a part of a model the residual stream."""
         return self.ops[-1].out
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether a token sees those after it: then a text is computed in one step, and none generated."""
+        return any(isinstance(op, Attention) and not op.causal for op in self.ops)
+
+    def n_vocab(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """Tokens that it knows: those of its logits, of an encoder those with an embedding."""
+        if not self.is_encoder:
+            return self.result.width
+        embed = next(op for op in self.ops if isinstance(op, Embed) and op.of == "token")
+        return int(tensors[embed.weight].shape[-1])
 
     @property
     def primitives(self) -> Iterator[Primitive]:

@@ -164,11 +164,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Embed(Operation):
-    """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row."""
+    """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row, or, of
+    token types, row 0: that of a text's first part."""
 
     out: Value
     weight: Rows
-    of: Literal["token", "position"] = "token"
+    of: Literal["token", "position", "type"] = "token"
     first_row: int = 0
 
 
@@ -302,14 +303,15 @@ class TransposedHeads(Operation):
 
 @dataclass(frozen=True)
 class Attention(Operation):
-    """Causal attention over the paged cache of its layer; stores k and v of the batch first.
+    """Attention over the paged cache of its layer; stores k and v of the batch first.
 
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
-    `window` > 0: a token sees itself and the window - 1 tokens before it. sinks: a score for each head that
-    takes part in its softmax, with a value of zero. source: the layer whose keys and values these are, which
-    has stored them; None: its own. slopes: of each head, by which a score falls with each token between
-    (ALiBi, arXiv 2108.12409); None: it does not.
+    causal: a token sees itself and those before it, `window` > 0: the window - 1 tokens before it; else all
+    tokens of its sequence, which are in one batch, or those at most window / 2 away.
+    sinks: a score for each head that takes part in its softmax, with a value of zero. source: the layer whose
+    keys and values these are, which has stored them; None: its own. slopes: of each head, by which a score
+    falls with each token between (ALiBi, arXiv 2108.12409); None: it does not.
     """
 
     out: Value
@@ -326,6 +328,7 @@ class Attention(Operation):
     sinks: Vector | None = None
     source: int | None = None
     slopes: tuple[float, ...] | None = None
+    causal: bool = True
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -336,6 +339,8 @@ class Attention(Operation):
 
     def n_visible(self, depth: float) -> float:
         """Tokens that a token sees, itself included, with `depth` tokens before it."""
+        if not self.causal:
+            return min(depth + 1, self.window // 2 * 2 + 1) if self.window else depth + 1
         return min(depth + 1, self.window) if self.window else depth + 1
 
 

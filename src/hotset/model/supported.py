@@ -54,13 +54,16 @@ def _kind(row: Architecture) -> str:
         "AltUp": row.altup,
     }
     named = [name for name, has in attention.items() if has][-1:]
-    return ", ".join(["dense" if row.experts is None else "MoE", *named])
+    encoder = [] if row.causal else ["encoder"]
+    return ", ".join([*encoder, "dense" if row.experts is None else "MoE", *named])
 
 
 def _sparsity(row: Architecture) -> str:
     activation = row.activation
     if row.altup:  # in the layers that the file names
         return "exact zeros (Gaussian top-k)"
+    if not row.causal:  # no logits to find thresholds by
+        return "none"
     if not has_zeros(activation.gate):
         return "thresholds"
     return f"exact zeros ({'drelu' if activation.up == 'relu' else activation.gate})"

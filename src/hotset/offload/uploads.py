@@ -7,6 +7,7 @@ not read again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ def rows_at(source: WeightSource, name: str, rows: np.ndarray) -> np.ndarray:
     """Rows of an embedding, uint8 [n, bytes of a row], wherever it is."""
     if isinstance(source, Uploads):
         return source.looked_up(name, rows)
-    return _rows(source.data(name), source.tensors[name].shape[-1], rows)
+    return _rows(source.data(name), math.prod(source.tensors[name].shape[1:]), rows)
 
 
 def _rows(matrix: object, n_rows: int, rows: np.ndarray) -> np.ndarray:

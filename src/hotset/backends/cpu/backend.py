@@ -84,7 +84,7 @@ class CpuBackend:
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
-        self.n_vocab = graph.result.width
+        self.n_vocab = graph.n_vocab(weights.tensors)
         self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
         attentions = [op for op in self.graph.ops if isinstance(op, Attention)]
         self._cache = {op.layer: self._new_cache(op) for op in attentions if op.source is None}

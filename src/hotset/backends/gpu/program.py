@@ -502,6 +502,8 @@ class Program:
 
     def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
         """Attention, with the head norms and rotations that were fused into it."""
+        if not main.causal:
+            raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
         if main.slopes is not None:
             raise UnsupportedModelError("attention with ALiBi is computed on the CPU; use --no-gpu")
         sinks = self._weights.bias(main.sinks)

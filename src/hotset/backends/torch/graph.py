@@ -202,7 +202,10 @@ class TorchGraph:
                 tokens = step.tokens
                 if op.of == "position":
                     tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
-                return F.embedding(tokens.to(self.device), self.weight(op.weight)).flatten(0, 1)
+                elif op.of == "type":
+                    tokens = torch.zeros_like(tokens)
+                table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
+                return F.embedding(tokens.to(self.device), table).flatten(0, 1)
             case RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
             case UnitNorm():
@@ -287,18 +290,21 @@ class TorchGraph:
         if op.window or op.softcap or op.sinks is not None or op.slopes is not None:
             ago = torch.arange(n_tokens, device=self.device)
             ago = ago[:, None] - ago
-            hidden = (ago < 0) | (ago >= op.window) if op.window else ago < 0
+            if op.causal:
+                hidden = (ago < 0) | (ago >= op.window) if op.window else ago < 0
+            else:
+                hidden = ago.abs() > (op.window // 2 if op.window else n_tokens)
             sinks = self.bias(op.sinks)
             bias = None
             if op.slopes is not None:
                 slopes = torch.tensor(op.slopes, device=self.device).view(op.n_head_kv, 1, group, 1)
-                bias = -slopes * ago[None, :, None]
+                bias = -slopes * ago.abs()[None, :, None]
             out = attend(q * op.scale, k, v, hidden, softcap=op.softcap, sinks=sinks, bias=bias)
             return out.flatten(2)
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         q = q.flatten(2, 3).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=op.scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=op.causal, scale=op.scale)
         return out.transpose(1, 2).flatten(2)
 
     def _of_experts(self, op: ExpertLinear | ExpertSum, x: Tensor, route: Tensor) -> Tensor:

@@ -1,0 +1,188 @@
+"""Encoders against transformers: tiny models with every parameter random give the same hidden states.
+
+Each recipe of `tiny_models.ENCODERS` is run by every backend, alone and several texts in one step, which must
+not change a bit of any. Texts are longer than the windows (24), and cross pages of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import assert_every_operation_is_right
+from made_once import made_once
+
+import hotset
+from hotset.backends.base import Backend, Batch
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+
+ENCODERS = tiny_models.ENCODERS
+LENGTHS = (150, 90, 37, 1)  # tokens
+PAGES_EACH = 3
+TOLERANCE = 1e-4  # of the largest state
+
+
+def texts() -> list[np.ndarray]:
+    """Token ids; none of them pads."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 299, n).astype(np.int32) for n in LENGTHS]
+
+
+def states_of_transformers(name: str) -> list[np.ndarray]:
+    model = tiny_models.build(ENCODERS[name])
+    encoder = getattr(model, model.base_model_prefix, model)
+    with torch.no_grad():
+        return [encoder(torch.tensor(text)[None]).last_hidden_state[0].numpy() for text in texts()]
+
+
+@pytest.fixture(params=ENCODERS)
+def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[tuple[GGUFFile, Graph, list]]:
+    """(open GGUF file, its graph, hidden states of the texts by transformers)."""
+    name = request.param
+
+    def compute(path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, *states_of_transformers(name))
+
+    with np.load(made_once(run_folder / f"{name}.npz", compute)) as states:
+        expected = list(states.values())
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
+        yield gguf, describe(config_from_gguf(gguf), gguf.tensors), expected
+
+
+def batch_of(numbers: list[int]) -> Batch:
+    """Some of the texts in one step, each in pages of its own."""
+    tables = np.arange(PAGES_EACH * len(LENGTHS), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
+    chosen = [texts()[i] for i in numbers]
+    n = sum(map(len, chosen))
+    return Batch(
+        np.concatenate(chosen),
+        np.concatenate([np.arange(len(text), dtype=np.int32) for text in chosen]),
+        np.repeat(np.array(numbers, np.int32), [len(text) for text in chosen]),
+        tables,
+        np.arange(n, dtype=np.int32),
+    )
+
+
+def run(backend: Backend, numbers: list[int]) -> list[np.ndarray]:
+    """Hidden states of some of the texts, computed in one step."""
+    rows = backend.step(batch_of(numbers)).logits.copy()
+    return np.split(rows, np.cumsum([LENGTHS[i] for i in numbers])[:-1])
+
+
+def opened(kind: type, gguf: GGUFFile, graph: Graph, **how: Any) -> Any:
+    return closing(kind(gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=512, kv_type="f32", **how))
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CpuBackend])
+def test_hidden_states_match_transformers_alone_and_together(recipe: Any, kind: type) -> None:
+    gguf, graph, expected = recipe
+    with opened(kind, gguf, graph) as backend:
+        alone = [run(backend, [i])[0] for i in range(len(LENGTHS))]
+        for i, states in enumerate(alone):
+            assert np.abs(states - expected[i]).max() < TOLERANCE * np.abs(expected[i]).max(), i
+        for order in ([0, 1, 2, 3], [3, 2, 0], [1, 0]):
+            for i, states in zip(order, run(backend, order), strict=True):
+                if kind is CpuBackend:
+                    assert np.array_equal(states, alone[i]), (order, i)
+                else:  # NumPy's products depend on their number of rows
+                    assert np.abs(states - alone[i]).max() < TOLERANCE * np.abs(alone[i]).max()
+
+
+def test_threads_and_instructions_change_no_bit(recipe: Any) -> None:
+    gguf, graph, _ = recipe
+    found = []
+    for how in ({"n_threads": 1}, {"n_threads": 3}, {"n_threads": 2, "isa": "scalar"}):
+        with opened(CpuBackend, gguf, graph, **how) as backend:
+            found.append(np.concatenate(run(backend, [0, 1, 2, 3])))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+def test_the_graph_in_torch_computes_the_same(recipe: Any) -> None:
+    from hotset.backends.torch.graph import TorchGraph
+
+    gguf, graph, expected = recipe
+    found = TorchGraph(gguf, graph).logits(torch.tensor(texts()[0])[None]).detach().numpy()
+    assert np.abs(found - expected[0]).max() < TOLERANCE * np.abs(expected[0]).max()
+
+
+def test_every_operation_is_right(recipe: Any) -> None:
+    gguf, graph, _ = recipe
+    with closing(CpuBackend(gguf, graph, n_pages=2, max_batch=100, n_threads=1, kv_type="f32")) as backend:
+        assert_every_operation_is_right(gguf, graph, backend, texts()[1], [], [0, 1])
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma-embedding"])
+def test_a_device_refuses_by_name(name: str, run_folder: Path) -> None:
+    path = tiny_models.shared_gguf(name, run_folder)
+    with pytest.raises(UnsupportedModelError, match="attention of encoders is computed on the CPU"):
+        hotset.load(path, device="cpu")
+
+
+# ---- the engine
+
+
+@pytest.fixture
+def encoder(run_folder: Path) -> Iterator[hotset.Model]:
+    path = tiny_models.shared_gguf("bert", run_folder)
+    with hotset.load(path, backend="cpu", n_threads=2, max_batch=16) as model:
+        yield model
+
+
+def test_a_text_is_computed_in_one_step_whatever_max_batch_says(encoder: hotset.Model) -> None:
+    expected = states_of_transformers("bert")
+    steps = encoder.engine.counters().steps
+    vectors = encoder.embed(texts(), pooling="mean")
+    assert encoder.backend.max_batch == encoder.n_ctx == 256
+    assert encoder.engine.counters().steps - steps <= len(LENGTHS)
+    for vector, states in zip(vectors, expected, strict=True):
+        mean = states.mean(axis=0, dtype=np.float64)
+        assert np.abs(vector - mean / np.linalg.norm(mean)).max() < 1e-3  # keys and values are F16
+
+
+def test_no_bit_of_a_vector_depends_on_the_texts_beside_it(encoder: hotset.Model) -> None:
+    together = encoder.embed([*texts(), *texts()[::-1]])
+    assert np.array_equal(together[:4], together[4:][::-1])
+    for text, vector in zip(texts(), together, strict=False):
+        assert np.array_equal(encoder.embed([text])[0], vector)
+
+
+def test_a_text_that_does_not_fit_is_refused(encoder: hotset.Model) -> None:
+    assert encoder.embed([[5] * 256]).shape == (1, 96)
+    with pytest.raises(ContextLengthError, match="257 tokens do not fit in the context of 256"):
+        encoder.embed([[5] * 257])
+
+
+def test_taps_are_of_one_step(encoder: hotset.Model) -> None:
+    tapped = encoder.taps(texts()[0], ["result", "blk.2.ffn_act"])
+    assert tapped["blk.2.ffn_act"].shape == (150, 160)
+    expected = states_of_transformers("bert")[0]
+    assert np.abs(tapped["result"] - expected).max() < 5e-3 * np.abs(expected).max()
+
+
+def test_what_generates_is_refused(encoder: hotset.Model) -> None:
+    message = "this is an embedding model, .* use hotset embed or /v1/embeddings"
+    for ask in (
+        lambda: encoder.generate("hello"),
+        lambda: next(encoder.stream("hello")),
+        lambda: encoder.chat([{"role": "user", "content": "hello"}]),
+        lambda: encoder.logits([5, 6]),
+        lambda: encoder.perplexity("hello " * 100, n_ctx=16),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            ask()
