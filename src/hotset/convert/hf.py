@@ -434,8 +434,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     if config.architecture == "falcon" and output is not None:
         # Many say nothing and have a matrix of their own.
         tied = config.raw.get("tie_word_embeddings") is True
-    if output is None and (checkpoint.embeds or str(config.raw["architectures"][0]).endswith("Model")):
-        tied = True  # it makes vectors of texts, and has no output
+    if output is None and (checkpoint.embeds or config.without_output):
+        tied = True
     if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
     extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
