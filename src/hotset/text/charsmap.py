@@ -16,6 +16,7 @@ from hotset.errors import TokenizerError
 
 _ENDS, _IS_VALUE = 1 << 8, 1 << 31
 _REMEMBERED = 1 << 16  # steps
+_LONGEST = 256  # bytes of a replacement; nmt_nfkc has up to 33
 _NOWHERE = -1
 
 
@@ -77,11 +78,11 @@ class CharsMap:
         return child if is_there else _NOWHERE
 
     def _replacement(self, value: int) -> str | None:
-        """None where it is no text that ends within the blob."""
+        """None where it is no text, or too long for one."""
         if value >= len(self._units):
             return None
         start = self._units[value] & (_IS_VALUE - 1)
-        end = self._replacements.find(b"\0", start)
+        end = self._replacements.find(b"\0", start, start + _LONGEST)
         try:
             return None if end < 0 else self._replacements[start:end].decode()
         except UnicodeDecodeError:
