@@ -832,7 +832,7 @@ def test_damaged_safetensors(checkpoint: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"model": {"type": "WordPiece", "vocab": {}}}, "not byte-level BPE"),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "not byte-level BPE"),
         ({"model": {"vocab": {"a": 0}}}, "damaged"),
         ({"model": {"vocab": {"a": 2**40}, "merges": []}}, "numbers its"),
         ({"normalizer": {"type": "Lowercase"}}, "'Lowercase'"),

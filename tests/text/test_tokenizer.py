@@ -5,55 +5,17 @@ import threading
 
 import numpy as np
 import pytest
-from tiny_tokenizers import _trained_bpe, _trained_sentencepiece, bpe_metadata, sentencepiece_metadata
+from tiny_tokenizers import (
+    NASTY,
+    _trained_bpe,
+    _trained_sentencepiece,
+    bpe_metadata,
+    sentencepiece_metadata,
+)
 
 from hotset.errors import ContextLengthError, TokenizerError
 from hotset.text.pretokenizers import PRE_TOKENIZERS
 from hotset.text.tokenizer import load_tokenizer
-
-NASTY = [
-    "",
-    " ",
-    "   ",
-    "\n",
-    "\n\n \n",
-    "\t\t x",
-    "a\r\nb",
-    " \x0b\x0c ",
-    "Hello",
-    "  Hello,  world!! ",
-    "\nHello\n",
-    "I'm he's THEY'RE we'll o'clock '90s 'S 'LL ’s",
-    "1 12 123 1234 1,000,000 3.14 0x1F ½ Ⅷ ٣٤٥",
-    "e\u0301 n\u0303 Z̸̧̢̼͇ é",
-    "नमस्ते दुनिया สวัสดี",
-    "שלום مرحبا \u202ertl\u202c",
-    "你好，世界！測試 こんにちは カタカナ 안녕",
-    "👨‍👩‍👧‍👦 👩🏽‍💻 🏳️‍🌈 🇩🇪 1️⃣ ❤️",
-    "\u200b\u200d\ufeff\u00a0\u3000\u2028\u0085",
-    "\x00a\x00\x01\x7f\ufffd\uffff\U0010ffff",
-    "def f(x):\n    if x:\n\t\treturn {'a': [1]}\n\n\n",
-    "for(;;){x+=a[i]*b;}//",
-    "<html>&amp;</html>",
-    "C:\\n\\t \\",
-    "snake_case CamelCase HTTPServer iPhone",
-    "a" * 3000,
-    "ab" * 500,
-    "é" * 300,
-    " " * 400,
-    "\n" * 100,
-    "7" * 200,
-    "🦙" * 50,
-    " \n" * 50,
-    "▁ ▁▁a",
-    "Ġ Ċ",
-    "<0x0A>",
-    "<s> </s> <unk>",
-    "<|im_start|>hi<|im_end|>",
-    "<|im_",
-    "''''",
-]
-
 
 # --- byte-level BPE
 

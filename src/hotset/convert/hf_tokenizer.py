@@ -1,12 +1,14 @@
 """The tokenizer of a Hugging Face checkpoint as the keys `tokenizer.*` of a GGUF file.
 
-Three sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE), vocab.json
-with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone). A pre-tokenizer that GGUF has no name for
-is refused: a guess would silently change the tokens.
+Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE, WordPiece or
+unigram), vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone), vocab.txt
+(WordPiece).
+What GGUF has no name for is refused: a guess would silently change the tokens.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ def _names() -> dict[tuple[tuple[str, ...], bool], str]:
 
 NAMES = _names()
 _SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
+_TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # so spelled
 # Of these every character belongs to a match, so that what lies between matches is nothing.
 _COVERING = {
     _spelled(PRE_TOKENIZERS[name].patterns[0])
@@ -79,9 +82,11 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     elif (src / "tokenizer.json").exists():
         tokenizer = read_json(src / "tokenizer.json")
         settings = _template_settings(tokenizer.get("post_processor"), settings)
-        tokens, types, keys = _byte_level_bpe(tokenizer, settings)
+        tokens, types, keys = _of_json(tokenizer, settings)
     elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
         tokens, types, keys = _gpt2_bpe(src, settings, config)
+    elif (src / "vocab.txt").exists():
+        tokens, types, keys = _vocab_txt(src, settings)
     else:
         return {}
     if len(tokens) > n_vocab:
@@ -93,7 +98,8 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
         scores = keys["tokenizer.ggml.scores"] + [-1000.0 for _ in missing]
         keys["tokenizer.ggml.scores"] = np.array(scores, np.float32)
     ids = {token: i for i, token in enumerate(tokens)}
-    for kind, key in _SPECIAL_KINDS.items():
+    of_texts = _TEXT_KINDS if keys["tokenizer.ggml.model"] in ("bert", "t5") else {}
+    for kind, key in (_SPECIAL_KINDS | of_texts).items():
         if (id := _special_id(f"{kind}_token", settings, config, ids)) is not None:
             keys[f"tokenizer.ggml.{key}_token_id"] = id
     if (template := _chat_template(src, settings)) is not None:
@@ -124,43 +130,169 @@ def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def _of_json(
+    tokenizer: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """Tokens, their types and further keys of a tokenizer.json."""
+    kinds = {"WordPiece": _word_piece, "Unigram": _unigram}
+    model = tokenizer.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    try:
+        return kinds.get(str(kind), _byte_level_bpe)(tokenizer, settings)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
+
+
+def _rows(by_id: dict[int, tuple[str, int]], added: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
+    """Tokens and types by id. added: tokens of a tokenizer.json that win."""
+    for token in added:
+        by_id[int(token["id"])] = (str(token["content"]), CONTROL if token["special"] else USER_DEFINED)
+    n = max(by_id) + 1
+    if n > 2 * len(by_id) + 65536:
+        raise TokenizerError(f"tokenizer.json numbers its {len(by_id)} tokens up to {n - 1}")
+    rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n)]
+    return [token for token, _ in rows], [kind for _, kind in rows]
+
+
+def _word_piece(
+    tokenizer: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
+    pre = tokenizer.get("pre_tokenizer") or {}
+    plain = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    if any(model.get(entry, value) != value for entry, value in plain.items()):
+        raise TokenizerError("a WordPiece model in tokenizer.json with settings of its own is not supported")
+    cleans = normalizer.get("clean_text", True) and normalizer.get("handle_chinese_chars", True)
+    if (normalizer.get("type"), pre.get("type")) != ("BertNormalizer", "BertPreTokenizer") or not cleans:
+        raise TokenizerError("a WordPiece model in tokenizer.json without BERT's normalizer is not supported")
+    vocabulary = {int(id): str(token) for token, id in model["vocab"].items()}
+    unknown = model.get("unk_token", "[UNK]")
+    added = tokenizer.get("added_tokens") or []
+    return _word_piece_keys(
+        vocabulary,
+        added,
+        settings | {"unk_token": unknown},
+        normalizer["lowercase"],
+        normalizer["strip_accents"],
+    )
+
+
+def _word_piece_keys(
+    vocabulary: dict[int, str],
+    added: list[dict[str, Any]],
+    settings: dict[str, Any],
+    lowercase: Any,
+    strips: Any,
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """As _of_json. Words are written with "\u2581" before them, and what goes on with them without "##"."""
+    spelled = {
+        id: (token[2:] if token.startswith("##") else f"\u2581{token}", NORMAL)
+        for id, token in vocabulary.items()
+    }
+    tokens, types = _rows(spelled, added)
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.normalizer.lowercase": lowercase is not False,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_sep_token": True,
+    }
+    if strips is not None and strips != lowercase:
+        keys["tokenizer.ggml.normalizer.strip_accents"] = strips is True
+    for name, kinds in {"unknown": "unk", "bos": "cls", "seperator": "sep"}.items():
+        token = settings.get(f"{kinds}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        token = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}[kinds] if token is None else token
+        if token not in tokens:
+            raise TokenizerError(f"the WordPiece vocabulary lacks its special token {str(token)[:60]!r}")
+        keys[f"tokenizer.ggml.{name}_token_id"] = tokens.index(token)
+    return tokens, types, keys
+
+
+def _vocab_txt(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
+    """vocab.txt, a token a line: special tokens are those that a setting names, else BERT's."""
+    lines = read_small_file(src / "vocab.txt").decode("utf-8", "replace").splitlines()
+    named = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")}
+    special = []
+    for entry, default in named.items():
+        token = settings.get(entry, default)
+        special.append(token.get("content") if isinstance(token, dict) else token)
+    added = [
+        {"id": id, "content": token, "special": True} for id, token in enumerate(lines) if token in special
+    ]
+    if settings.get("tokenize_chinese_chars", True) is not True:
+        raise TokenizerError("tokenize_chinese_chars set to false in tokenizer_config.json is not supported")
+    lowercase = settings.get("do_lower_case", True)
+    return _word_piece_keys(dict(enumerate(lines)), added, settings, lowercase, settings.get("strip_accents"))
+
+
+def _unigram(
+    tokenizer: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    model, charsmap, removes_spaces = tokenizer["model"], b"", False
+    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+        if step["type"] == "Precompiled" and not charsmap:
+            charsmap = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
+        elif (step["type"], step.get("pattern"), step.get("content")) == ("Replace", {"Regex": " {2,}"}, " "):
+            removes_spaces = True
+        else:
+            raise TokenizerError(f"the normalizer {step['type']!r} of a unigram model is not supported")
+    prefix = False
+    for step in _steps(tokenizer["pre_tokenizer"], "pretokenizers"):
+        if step["type"] == "WhitespaceSplit":
+            removes_spaces = True
+        elif step["type"] == "Metaspace" and step.get("replacement") == "\u2581":
+            prefix = step.get("prepend_scheme", "always") == "always"
+        else:
+            raise TokenizerError(f"the pre-tokenizer {step['type']!r} of a unigram model is not supported")
+    if not isinstance(model.get("unk_id"), int):
+        raise TokenizerError("a unigram model in tokenizer.json without unk_id is not supported")
+    by_id = {id: (str(piece), NORMAL) for id, (piece, _) in enumerate(model["vocab"])}
+    scores = [float(score) for _, score in model["vocab"]]
+    tokens, types = _rows(by_id, tokenizer.get("added_tokens") or [])
+    types[model["unk_id"]] = UNKNOWN
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores + [-10000.0] * (len(tokens) - len(scores)),
+        "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": removes_spaces,
+        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
+        "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
+        "tokenizer.ggml.unknown_token_id": model["unk_id"],
+    }
+    if charsmap:
+        keys["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(charsmap, np.uint8)
+    return tokens, types, keys
+
+
 def _byte_level_bpe(
     tokenizer: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
-    try:
-        model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
-        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-            raise TokenizerError(
-                "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
-            )
-        for entry in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-            if model.get(entry):
-                raise TokenizerError(f"{entry} in tokenizer.json is not supported")
-        # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
-        for normalizer in _steps(tokenizer.get("normalizer"), "normalizers"):
-            if normalizer["type"] != "NFC":
-                raise TokenizerError(
-                    f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported"
-                )
-        by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
-        for token in added:
-            by_id[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
-        # Written "left right" by older versions of the library, as a pair by newer ones.
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        n = max(by_id) + 1
-        if n > 2 * len(by_id) + 65536:
-            raise TokenizerError(f"tokenizer.json numbers its {len(by_id)} tokens up to {n - 1}")
-        rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n)]
-        keys: dict[str, Any] = {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
-            "tokenizer.ggml.merges": merges,
-            "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
-            "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
-        }
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
-    return [token for token, _ in rows], [kind for _, kind in rows], keys
+    model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        raise TokenizerError(
+            "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
+        )
+    for entry in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(entry):
+            raise TokenizerError(f"{entry} in tokenizer.json is not supported")
+    # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
+    for normalizer in _steps(tokenizer.get("normalizer"), "normalizers"):
+        if normalizer["type"] != "NFC":
+            raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
+    by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
+    # Written "left right" by older versions of the library, as a pair by newer ones.
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    tokens, types = _rows(by_id, added)
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
+        "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
+    }
+    return tokens, types, keys
 
 
 def _gpt2_bpe(
@@ -178,7 +310,7 @@ def _gpt2_bpe(
         "added_tokens": [{"id": vocabulary[t], "content": t, "special": True} for t in special],
         "pre_tokenizer": {"type": "ByteLevel"},
     }
-    return _byte_level_bpe(tokenizer, settings)
+    return _of_json(tokenizer, settings)
 
 
 def _steps(step: Any, inner: str) -> list[Any]:
@@ -273,13 +405,16 @@ def _template(post_processor: Any) -> tuple[list[str], list[str]]:
     after: list[str] = []
     try:
         for step in _steps(post_processor, "processors"):
+            if step["type"] in ("BertProcessing", "RobertaProcessing"):
+                before.append(str(step["cls"][0]))
+                after.append(str(step["sep"][0]))
             if step["type"] == "TemplateProcessing":
                 seen = False
                 for part in step["single"]:
                     seen |= "Sequence" in part
                     if "SpecialToken" in part:
                         (after if seen else before).append(str(part["SpecialToken"]["id"]))
-    except (KeyError, TypeError, RecursionError):
+    except (KeyError, IndexError, TypeError, RecursionError):
         raise TokenizerError("the post_processor in tokenizer.json is damaged") from None
     return before, after
 

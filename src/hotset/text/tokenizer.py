@@ -1,9 +1,10 @@
 """From text to token ids and back, with nothing but the metadata of a GGUF file.
 
-The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and
-`sentencepiece` for SentencePiece BPE ("llama"). What is here is what a GGUF file leaves to its reader:
-building the library's model from pieces, scores, merges and types; splitting the text at special tokens;
-BOS and EOS; and turning ids back into bytes, which may split a character and so are decoded with care.
+The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and WordPiece
+("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram ("t5"). What is here is what a GGUF file
+leaves to its reader: building the library's model from pieces, scores, merges and types; splitting the text
+at special tokens; BOS and EOS; and turning ids back into bytes, which may split a character and so are
+decoded with care.
 """
 
 import codecs
@@ -19,6 +20,7 @@ import numpy as np
 
 from hotset.errors import ContextLengthError, TokenizerError
 from hotset.parameters import shown
+from hotset.text.charsmap import CharsMap
 from hotset.text.pretokenizers import UNNAMED, pre_tokenizer
 from hotset.text.special_tokens import SpecialTokens
 
@@ -68,7 +70,13 @@ class Tokenizer:
     """
 
     def __init__(
-        self, metadata: Mapping[str, Any], *, bos: int | None, eos: int | None, add_bos: bool
+        self,
+        metadata: Mapping[str, Any],
+        *,
+        bos: int | None,
+        eos: int | None,
+        add_bos: bool,
+        add_eos: bool = False,
     ) -> None:
         self.tokens: list[str] = _strings(metadata, "tokenizer.ggml.tokens")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
@@ -85,7 +93,7 @@ class Tokenizer:
         self.eot_id = _special_id(metadata, "eot_token_id", n, None)
         self.eom_id = _special_id(metadata, "eom_token_id", n, None)
         self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos)
-        self.add_eos = _flag(metadata, "tokenizer.ggml.add_eos_token", False)
+        self.add_eos = _flag(metadata, "tokenizer.ggml.add_eos_token", add_eos)
         for wanted, id, name in ((self.add_bos, self.bos_id, "bos"), (self.add_eos, self.eos_id, "eos")):
             if wanted and id is None:
                 raise TokenizerError(
@@ -385,9 +393,16 @@ class SentencePieceTokenizer(Tokenizer):
     only the library can do): one space before it, and user-defined tokens where they are.
     """
 
+    _UNIGRAM = False
+
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        super().__init__(metadata, bos=1, eos=2, add_bos=True)
+        if self._UNIGRAM:
+            super().__init__(metadata, bos=None, eos=1, add_bos=False, add_eos=True)
+        else:
+            super().__init__(metadata, bos=1, eos=2, add_bos=True)
         n = self.n_vocab
+        if self._UNIGRAM and not (self.types == _UNKNOWN).any():
+            self.types[min(2, n - 1) if self.unk_id is None else self.unk_id] = _UNKNOWN
         scores = _numbers(metadata, "tokenizer.ggml.scores", "iuf").astype("<f4")
         if np.isnan(scores).any():  # nothing is better or worse than it
             raise TokenizerError(
@@ -400,14 +415,14 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
         self._removes_spaces = _flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
-        whole_text = self._removes_spaces or _flag(metadata, WHOLE_TEXT_KEY, False)
+        whole_text = self._removes_spaces or self._UNIGRAM or _flag(metadata, WHOLE_TEXT_KEY, False)
         if whole_text:
             self._user_defined = SpecialTokens({})
             self._special = SpecialTokens(self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN))
 
         from sentencepiece import SentencePieceProcessor
 
-        pieces = _sentencepiece_pieces(self.tokens, scores[:n], self.types)
+        pieces = _sentencepiece_pieces(self.tokens, scores[:n], self.types, unigram=self._UNIGRAM)
         try:
             self._library = SentencePieceProcessor(model_proto=pieces + _normalizer())
             self._whole = None  # of whole texts
@@ -457,6 +472,87 @@ class SentencePieceTokenizer(Tokenizer):
         return _utf8(piece.replace(_SPACE, " "))
 
 
+class UnigramTokenizer(SentencePieceTokenizer):
+    """SentencePiece's unigram model ("t5", of T5 and XLM-RoBERTa): the pieces with the best sum of scores.
+
+    Text is normalised first, by the file's table (text/charsmap.py). What no piece spells is unknown.
+    """
+
+    _UNIGRAM = True
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__(metadata)
+        blob = _numbers(metadata, "tokenizer.ggml.precompiled_charsmap", "iu")
+        self._normalised = CharsMap(blob.astype(np.uint8).tobytes())
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        return super()._encode_plain(self._normalised(text), after_special)
+
+    def _spelled_bytes(self) -> Collection[int]:
+        return ()  # a text may become shorter, and unknown characters one token
+
+
+class WordPieceTokenizer(Tokenizer):
+    """BERT's: words and signs of normalised text, each spelled by the longest pieces from left to right.
+
+    A piece that begins a word is in the file with "\u2581" before it, one inside a word as it is; a word that
+    no pieces spell, or of more than 100 characters, is one unknown token. Texts begin with [CLS] and end with
+    [SEP].
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        first, last = (_ids(metadata, name) for name in ("cls_token_id", "seperator_token_id"))  # so spelled
+        keys = dict(metadata)
+        keys["tokenizer.ggml.eos_token_id"] = 102 if last is None else last
+        keys["tokenizer.ggml.add_eos_token"] = metadata.get("tokenizer.ggml.add_sep_token", True)
+        super().__init__(keys, bos=101 if first is None else first, eos=None, add_bos=True)
+        unknown = 100 if self.unk_id is None else self.unk_id
+        if unknown >= self.n_vocab:
+            raise TokenizerError(
+                "The file names no valid unknown token (tokenizer.ggml.unknown_token_id), which BERT's "
+                "tokenizer needs: fetch or convert it again."
+            )
+        self.unk_id = unknown
+        lowercase = _flag(metadata, "tokenizer.ggml.normalizer.lowercase", True)
+        strips = _flag(metadata, "tokenizer.ggml.normalizer.strip_accents", lowercase)
+
+        from tokenizers import Tokenizer as HFTokenizer
+        from tokenizers.models import WordPiece
+        from tokenizers.normalizers import BertNormalizer
+        from tokenizers.pre_tokenizers import BertPreTokenizer
+
+        words: dict[str, int] = {}
+        for id in np.flatnonzero(self.types == _NORMAL).tolist():
+            piece = self.tokens[id]
+            spelled = piece[1:] if piece[:1] == _SPACE else f"##{piece}"
+            if _is_text(spelled) and spelled:
+                words.setdefault(spelled, id)
+        nothing = "\0"  # no normalised text has it
+        words[nothing] = unknown
+        self._library = HFTokenizer(WordPiece(words, unk_token=nothing))
+        self._library.normalizer = BertNormalizer(lowercase=lowercase, strip_accents=strips)
+        self._library.pre_tokenizer = BertPreTokenizer()
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
+        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _spellings(self, piece: str) -> list[bytes]:
+        return [self._piece_bytes(piece, user_defined=False)]
+
+    def _spelled_bytes(self) -> Collection[int]:
+        return ()  # spaces and accents are lost, and unknown words one token
+
+    def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
+        begins = True
+        for piece in super()._whole_text_bytes(ids, skip_special):
+            yield piece.removeprefix(b" ") if begins else piece
+            begins = False
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:  # noqa: ARG002
+        return _utf8(piece.replace(_SPACE, " "))
+
+
 class StreamDecoder:
     """Turns ids into text as they come, holding back the bytes of a character that is not complete yet."""
 
@@ -483,6 +579,8 @@ class StreamDecoder:
 _KINDS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {
     "gpt2": BytePairTokenizer,
     "llama": SentencePieceTokenizer,
+    "t5": UnigramTokenizer,
+    "bert": WordPieceTokenizer,
 }
 
 
@@ -502,7 +600,8 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if make is None:
         raise TokenizerError(
             f"The file's tokenizer is of kind {shown(kind)} (tokenizer.ggml.model), which this version "
-            f"cannot run: it knows {' and '.join(map(repr, _KINDS))} (byte-level BPE and SentencePiece BPE)."
+            f"cannot run: it knows {', '.join(map(repr, _KINDS))} (byte-level BPE, SentencePiece BPE and "
+            "unigram, WordPiece)."
         )
     return make(metadata)
 
@@ -549,6 +648,12 @@ def _special_id(metadata: Mapping[str, Any], name: str, n_vocab: int, default: i
     """The id under tokenizer.ggml.<name>; one outside the vocabulary counts as absent, as everywhere."""
     id = metadata.get(f"tokenizer.ggml.{name}", default)
     return int(id) if isinstance(id, (int, np.integer)) and 0 <= id < n_vocab else None
+
+
+def _ids(metadata: Mapping[str, Any], name: str) -> int | None:
+    """An id of the file's that is perhaps outside the vocabulary."""
+    id = metadata.get(f"tokenizer.ggml.{name}")
+    return int(id) if isinstance(id, int | np.integer) else None
 
 
 def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> np.ndarray:
@@ -619,9 +724,11 @@ def _is_text(text: str) -> bool:
 # --- SentencePiece's model file, written by hand: the library's own classes for it would need protobuf
 
 
-def _sentencepiece_pieces(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> bytes:
-    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE model, without its
-    normalizer_spec (`_normalizer`).
+def _sentencepiece_pieces(
+    tokens: Sequence[str], scores: np.ndarray, types: np.ndarray, *, unigram: bool
+) -> bytes:
+    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE or unigram model, without
+    its normalizer_spec (`_normalizer`).
 
     The library insists on pieces that are distinct and not empty, on exactly one unknown piece, and on all
     256 byte pieces or none. What a file has beyond that can never come out of a text and is made a control
@@ -644,8 +751,7 @@ def _sentencepiece_pieces(tokens: Sequence[str], scores: np.ndarray, types: np.n
         out.append(_piece_message(text, score, kind))
     if not has_unknown:
         out.append(_piece_message(b"[hotset: unknown]", 0.0, _UNKNOWN))
-    bpe = 2
-    trainer_spec = _varint_field(3, bpe) + _varint_field(35, byte_fallback)
+    trainer_spec = _varint_field(3, 1 if unigram else 2) + _varint_field(35, byte_fallback)
     return b"".join(out) + _bytes_field(2, trainer_spec)
 
 
