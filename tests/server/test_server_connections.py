@@ -178,6 +178,33 @@ def test_more_pipelined_requests_than_may_wait_close_the_connection(path: Path) 
         assert found == [b"200"] * (protocol.MAX_PIPELINED + 1)
 
 
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_leaves_is_noticed_behind_its_pipelined_requests(
+    path: Path, stream: bytes, at_once: bool
+) -> None:
+    """The last of them waits. Where it comes later, nothing more is read meanwhile."""
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 9, "temperature": 0, "stream": %s}' % stream
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with Serving(path) as server:
+        step, gate = server.model.backend.step, threading.Event()
+        waited = []
+
+        def held(batch: Any) -> Any:
+            waited.append(gate.wait(WATCHDOG))
+            return step(batch)
+
+        server.model.backend.step = held  # type: ignore[method-assign]
+        with connected(server) as connection:
+            connection.sendall(post + body + (GET if at_once else b""))
+            until(lambda: server.service.n_open == 1)
+            connection.sendall(GET)
+        until(lambda: server.service.n_open == 0)
+        assert not waited  # it was not the step that ended it
+        server.model.backend.step = step  # type: ignore[method-assign]
+        gate.set()
+
+
 def test_half_a_head_is_left_after_a_time(path: Path) -> None:
     with Serving(path, max_head_seconds=0.1) as server:
         with connected(server) as silent:

@@ -7,12 +7,13 @@ memory until a client chose to stop, before any key is checked.
 from __future__ import annotations
 
 import asyncio
+import select
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from hotset.server.errors import Problem, body_of
 from hotset.server.replies import dumped
@@ -71,6 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arriving: Literal["", "head", "body"] = ""  # of the message that was begun last
         self._head_since: float | None = None
         self._unread, self._unread_since = 0, 0.0  # bytes of replies that the client has not taken
+        self._running: RequestResponseCycle | None = None  # `cycle` is the last one, which may wait behind it
 
     # ---- the connection ----
 
@@ -90,9 +92,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.pop(self, None)
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def check(self, now: float, write_seconds: float) -> None:
-        """Ends the connection if a head takes too long to arrive, or a reply that long to be read."""
+        """Ends the connection if the client has left, a head takes too long to arrive, or a reply that long
+        to be read."""
+        if self.flow.read_paused and _is_left(self.transport):
+            self.transport.abort()
+            return
         since = self._head_since
         if since is not None and self in self._waiting and now - since > self._limits.head_seconds:
             self._head_since = None
@@ -111,9 +120,10 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def n_unread(self) -> int:
         """Bytes of replies that the client has not taken, as far as they are made."""
-        cycle = self.cycle
-        is_sent = cycle is None or not cycle.response_started or cycle.response_complete
-        return self.transport.get_write_buffer_size() + (0 if is_sent else cycle.expected_content_length)
+        cycle, n = self._running, self.transport.get_write_buffer_size()
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            n += cycle.expected_content_length
+        return n
 
     def shutdown(self) -> None:
         """The server ends: a body is not waited for."""
@@ -168,6 +178,8 @@ class LimitedProtocol(HttpToolsProtocol):
             text = "a request that asks to upgrade the connection cannot have a body; leave the Upgrade out"
             self._stop(Problem(400, text))
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
         self._arriving = "body"
 
     def on_body(self, body: bytes) -> None:
@@ -182,7 +194,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.cycle.response_complete and self.cycle.more_body:  # whose rest would be read for nothing
             self.transport.close()
+        following = self.pipeline[-1][0] if self.pipeline else self._running
         super().on_response_complete()
+        self._running = following
         if self.cycle.response_complete and not self.transport.is_closing():
             self._waiting[self] = None
             self._head_since = self.loop.time() if self._arriving == "head" else None
@@ -220,6 +234,18 @@ class LimitedProtocol(HttpToolsProtocol):
         head = "".join(f"{header}\r\n" for header in headers).encode()
         self.transport.write(STATUS_LINE[problem.status] + head + b"\r\n" + body)
         self.transport.close()
+
+
+def _is_left(transport: asyncio.Transport) -> bool:
+    """Whether the client has closed the connection, which an event loop that reads nothing does not notice.
+
+    False where the system cannot say it.
+    """
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
 
 
 def check_connections(connections: Iterable[LimitedProtocol], now: float, write_seconds: float) -> None:
