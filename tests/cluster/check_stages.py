@@ -94,6 +94,14 @@ def test_stages_that_do_not_find_one_another(path: Path, nodes: Nodes, monkeypat
 def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(
     path: Path, expected: list[str], nodes: Nodes
 ):
+    for _ in range(10):  # it may die between two steps, when no sequence is under way
+        if lose_a_machine(path, expected, nodes):
+            return
+    pytest.fail("the machine died between two steps ten times")
+
+
+def lose_a_machine(path: Path, expected: list[str], nodes: Nodes) -> int:
+    """Sequences that were under way when it died. All have the expected text."""
     with load_staged(str(path), SETTINGS, "a:1,b:1,c:1", nodes.address) as model:
         rounds: list[list[str]] = []
         is_killed = threading.Event()
@@ -114,5 +122,6 @@ def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(
         work.join(120)
         assert not work.is_alive()
         assert all(found == expected for found in rounds)
-        assert model.engine.counters().preemptions > 0
+        n_lost = model.engine.counters().preemptions
     nodes.add("c")
+    return n_lost
