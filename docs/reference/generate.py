@@ -1,9 +1,9 @@
-"""Writes docs/reference and the table of docs/MODELS.md from the code: `make reference`.
+"""Writes docs/reference, docs/man and the table of docs/MODELS.md from the code: `make reference`.
 
-The command line comes from the declarations of the subcommands' parameters, the Python API from signatures
-and docstrings, HTTP from the server's OpenAPI document, metrics from what the server registers, file formats
-from the tables of their modules. tests/repository/test_reference_docs.py compares the files with what this
-makes, so they cannot drift.
+The command line and its man pages come from the declarations of the parameters, the Python API from
+signatures and docstrings, HTTP from the server's OpenAPI document, metrics from what the server registers,
+file formats from the tables of their modules. tests/repository/test_reference_docs.py compares the files with
+what this makes, so they cannot drift.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import typer
 
@@ -92,57 +92,89 @@ WORDS = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
 def cli_reference() -> str:
-    rows = []
-    parts = []
-    for subcommand, (module, name) in SUBCOMMANDS.items():
-        function = spread(getattr(import_module(f"hotset.cli.{module}"), name))
-        text = inspect.getdoc(function) or ""
-        rows.append(f"| [`{subcommand}`](#{subcommand}) | {escaped(text.splitlines()[0])} |")
-        parts.append(section(subcommand, function, text))
+    found = subcommands()
+    rows = [f"| [`{one.name}`](#{one.name}) | {escaped(one.text.splitlines()[0])} |" for one in found]
     index = "| subcommand | |\n|---|---|\n" + "\n".join(rows) + "\n"
-    return "\n".join([CLI_HEAD, index, *parts])
+    return "\n".join([CLI_HEAD, index, *map(section, found)])
 
 
-def section(subcommand: str, function: Any, text: str) -> str:
-    arguments, panels = [], {}
-    usage = [f"hotset {subcommand}", "[OPTIONS]"]
+class Option(NamedTuple):
+    """names: its spellings. word: of its value, "" of a flag. default: "" without one."""
+
+    names: tuple[str, ...]
+    word: str
+    default: str
+    help: str
+
+
+class Subcommand(NamedTuple):
+    """What a subcommand takes. arguments: name, whether it is required, whether it is a list, its help."""
+
+    name: str
+    text: str
+    arguments: tuple[tuple[str, bool, bool, str], ...]
+    panels: dict[str, list[Option]]
+
+    @property
+    def usage(self) -> str:
+        shown = ((f"{name}" if required else f"[{name}]", many) for name, required, many, _ in self.arguments)
+        return " ".join(["[OPTIONS]", *(name + "..." * many for name, many in shown)])
+
+
+def subcommands() -> list[Subcommand]:
+    return [described(name, module, function) for name, (module, function) in SUBCOMMANDS.items()]
+
+
+def described(subcommand: str, module: str, name: str) -> Subcommand:
+    function = spread(getattr(import_module(f"hotset.cli.{module}"), name))
+    arguments: list[tuple[str, bool, bool, str]] = []
+    panels: dict[str, list[Option]] = {}
     for parameter in inspect.signature(function).parameters.values():
         kind, info = get_args(parameter.annotation)[:2]
         required = parameter.default in (inspect.Parameter.empty, ...)
         if isinstance(info, typer.models.ArgumentInfo):
-            name = info.metavar or parameter.name.upper()
-            usage.append((name if required else f"[{name}]") + ("..." if is_list(kind) else ""))
-            arguments.append(f"| `{name}` | {escaped(info.help or '')} |")
+            metavar = info.metavar or parameter.name.upper()
+            arguments.append((metavar, required, is_list(kind), info.help or ""))
         else:
-            row = option_row(parameter, kind, info, required)
-            panels.setdefault(info.rich_help_panel or "Options", []).append(row)
-    lines = [f"## {subcommand}", "", f"`{' '.join(usage)}`", "", prose(text), ""]
-    if arguments:
-        lines += ["| argument | |", "|---|---|", *arguments, ""]
-    for panel, rows in panels.items():
-        lines += [f"**{panel}**", "", "| option | default | |", "|---|---|---|", *rows, ""]
-    return "\n".join(lines)
+            panels.setdefault(info.rich_help_panel or "Options", []).append(
+                option(parameter, kind, info, required)
+            )
+    return Subcommand(subcommand, inspect.getdoc(function) or "", tuple(arguments), panels)
 
 
-def option_row(parameter: inspect.Parameter, kind: Any, info: Any, required: bool) -> str:
+def option(parameter: inspect.Parameter, kind: Any, info: Any, required: bool) -> Option:
     # typer has the first name where the default is when a parameter is not Annotated
     names = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
     names = names or [f"--{parameter.name.replace('_', '-')}"]
-    word = "" if bool in kinds(kind) else f" {info.metavar or type_name(kind)}"
-    shown = ", ".join(f"`{name}`" for one in names for name in one.split("/")) + (
-        f" `{word.strip()}`" if word else ""
-    )
+    word = "" if bool in kinds(kind) else info.metavar or type_name(kind)
     default = parameter.default
     if required:
         given = "required"
     elif default is None or default is False or default == ():
         given = ""
     else:
-        given = f"`{'on' if default is True else getattr(default, 'value', default)}`"
-    help = escaped(" ".join((info.help or "").split()))
+        given = "on" if default is True else str(getattr(default, "value", default))
+    help = " ".join((info.help or "").split())
     if info.min is not None or info.max is not None:
         help += f" ({bounds(info.min, info.max)})"
-    return f"| {shown} | {given} | {help} |"
+    return Option(tuple(name for one in names for name in one.split("/")), word, given, help)
+
+
+def section(found: Subcommand) -> str:
+    lines = [f"## {found.name}", "", f"`hotset {found.name} {found.usage}`", "", prose(found.text), ""]
+    if found.arguments:
+        rows = (f"| `{name}` | {escaped(help)} |" for name, _, _, help in found.arguments)
+        lines += ["| argument | |", "|---|---|", *rows, ""]
+    for panel, options in found.panels.items():
+        rows = (option_row(one) for one in options)
+        lines += [f"**{panel}**", "", "| option | default | |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def option_row(one: Option) -> str:
+    shown = ", ".join(f"`{name}`" for name in one.names) + (f" `{one.word}`" if one.word else "")
+    given = f"`{one.default}`" if one.default not in ("", "required") else one.default
+    return f"| {shown} | {given} | {escaped(one.help)} |"
 
 
 def kinds(kind: Any) -> tuple[Any, ...]:
@@ -164,6 +196,77 @@ def bounds(least: Any, most: Any) -> str:
     if least is None:
         return f"at most {most}"
     return f"at least {least}" if most is None else f"{least} to {most}"
+
+
+# -- man pages -----------------------------------------------------------------------------------
+
+
+def man_pages() -> dict[str, str]:
+    """File name → a page in roff: of hotset, and of each subcommand."""
+    found = subcommands()
+    pages = {f"hotset-{one.name}.1": man_page(one) for one in found}
+    listed = "\n".join(
+        f".TP\n.BR hotset\\-{roff(one.name)} (1)\n{roff(one.text.splitlines()[0])}" for one in found
+    )
+    pages["hotset.1"] = f"""{man_head("hotset", ABOUT)}.SH SYNOPSIS
+.B hotset
+.I SUBCOMMAND
+.RI [ ARGUMENTS ]
+.SH SUBCOMMANDS
+{listed}
+.SH OPTIONS
+.TP
+.B \\-\\-help
+Show the subcommands, or the options of one.
+.TP
+.B \\-\\-version
+Print the version.
+.TP
+.BR \\-\\-install\\-completion , " \\-\\-show\\-completion"
+Install the completion of this shell, or print it.
+.SH EXIT STATUS
+0 done; 1 a mistake or failure, with one error message; 2 wrong usage; 130 Ctrl\\-C.
+.SH ENVIRONMENT
+.TP
+.B HOTSET_HOME
+The folder of models, measurements and the history of the chat.
+.TP
+.B HOTSET_DEBUG
+1: the traceback before the error message.
+"""
+    return pages
+
+
+ABOUT = "runs large language models by computing only the neurons that fire"
+
+
+def man_head(name: str, about: str) -> str:
+    return f'.TH "{name.upper()}" 1 "" "hotset" "User Commands"\n.SH NAME\n{roff(name)} \\- {roff(about)}\n'
+
+
+def man_page(found: Subcommand) -> str:
+    first, _, rest = found.text.partition("\n")
+    lines = [man_head(f"hotset-{found.name}", first[0].lower() + first[1:].rstrip(".")) + ".SH SYNOPSIS"]
+    lines += [f".B hotset {roff(found.name)}", roff(found.usage), ".SH DESCRIPTION", roff(first)]
+    for part in re.split(r"\n\s*\n", rest.strip()):
+        block = all(line.startswith("    ") for line in part.splitlines())
+        lines += [".PP", *([".EX"] * block), *map(roff, part.splitlines()), *([".EE"] * block)] * bool(part)
+    for name, _, _, help in found.arguments:
+        lines += [".TP", f".I {roff(name)}", roff(help)]
+    for panel, options in found.panels.items():
+        lines.append(f".SH {roff(panel.upper())}")
+        for one in options:
+            names = ", ".join(f"\\fB{roff(name)}\\fR" for name in one.names)
+            word = f" \\fI{roff(one.word)}\\fR" if one.word else ""
+            default = {"": "", "required": " Required."}.get(one.default, f" Default: {one.default}.")
+            lines += [".TP", names + word, roff(one.help + default)]
+    return "\n".join([*lines, ".SH SEE ALSO", ".BR hotset (1)", ""])
+
+
+def roff(text: str) -> str:
+    """Text whose signs are no requests of roff, and whose hyphens can be searched and copied."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return re.sub(r"(?m)^(?=[.'])", r"\\&", escaped)
 
 
 # -- Python --------------------------------------------------------------------------------------
@@ -452,9 +555,11 @@ def references() -> dict[str, str]:
         "files.md": files_reference(),
         "../MODELS.md": models(),
     }
-    return {name: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for name, text in made.items()}
+    clean = {name: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for name, text in made.items()}
+    return clean | {f"../man/{name}": text for name, text in man_pages().items()}
 
 
 if __name__ == "__main__":
     for name, text in references().items():
+        (FOLDER / name).parent.mkdir(exist_ok=True)
         (FOLDER / name).write_text(text, "utf-8")

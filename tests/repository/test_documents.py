@@ -25,6 +25,7 @@ import documents
 import httpx
 import numpy as np
 import pytest
+import typer
 from cli_runs import command_of, inside, needs_core
 from documents import ROOT, Block, Command
 from scratch import N_CTX, QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
@@ -56,6 +57,9 @@ ADDED = (
 NOT_RUN = {  # and why; options and arguments are checked all the same
     r"make ": "minutes to hours",
     r"pip ": "the network",
+    r"(uvx|uv|pipx) ": "the network; what they run is checked",
+    r"docker ": "a daemon: test_deployment.py runs what the image starts",
+    r"hotset --(install|show)-completion": "a shell: tests/cli/test_completion.py",
     r"python bench/": "minutes to hours, and models and programs to compare with",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",
     r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",
@@ -132,6 +136,8 @@ class Shell:
 def check_options(words: list[str]) -> None:
     """That a subcommand knows these options, and has the arguments that it needs."""
     words = cli._as_options(words)
+    if words[0] in {option for param in typer.main.get_command(cli.app).params for option in param.opts}:
+        return
     assert words[0] in cli.SUBCOMMANDS, f"hotset has no subcommand {words[0]}"
     command = command_of(words[0])
     parser = command.make_parser(command.context_class(command, info_name=words[0]))
@@ -156,10 +162,19 @@ def check_packages(words: list[str]) -> None:
             assert set(match[1].split(",")) <= extras.keys(), f"not all of {match[1]} are extras"
 
 
+def check_tool(words: list[str]) -> None:
+    """Of uvx, uv and pipx: that what is installed is this folder, and what it is asked to run."""
+    tool = words[: words.index("hotset")] if "hotset" in words[1:] else words
+    assert any(word.startswith(".") for word in tool), "hotset is not on PyPI: --from . or --spec ."
+    check_packages([word for word in tool if word.startswith(("hotset", "."))])
+    if words[len(tool) + 1 :]:
+        check_options(words[len(tool) + 1 :])
+
+
 def check_script(words: list[str]) -> None:
     script, *rest = words
     assert (ROOT / script).is_file(), f"there is no {script}"
-    sources = "".join(path.read_text("utf-8") for path in (ROOT / "bench").rglob("*.py"))
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / Path(script).parts[0]).rglob("*.py"))
     for word in rest:  # scripts share options
         assert not word.startswith("-") or f'"{word}"' in sources, f"{script} does not know {word}"
 
@@ -168,6 +183,9 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "hotset": check_options,
     "make": check_targets,
     "pip": check_packages,
+    "uvx": check_tool,
+    "uv": check_tool,
+    "pipx": check_tool,
     "python": check_script,
 }
 
@@ -312,6 +330,9 @@ def test_messages_do_not_install_from_elsewhere() -> None:
         "hotset plan": r"needs \['model'\]",
         "hotset show nothing.gguf": "nothing.gguf",
         "pip install 'hotset[serve]'": "not on PyPI",
+        "uvx hotset run": "not on PyPI",
+        "uvx --from . hotset dance": "no subcommand dance",
+        "pipx install '.[dance]'": "not all of dance",
         "pip install '.[dance]'": "not all of dance",
         "make dance": "has no dance",
         "python bench/dance.py": "there is no bench/dance.py",

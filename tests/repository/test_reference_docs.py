@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +16,14 @@ from cli_runs import command_of
 from paths import DOCS
 from tiny_server import run, write_model
 
+from hotset.cli.main import SUBCOMMANDS
 from hotset.server.service import Service
 
 FOLDER = DOCS / "reference"
-NAMES = ("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md")
+NAMES = (
+    *("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md"),
+    *(f"../man/hotset{name}.1" for name in ("", *(f"-{subcommand}" for subcommand in SUBCOMMANDS))),
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +99,28 @@ def test_every_route_and_schema_is_there(made: dict[str, str], generator: Module
         assert all(f"| `{method.upper()} {path}` |" in made["http.md"] for method in methods), path
     headings = set(re.findall(r"^## (\S+)$", made["http.md"], re.MULTILINE))
     assert headings == document["components"]["schemas"].keys()
+
+
+def test_there_is_a_man_page_for_every_subcommand() -> None:
+    there = {path.relative_to(FOLDER.parent).as_posix() for path in (DOCS / "man").iterdir()}
+    assert there == {name.removeprefix("../") for name in NAMES if "/man/" in name}
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not here")
+@pytest.mark.parametrize("page", sorted((DOCS / "man").glob("*.1")), ids=lambda path: path.stem)
+def test_a_man_page_has_what_help_has(page: Path) -> None:
+    done = subprocess.run(
+        ["groff", "-man", "-Tascii", "-ww", page], capture_output=True, text=True, check=True
+    )
+    assert not done.stderr
+    shown = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout)
+    if page.stem != "hotset":
+        params = command_of(page.stem.removeprefix("hotset-")).params
+        options = [
+            name for param in params if param.name != "help" for name in (*param.opts, *param.secondary_opts)
+        ]
+        assert not [name for name in options if name.startswith("-") and name not in shown]
+
+
+def test_roff_takes_no_text_for_its_requests(generator: ModuleType) -> None:
+    assert generator.roff(".a -b\n'c \\d") == "\\&.a \\-b\n\\&'c \\ed"

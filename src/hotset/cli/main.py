@@ -207,7 +207,6 @@ app = typer.Typer(
     cls=_Group,
     name="hotset",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
     help="Runs large language models on a personal computer by touching only the neurons that fire.",

@@ -29,9 +29,18 @@ def _option(names: str, help: str, panel: str | None = None, **more: object) -> 
     return info
 
 
+def _model_names(incomplete: str) -> list[str]:
+    """Of the store and the catalogue, for the completion of a shell; where none fits it completes files."""
+    from hotset.storage import catalogue, store
+
+    known = [*(model.name for model in store.list_models()), *(entry.name for entry in catalogue.ENTRIES)]
+    return sorted({name for name in known if name.startswith(incomplete)})
+
+
 MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file]."
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+_MODEL: dict[str, Any] = {"metavar": "MODEL", "help": MODEL_HELP, "autocompletion": _model_names}
+ModelName = Annotated[str, typer.Argument(show_default=False, **_MODEL)]
+OptionalModel = Annotated[str | None, typer.Argument(**_MODEL)]
 
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 
