@@ -106,6 +106,14 @@ def _embeddings() -> Iterator[Request]:
     yield _json("/v1/embeddings", input=["a"] * 60_000)
 
 
+def _rerank() -> Iterator[Request]:
+    """Each document has the query in front: tokens in all are bounded, not bytes alone."""
+    yield _json("/v1/rerank", query="q" * 1900, documents=["a"] * 2048)
+    yield _json("/v1/rerank", query=_texts(1 << 20)[2], documents=["a"] * 2048)
+    yield _json("/v2/rerank", query="q", documents=["a" * 1900] * 2048, max_tokens_per_doc=1)
+    yield _json("/api/embed", input=["a" * 1900] * 2048)
+
+
 def _tools() -> Iterator[Request]:
     draw = random.Random(1)
 
@@ -188,6 +196,7 @@ KINDS: dict[str, Callable[[], Iterator[Request]]] = {
     "long texts": _long_texts,
     "prompts": _prompts,
     "embeddings": _embeddings,
+    "rerank": _rerank,
     "tools": _tools,
     "deep JSON": _deep,
     "arrays": _arrays,

@@ -28,6 +28,7 @@ NAVIGATION = {
         "docs/guides/chat",
         "docs/SERVER",
         "docs/guides/clients",
+        "docs/EMBEDDINGS",
         "docs/guides/sparsity",
         "docs/MEMORY",
         "docs/GPU",

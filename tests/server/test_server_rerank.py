@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from tiny_server import MESSAGES, Serving, metrics_of, run, write_model, write_reranker
 
 import hotset
+from hotset.reporter import Reporter
+from hotset.server.batch import Batch
 from hotset.server.service import Service
 
 QUERY = "which?"
@@ -121,6 +124,31 @@ def test_what_is_wrong_is_refused(path: Path):
         assert "is a reranker" in embedded.json()["error"]["message"]
 
     run(path, work)
+
+
+def test_tokens_of_all_documents_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each has the query in front, so that a short request may ask for any number of tokens."""
+    monkeypatch.setattr("hotset.server.rerank.MAX_TOKENS", 500)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        query = "q" * 99  # and BOS
+        asked = {"query": query, "documents": ["x"] * 4}
+        assert (await client.post(JINA, json=asked)).status_code == 200
+        reply = await client.post(JINA, json=asked | {"documents": ["x"] * 5})
+        assert reply.status_code == 400
+        assert "more than 500 tokens in all" in reply.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_a_batch_ranks(path: Path, expected: list[tuple[int, float]], tmp_path: Path):
+    request = {"custom_id": "a", "method": "POST", "url": JINA, "body": BODY}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
+    service = Service(lambda: hotset.load(path, backend="cpu", n_threads=1), name="tiny")
+    with Batch(tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", 64) as batch:
+        asyncio.run(batch.run(service, Reporter()))
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())["response"]["body"]
+    assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == expected
 
 
 def test_a_model_without_a_rank_head(tmp_path: Path):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from byte_models import write_sparse
+from byte_models import write_reranker, write_sparse
 from cli_runs import CHATML, write_model
 
 from hotset.formats.quants import GGMLType
@@ -69,8 +69,10 @@ def write_scratch(folder: Path) -> Path:
     write_sparse(folder / "relu.powerinfer.gguf", keys, **shape)
     write_model(folder / "home" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf", n_ctx=N_CTX)
     write_sparse(folder / "home" / "models" / "bamboo-7b" / "bamboo-7b-v0.1.Q4_0.gguf", keys)
+    write_reranker(folder / "reranker.gguf", **{"llama.context_length": N_CTX})
     write_checkpoint(folder / "checkpoint")
     (folder / "text.txt").write_text("".join(f"{TEXT}{i} {WORDS[i % 4]}. " for i in range(60)))
+    (folder / "sentences.txt").write_text("".join(f"{TEXT}{word}.\n" for word in WORDS))
     questions = [
         {"ctx": f"The {word} of", "endings": [f"{word}s", "dogs", "foxes", "x"], "label": i % 4}
         for i, word in enumerate(WORDS * 3)

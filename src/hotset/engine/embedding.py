@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class Embedder:
 
     def vectors(
         self,
-        texts: Sequence[Sequence[int]],
+        texts: Iterable[Sequence[int]],
         pooling: str | None = None,
         dimensions: int | None = None,
         owner: Owner | None = None,
@@ -79,7 +79,7 @@ class Embedder:
                 "one that has, such as Qwen3-Reranker or bge-reranker"
             )
 
-    def scores(self, texts: Sequence[Sequence[int]], owner: Owner | None = None) -> TextVectors:
+    def scores(self, texts: Iterable[Sequence[int]], owner: Owner | None = None) -> TextVectors:
         """As `vectors`, of texts that a reranker scores. Raises as `check_ranks`."""
         self.check_ranks()
         return TextVectors(self, texts, "rank", self.head.n_labels, owner)
@@ -95,7 +95,7 @@ class TextVectors:
     def __init__(
         self,
         embedder: Embedder,
-        texts: Sequence[Sequence[int]],
+        texts: Iterable[Sequence[int]],
         pooling: Pooling,
         width: int,
         owner: Owner | None,
@@ -105,7 +105,7 @@ class TextVectors:
         self._state = embedder.head.ranked_state if pooling == "rank" else pooling
         self._texts = [array("i", embedder.engine.fitting(tokens)) for tokens in texts]
         self._sums: dict[int, np.ndarray] = {}  # of texts that are being computed
-        self._found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(texts)
+        self._found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(self._texts)
 
     def __len__(self) -> int:
         return len(self._texts)

@@ -131,7 +131,7 @@ class Head:
             if info is None:
                 continue
             weight = read(self._weights, info.name)
-            if info.shape[0] != width or len(info.shape) > 2:
+            if info.shape[:1] != (width,) or len(info.shape) > 2:
                 raise FormatError(
                     f"the tensor {info.name} is {list(info.shape)}, and what it multiplies has {width} values"
                 )

@@ -6,7 +6,7 @@ llama.cpp's server is the reference (format_prompt_rerank in tools/server/server
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,20 @@ class RankedDocument:
 
 
 def reranking_tokens(
-    metadata: Mapping[str, Any], tokenizer: Tokenizer, most: int, query: str, documents: Sequence[str]
-) -> list[list[int]]:
+    metadata: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    most: int,
+    query: str,
+    documents: Sequence[str],
+    most_in_all: int | None = None,
+) -> Iterator[list[int]]:
     """Token ids of each document with the query, as the file's template has them, or else one behind the
     other.
 
     Special tokens that a query or a document spells are plain text. most: tokens of the context, as of
-    Tokenizer.encode. Raises ContextLengthError, InvalidRequestError for what is no text, TokenizerError for a
-    template without a place for both.
+    Tokenizer.encode. most_in_all: tokens of all these texts, each of which has the query. Raises
+    ContextLengthError, InvalidRequestError for what is no text and for more tokens in all, TokenizerError for
+    a template without a place for both.
     """
     if isinstance(documents, str):
         raise InvalidRequestError('documents must be a list of texts, such as ["Paris is in France."]')
@@ -47,14 +53,21 @@ def reranking_tokens(
             raise InvalidRequestError(
                 f"the query and each document must be a text that is not empty, not {shown(text)}"
             )
-    template = metadata.get(TEMPLATE_KEY)
-    if template is None:
-        return [_joined(tokenizer, most, query, document) for document in documents]
+    joined, n_tokens = _filled if TEMPLATE_KEY in metadata else _joined, 0
+    template = metadata.get(TEMPLATE_KEY, "{query}{document}")
     if not isinstance(template, str) or not all(part in template for part in ("{query}", "{document}")):
         raise TokenizerError(
             f"The file's {TEMPLATE_KEY} lacks {{query}} or {{document}}: fetch or convert it again."
         )
-    return [_filled(template, tokenizer, most, query, document) for document in documents]
+    for document in documents:
+        tokens = joined(template, tokenizer, most, query, document)
+        n_tokens += len(tokens)
+        if most_in_all is not None and n_tokens > most_in_all:
+            raise InvalidRequestError(
+                f"the documents have more than {most_in_all} tokens in all, with the query in front of each; "
+                "send them in several requests"
+            )
+        yield tokens
 
 
 def _filled(template: str, tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
@@ -64,7 +77,7 @@ def _filled(template: str, tokenizer: Tokenizer, most: int, query: str, document
     return tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
 
 
-def _joined(tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
+def _joined(_: str, tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
     """[BOS] query [EOS] [SEP] document [EOS], of which a tokenizer has those that its file asks for."""
     first, second = (tokenizer.encode(text, add_special=False, most=most) for text in (query, document))
     bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []

@@ -39,7 +39,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
 AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
 MAX_LINE_BYTES = 64 << 20  # of a request
 SETTINGS = ServerSettings(max_queue=1 << 30, max_held_bytes=1 << 50)

@@ -25,6 +25,9 @@ from hotset.server.streams import embedded, service_of
 router = APIRouter(route_class=BodyRoute)
 cohere = APIRouter(route_class=BodyRoute, responses=errors(shapes.CohereErrorReply))
 
+MAX_TOKENS = 1 << 22
+"""Of all documents of a request, with the query in front of each."""
+
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -88,8 +91,8 @@ async def _answered(http: Request, body: DocumentsBody, longest: int | None, wri
     service = service_of(http)
     if body.model is not None:
         service.check_name(body.model)
-    _ = service.model  # it is there
-    return await embedded(http, len(body.documents), partial(_scored, body, longest), written)
+    n_texts, n_bytes = len(body.documents), len(body.documents) * len(body.query)
+    return await embedded(http, n_texts, partial(_scored, body, longest), written, n_bytes)
 
 
 def _scored(body: DocumentsBody, longest: int | None, model: Model, owner: Owner) -> TextVectors:
@@ -105,7 +108,8 @@ def _scored(body: DocumentsBody, longest: int | None, model: Model, owner: Owner
             text if len(one) <= longest else tokenizer.decode(one[:longest]).rstrip("\ufffd")
             for text, one in zip(documents, ids, strict=True)
         ]
-    texts = reranking_tokens(model.gguf.metadata, tokenizer, model.engine.n_ctx, body.query, documents)
+    n_ctx = model.engine.n_ctx
+    texts = reranking_tokens(model.gguf.metadata, tokenizer, n_ctx, body.query, documents, MAX_TOKENS)
     return model.embedder.scores(texts, owner)
 
 

@@ -135,13 +135,14 @@ async def embedded(
     n_texts: int,
     make: Callable[[Model, Owner], TextVectors],
     body: Callable[[TextVectors], Mapping[str, Any]],
+    n_bytes: int = 0,
 ) -> Response:
     """The vectors, or scores, of texts as JSON. make: as of Service.ask_vectors. body: what is written of
-    them once they are computed."""
-    service = service_of(http)
+    them once they are computed. n_bytes: of the texts, where that is more than the request has."""
+    service, long = service_of(http), _is_long(http) or n_bytes > LONG_BYTES
 
     async def computed() -> TextVectors:
-        vectors = await service.ask_vectors(make, n_texts, client_of(http), long=_is_long(http))
+        vectors = await service.ask_vectors(make, n_texts, client_of(http), long=long)
         try:
             return await vectors.whole()
         finally:
