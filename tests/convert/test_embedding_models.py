@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, Any]) -> None:
 
 def checkpoint(folder: Path, name: str, files: dict[str, Any], **settings: Any) -> Any:
     """The model of a recipe in a folder, without its output: what makes vectors of texts."""
-    recipe = tiny_models.RECIPES[name]
+    recipe = (tiny_models.RECIPES | tiny_models.ENCODERS)[name]
     whole = tiny_models.build(recipe, **settings)
     tiny_models.save(recipe, whole, folder)
     whole.base_model.save_pretrained(folder)  # as sentence-transformers writes it
@@ -102,6 +102,76 @@ def test_a_checkpoint_without_output_that_embeds_nothing_is_refused(tmp_path: Pa
     config.write_text(config.read_text().replace("LlamaModel", "LlamaForCausalLM"))
     with pytest.raises(UnsupportedModelError, match="lacks lm_head"):
         convert_hf(tmp_path / "hf", tmp_path / "out.gguf")
+
+
+def dense(folder: Path, n_in: int, n_out: int, *, bias: bool, **config: Any) -> dict[str, np.ndarray]:
+    """A module of kind Dense, drawn anew."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    rng = np.random.default_rng(n_out)
+    tensors = {"linear.weight": rng.standard_normal((n_out, n_in)).astype(np.float32)}
+    tensors |= {"linear.bias": rng.standard_normal(n_out).astype(np.float32)} if bias else {}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"activation_function": "torch.nn.modules.linear.Identity"} | config)
+    )
+    return tensors
+
+
+def projected(modules: int) -> list[dict[str, Any]]:
+    kind = "sentence_transformers.models.Dense"
+    more = [{"path": f"{i + 2}_Dense", "type": kind} for i in range(modules)]
+    return [*MODULES, *more, {"path": "9_Normalize", "type": "sentence_transformers.models.Normalize"}]
+
+
+def test_projections_of_a_checkpoint(tmp_path: Path) -> None:
+    files = {"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}, "modules.json": projected(2)}
+    theirs = checkpoint(tmp_path / "hf", "gemma-embedding", files)
+    width = theirs.config.hidden_size
+    second = dense(tmp_path / "hf" / "2_Dense", width, 96, bias=True)
+    third = dense(tmp_path / "hf" / "3_Dense", 96, 40, bias=False)
+    convert_hf(tmp_path / "hf", tmp_path / "out.gguf", "f32")
+    with hotset.load(tmp_path / "out.gguf", n_threads=1) as model:
+        metadata = model.gguf.metadata
+        sizes = [metadata[f"gemma-embedding.dense_{i}_feat_{end}"] for i in (2, 3) for end in ("in", "out")]
+        assert sizes == [width, 96, 96, 40]
+        for text, vector in zip(TEXTS, model.embed(TEXTS), strict=True):
+            with torch.no_grad():
+                states = theirs(torch.tensor([model.encode(text)])).last_hidden_state[0].numpy()
+            found = second["linear.weight"] @ states.mean(axis=0) + second["linear.bias"]
+            found = third["linear.weight"] @ found
+            np.testing.assert_allclose(vector, found / np.linalg.norm(found), atol=1e-3)
+
+
+def test_projections_that_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    checkpoint(folder, "llama", POOLING | {"modules.json": projected(1)})
+    dense(folder / "2_Dense", 31, 40, bias=False, activation_function="torch.nn.modules.activation.Tanh")
+    with pytest.raises(UnsupportedModelError, match="is Tanh; supported is Identity"):
+        convert_hf(folder, tmp_path / "out.gguf")
+    (folder / "2_Dense" / "config.json").write_text('{"activation_function": "a.Identity"}')
+    with pytest.raises(FormatError, match=r"is \[40, 31\], and must have 96 columns"):
+        convert_hf(folder, tmp_path / "out.gguf")
+    write(folder, {"modules.json": [*MODULES, {"path": "2_CNN", "type": "sentence_transformers.models.CNN"}]})
+    with pytest.raises(UnsupportedModelError, match="a module of kind CNN"):
+        convert_hf(folder, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("name", ["bert-scores", "bert-roberta-scores", "modern-bert-scores"])
+def test_scores_of_encoders_are_transformers_logits(tmp_path: Path, name: str) -> None:
+    recipe = tiny_models.ENCODERS[name]
+    theirs = tiny_models.build(recipe, num_labels=3)
+    path = tiny_models.to_gguf(recipe, theirs, tmp_path)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(5, tiny_models.VOCABULARY, n).tolist() for n in (20, 1, 37)]
+    with hotset.load(path, n_threads=1) as model:
+        labels = model.gguf.metadata[f"{model.gguf.architecture}.classifier.output_labels"]
+        assert labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
+        for text, scores in zip(texts, model.embed(texts, pooling="rank"), strict=True):
+            with torch.no_grad():
+                expected = theirs(torch.tensor([text])).logits[0].numpy()
+            np.testing.assert_allclose(scores, expected, atol=2e-2 * np.abs(expected).max())
 
 
 def reranker(folder: Path, tied: bool) -> Any:

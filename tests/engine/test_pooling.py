@@ -93,12 +93,14 @@ def test_scores_are_those_of_a_classifier(tmp_path: Path) -> None:
             model.embed(TEXTS, pooling="rank", dimensions=2)
 
 
-def head_of(path: Path, architecture: str, vectors: dict[str, np.ndarray], **keys: Any) -> Head:
+def head_of(
+    path: Path, architecture: str, vectors: dict[str, np.ndarray], *, causal: bool = True, **keys: Any
+) -> Head:
     keys = {f"{architecture}.{name}": value for name, value in keys.items()}
     with open_gguf(
         write_llama(path, architecture=architecture, n_embd=D, vectors=vectors, keys=keys)
     ) as file:
-        return Head(file, file.metadata, D)
+        return Head(file, file.metadata, D, causal=causal)
 
 
 def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_head_is_that_of_its_architecture(tmp_path: Path) -> None:
     head = head_of(path, "qwen3", output, **{"classifier.output_labels": ["yes", "no"]})
     np.testing.assert_allclose(head.scores(state), softmax, rtol=1e-5)
     assert (head.labels, head.n_labels, head.ranked_state) == (("yes", "no"), 2, "last")
-    assert head_of(path, "bert", output, **{"attention.causal": False}).ranked_state == "cls"
+    assert head_of(path, "bert", output, causal=False).ranked_state == "cls"
     assert head_of(path, "bert", output, **{"classifier.pooling_type": 1}).ranked_state == "mean"
     # ModernBERT: GELU and a norm behind the first layer.
     modern = CLASSIFIER | {"cls.norm.weight": normal(D) + 1}

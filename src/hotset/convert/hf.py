@@ -33,8 +33,8 @@ from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
 from hotset.convert.hf_embedding import (
     answer_ids,
+    embedding_keys,
     is_reranker,
-    pooling_keys,
     reranker_keys,
     reranker_template,
 )
@@ -208,7 +208,9 @@ def convert_hf(
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
     tokenizer = tokenizer_keys(src, config.raw)
-    sources, of_texts = dict(_sources(checkpoint, config, dialect)), pooling_keys(src, config)
+    sources = dict(_sources(checkpoint, config, dialect))
+    of_texts, projections = embedding_keys(src, config)
+    sources |= {n: Origin(values) for n, values in projections.items()}
     if is_reranker(src, config):
         sources = _answering(sources, answer_ids(tokenizer))
         tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()

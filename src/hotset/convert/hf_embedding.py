@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
 from hotset.errors import FormatError, TokenizerError, UnsupportedModelError
 from hotset.files import read_small_text
@@ -21,6 +24,11 @@ _OLDER_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_PROJECTIONS = ("dense_2", "dense_3")
+_WITHOUT_KEYS = (
+    "Transformer",
+    "Normalize",
+)  # modules that are the model itself, and what is done to all vectors
 _RANK = 4
 _RERANKER = "qwen3-reranker"
 _ANSWERS = ("yes", "no")  # tokens whose logits are the scores
@@ -33,22 +41,61 @@ _RERANK_TEMPLATE = (
 )
 
 
-def pooling_keys(src: Path, config: HFConfig) -> dict[str, Any]:
-    """How a checkpoint of sentence-transformers pools, and the classifier of one that has some; none for
-    another.
+def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a checkpoint of sentence-transformers does behind the model, and what a classifier's outputs mean:
+    keys that bear the name of the architecture, and tensors. Nothing of any other checkpoint.
 
-    Raises UnsupportedModelError for a way that no key describes, FormatError for damaged files.
+    Raises UnsupportedModelError for what no key describes, FormatError for damaged files.
     """
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    tensors: dict[str, np.ndarray] = {}
+    width = config.n_embd
     for module in modules(src):
-        if str(module.get("type")).endswith("Pooling"):
-            pooling = read_json(src / str(module.get("path")) / "config.json")
+        kind, folder = str(module.get("type")).rpartition(".")[2], src / str(module.get("path"))
+        if kind == "Pooling":
+            pooling = read_json(folder / "config.json")
             modes = [mode for entry, mode in _OLDER_MODES.items() if pooling.get(entry) is True]
-            found["pooling_type"] = _mode(modes or [pooling.get("pooling_mode")])
-            break
+            keys["pooling_type"] = _mode(modes or [pooling.get("pooling_mode")])
+        elif kind == "Dense":
+            if len(found := [n for n in tensors if n.endswith(".weight")]) == len(_PROJECTIONS):
+                raise UnsupportedModelError(
+                    f"the checkpoint has more than {len(found)} modules of kind Dense"
+                )
+            name = _PROJECTIONS[len(found)]
+            weight, bias = _projection(folder, width)
+            width = len(weight)
+            tensors[f"{name}.weight"] = weight
+            tensors |= {} if bias is None else {f"{name}.bias": bias}
+            keys[f"{name}_feat_out"], keys[f"{name}_feat_in"] = weight.shape
+        elif kind not in _WITHOUT_KEYS:
+            raise UnsupportedModelError(f"the checkpoint has a module of kind {kind}, which is not supported")
     if (mode := config.raw.get("classifier_pooling")) is not None:
-        found["classifier.pooling_type"] = _mode([mode])
-    return found
+        keys["classifier.pooling_type"] = _mode([mode])
+    if str(config.raw["architectures"][0]).endswith("ForSequenceClassification"):
+        keys["classifier.output_labels"] = _labels(config.raw)
+    return keys, tensors
+
+
+def _labels(config: dict[str, Any]) -> list[str]:
+    """Names of a classifier's outputs, in order. config.json leaves out those of two that have none."""
+    labels = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
+    if not isinstance(labels, dict) or not all(str(i) in labels for i in range(len(labels))):
+        raise FormatError("id2label in config.json must name the outputs of the classifier, from 0 on")
+    return [str(labels[str(i)]) for i in range(len(labels))]
+
+
+def _projection(folder: Path, n_in: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Weight [n_out, n_in] and bias [n_out] of a module of kind Dense."""
+    activation = str(read_json(folder / "config.json").get("activation_function")).rpartition(".")[2]
+    if activation != "Identity":
+        raise UnsupportedModelError(f"the activation of {folder} is {activation}; supported is Identity")
+    tensors = Checkpoint(folder).tensors
+    weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
+    if weight is None or tensors.keys() - {"linear.weight", "linear.bias"}:
+        raise FormatError(f"{folder} must have linear.weight, and perhaps linear.bias")
+    if weight.ndim != 2 or weight.shape[1] != n_in or (bias is not None and bias.shape != weight.shape[:1]):
+        raise FormatError(f"linear.weight in {folder} is {list(weight.shape)}, and must have {n_in} columns")
+    return weight, bias
 
 
 def modules(src: Path) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class Embedder:
         weight = None if norm is None else norm.weight
         self._scale = np.ones(states.width) if weight is None else read(weights, weight)
         self._shift = None if bias is None else read(weights, bias)
-        self.head = Head(weights, metadata, states.width)
+        self.head = Head(weights, metadata, states.width, causal=not graph.is_encoder)
 
     def normalised(self, rows: np.ndarray) -> np.ndarray:
         """Hidden states, float32 [n, width], behind the last norm, if they have one to pass."""

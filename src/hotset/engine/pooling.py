@@ -63,12 +63,15 @@ class _Linear(NamedTuple):
 class Head:
     """What a file has behind its last norm: projections of a vector, and the classifier of a reranker.
 
-    width: of a hidden state. out_width: of a vector. labels: what the numbers of the classifier mean.
+    width: of a hidden state. out_width: of a vector. labels: what the numbers of the classifier mean. causal:
+    of the model, whose last token then has seen all others.
     """
 
-    def __init__(self, weights: WeightSource, metadata: Mapping[str, Any], width: int) -> None:
+    def __init__(
+        self, weights: WeightSource, metadata: Mapping[str, Any], width: int, *, causal: bool = True
+    ) -> None:
         """Raises FormatError for tensors that do not fit together."""
-        self._weights, self._metadata = weights, metadata
+        self._weights, self._metadata, self._causal = weights, metadata, causal
         self._architecture = metadata.get("general.architecture")
         self.width = width
         self._projections, self.out_width = self._linears(("dense_2", "dense_3"))
@@ -93,7 +96,7 @@ class Head:
             return named  # type: ignore[return-value]
         if self._architecture == "modern-bert":
             return "mean"
-        return "last" if self._key("attention.causal", True) else "cls"
+        return "last" if self._causal else "cls"
 
     def vector(self, state: np.ndarray) -> np.ndarray:
         """float64 [width] → [out_width]."""

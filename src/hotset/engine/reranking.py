@@ -53,14 +53,19 @@ def reranking_tokens(
             raise InvalidRequestError(
                 f"the query and each document must be a text that is not empty, not {shown(text)}"
             )
-    joined, n_tokens = _filled if TEMPLATE_KEY in metadata else _joined, 0
-    template = metadata.get(TEMPLATE_KEY, "{query}{document}")
-    if not isinstance(template, str) or not all(part in template for part in ("{query}", "{document}")):
+    template = metadata.get(TEMPLATE_KEY)
+    if template is not None and not (
+        isinstance(template, str) and all(part in template for part in ("{query}", "{document}"))
+    ):
         raise TokenizerError(
             f"The file's {TEMPLATE_KEY} lacks {{query}} or {{document}}: fetch or convert it again."
         )
+    between, n_tokens = _between(metadata, tokenizer), 0
     for document in documents:
-        tokens = joined(template, tokenizer, most, query, document)
+        if template is None:
+            tokens = _joined(tokenizer, between, most, query, document)
+        else:
+            tokens = _filled(template, tokenizer, most, query, document)
         n_tokens += len(tokens)
         if most_in_all is not None and n_tokens > most_in_all:
             raise InvalidRequestError(
@@ -77,12 +82,23 @@ def _filled(template: str, tokenizer: Tokenizer, most: int, query: str, document
     return tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
 
 
-def _joined(_: str, tokenizer: Tokenizer, most: int, query: str, document: str) -> list[int]:
+def _between(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """What is between a query and a document: what ends a text, and a separator of tokenizers that have one
+    beside it, such as RoBERTa's. (WordPiece's separator is what ends a text.)"""
+    end = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
+    if metadata.get("tokenizer.ggml.add_sep_token") is not True or metadata["tokenizer.ggml.model"] == "bert":
+        return end
+    separator = metadata.get("tokenizer.ggml.seperator_token_id", tokenizer.eos_id)  # so spelled
+    return [*end, separator] if type(separator) is int and 0 <= separator < tokenizer.n_vocab else end
+
+
+def _joined(tokenizer: Tokenizer, between: list[int], most: int, query: str, document: str) -> list[int]:
     """[BOS] query [EOS] [SEP] document [EOS], of which a tokenizer has those that its file asks for."""
-    first, second = (tokenizer.encode(text, add_special=False, most=most) for text in (query, document))
-    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    eos = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
-    return [*bos, *first, *eos, *second, *eos]
+    first = tokenizer.encode(query, add_special=False, most=most)
+    second = tokenizer.encode(document, add_special=False, most=most)
+    begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    end = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
+    return [*begin, *first, *between, *second, *end]
 
 
 def ranked(scores: np.ndarray, documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
