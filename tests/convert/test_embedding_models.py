@@ -174,6 +174,29 @@ def test_scores_of_encoders_are_transformers_logits(tmp_path: Path, name: str) -
             np.testing.assert_allclose(scores, expected, atol=2e-2 * np.abs(expected).max())
 
 
+def test_an_encoder_ranks_documents(tmp_path: Path) -> None:
+    """[CLS] query [SEP] document [SEP], all of type 0, in any company."""
+    from tiny_tokenizers import trained_word_piece
+
+    recipe, folder = tiny_models.ENCODERS["bert-scores"], tmp_path / "hf"
+    theirs = tiny_models.build(recipe, num_labels=1)
+    tiny_models.save(recipe, theirs, folder)
+    library = trained_word_piece()
+    (folder / "tokenizer.json").write_text(library.to_str())
+    (folder / "tokenizer_config.json").write_text("{}")
+    convert_hf(folder, tmp_path / "out.gguf", "f32")
+    with hotset.load(tmp_path / "out.gguf", n_threads=1) as model:
+        ranked = model.rerank(QUERY, DOCUMENTS)
+        alone = [model.rerank(QUERY, [document])[0].score for document in DOCUMENTS]
+    assert [one.score for one in ranked] == sorted(alone, reverse=True)
+    for one in ranked:
+        assert one.score == alone[one.index]
+        first, second = (library.encode(text, add_special_tokens=False).ids for text in (QUERY, one.document))
+        with torch.no_grad():
+            expected = theirs(torch.tensor([[2, *first, 3, *second, 3]])).logits[0, 0].item()
+        assert one.score == pytest.approx(expected, abs=0.02)
+
+
 def reranker(folder: Path, tied: bool) -> Any:
     """A Qwen3 with the tokens of a Qwen3 Reranker's answers, ids 270 and 280."""
     recipe = tiny_models.RECIPES["qwen3"]

@@ -12,6 +12,7 @@ import pytest
 from tiny_tokenizers import CORPUS, NASTY, SPECIALS, trained_unigram, trained_word_piece, unigram_metadata
 
 from hotset.convert.hf_tokenizer import tokenizer_keys
+from hotset.engine.reranking import reranking_tokens
 from hotset.errors import TokenizerError
 from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.text.tokenizer import Tokenizer, load_tokenizer
@@ -141,3 +142,48 @@ def test_other_word_pieces_are_refused(
     write(tmp_path, tokenizer)
     with pytest.raises(TokenizerError, match=message):
         loaded(tmp_path)
+
+
+PAIR = ("the inn", "then 1234 in")
+
+
+def test_a_query_and_a_document_are_the_librarys_pair(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    library = trained_word_piece()
+    library.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    write(tmp_path, json.loads(library.to_str()))
+    tokenizer, keys = loaded(tmp_path)
+    (found,) = reranking_tokens(keys, tokenizer, 512, PAIR[0], [PAIR[1]])
+    assert found == library.encode(*PAIR).ids
+
+
+@pytest.mark.parametrize(("form", "separates"), [("roberta", True), ("template", True), ("template", False)])
+def test_a_separator_beside_what_ends_a_text(tmp_path: Path, form: str, separates: bool) -> None:
+    """<s> query </s></s> document </s>, unless the template has one </s> between."""
+    tokenizer_json = xlm_roberta()
+    if form == "template":
+        token = {name: {"SpecialToken": {"id": name, "type_id": 0}} for name in ("<s>", "</s>")}
+        first, second = ({"Sequence": {"id": id, "type_id": 0}} for id in "AB")
+        between = [token["</s>"]] * (1 + separates)
+        tokenizer_json["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [token["<s>"], first, token["</s>"]],
+            "pair": [token["<s>"], first, *between, second, token["</s>"]],
+        }
+    write(tmp_path, tokenizer_json, sep_token="</s>")
+    tokenizer, keys = loaded(tmp_path)
+    assert keys.get("tokenizer.ggml.add_sep_token") is (True if separates else None)
+    query, document = (tokenizer.encode(text, add_special=False) for text in PAIR)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    (found,) = reranking_tokens(keys, tokenizer, 512, PAIR[0], [PAIR[1]])
+    assert found == [bos, *query, *([eos] * (1 + separates)), *document, eos]
+
+
+def test_the_number_of_token_types_is_a_key(tmp_path: Path) -> None:
+    write(tmp_path, json.loads(trained_word_piece().to_str()))
+    keys = tokenizer_keys(tmp_path, {"vocab_size": 400, "type_vocab_size": 2})
+    assert keys["tokenizer.ggml.token_type_count"] == 2
+    assert "tokenizer.ggml.token_type_count" not in tokenizer_keys(tmp_path, {"vocab_size": 400})

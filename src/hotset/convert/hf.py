@@ -191,13 +191,13 @@ def convert_hf(
     """Writes the checkpoint in the folder `src_dir` as a GGUF file.
 
     type, tensor_types: of the matrices, as `requantize.types_of` takes them; vectors are F32, and what is
-    MXFP4 in the checkpoint stays so unless tensor_types names it. predictors: a
-    folder of model_<layer>.pt with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank], and perhaps a
-    config.json with sparse_threshold: the file is then one of PowerInfer's. profile: neurons are written in
-    its order, and it goes along; it must be of this model, which nothing in a checkpoint can prove.
-    activation: overrides what config.json says. A checkpoint without tokenizer files gives a file without
-    tokenizer. Raises ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or
-    InvalidRequestError, and then leaves no file.
+    MXFP4 in the checkpoint stays so unless tensor_types names it. predictors: a folder of model_<layer>.pt
+    with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank], and perhaps a config.json with
+    sparse_threshold: the file is then one of PowerInfer's. profile: neurons are written in its order, and it
+    goes along; it must be of this model, which nothing in a checkpoint can prove. activation: overrides what
+    config.json says. A checkpoint without tokenizer files gives a file without tokenizer. Raises
+    ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or InvalidRequestError, and then
+    leaves no file.
     """
     check_target(out_path)
     src = Path(src_dir)
@@ -208,9 +208,9 @@ def convert_hf(
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
     tokenizer = tokenizer_keys(src, config.raw)
-    sources = dict(_sources(checkpoint, config, dialect))
     of_texts, projections = embedding_keys(src, config)
-    sources |= {n: Origin(values) for n, values in projections.items()}
+    sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
+    sources |= _sources(checkpoint, config, dialect)
     if is_reranker(src, config):
         sources = _answering(sources, answer_ids(tokenizer))
         tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()
@@ -218,8 +218,7 @@ def convert_hf(
     if masked and predictors is not None:
         raise InvalidRequestError("the checkpoint has predictors of its own, which are part of the model")
     folder = None if predictors is None else _Predictors(Path(predictors), config)
-    if folder is not None:
-        sources |= folder.sources
+    sources |= {} if folder is None else folder.sources
     orders = None if profile is None else _checked_orders(profile, config)
     if orders is not None:
         sources = {n: _ordered(n, source, orders) for n, source in sources.items()}
@@ -436,7 +435,7 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     if config.architecture == "falcon" and output is not None:
         # Many say nothing and have a matrix of their own.
         tied = config.raw.get("tie_word_embeddings") is True
-    if output is None and (checkpoint.embeds or config.without_output):
+    if output is None and (checkpoint.embeds or config.class_name.endswith("Model")):
         tied = True
     if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")

@@ -2118,7 +2118,7 @@ class HFConfig:
 
     def __init__(self, config: dict[str, Any], activation: str | None = None) -> None:
         self.hf_class = _class_of(config)
-        self.without_output = config["architectures"][0].endswith("Model")  # it makes vectors of texts
+        self.class_name: str = config["architectures"][0]
         quantised = config.get("quantization_config")
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)

@@ -71,7 +71,7 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
             raise UnsupportedModelError(f"the checkpoint has a module of kind {kind}, which is not supported")
     if (mode := config.raw.get("classifier_pooling")) is not None:
         keys["classifier.pooling_type"] = _mode([mode])
-    if str(config.raw["architectures"][0]).endswith("ForSequenceClassification"):
+    if config.class_name.endswith("ForSequenceClassification"):
         keys["classifier.output_labels"] = _labels(config.raw)
     return keys, tensors
 

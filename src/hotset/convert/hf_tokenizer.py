@@ -104,6 +104,10 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
             keys[f"tokenizer.ggml.{key}_token_id"] = id
     if (template := _chat_template(src, settings)) is not None:
         keys["tokenizer.chat_template"] = template
+    if settings.get("add_sep_token") is True:
+        keys["tokenizer.ggml.add_sep_token"] = True
+    if config.get("type_vocab_size") is not None:  # which llama.cpp needs of encoders
+        keys["tokenizer.ggml.token_type_count"] = integer(config, "type_vocab_size", high=1 << 16)
     return keys
 
 
@@ -396,7 +400,23 @@ def _template_settings(post_processor: Any, settings: dict[str, Any]) -> dict[st
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if eos != after[0]:  # what ends an answer is another token (Qwen3 Embedding)
             added["eot_token"] = eos
+    if _separates(post_processor):
+        added["add_sep_token"] = True
     return settings | added
+
+
+def _separates(post_processor: Any) -> bool:
+    """Whether two texts have a separator between them beside what ends the first, as RoBERTa's."""
+    try:
+        for step in _steps(post_processor, "processors"):
+            if step["type"] == "RobertaProcessing":
+                return True
+            if step["type"] == "TemplateProcessing":
+                kinds = ["A" if "Sequence" in part else "s" for part in step.get("pair") or ()]
+                return "AssA" in "".join(kinds)
+    except (KeyError, TypeError, RecursionError):
+        raise TokenizerError("the post_processor in tokenizer.json is damaged") from None
+    return False
 
 
 def _template(post_processor: Any) -> tuple[list[str], list[str]]:
