@@ -141,7 +141,6 @@ class Model:
         from hotset.text.renderer import Renderer
 
         self._check_open()
-        self.engine.require_logits()
         renderer = Renderer()
         renderer.start()  # while the tokenizer is built
         try:
@@ -180,6 +179,7 @@ class Model:
         """
         from hotset.text.messages import Opening, encoded
 
+        self.engine.require_logits()
         checked, more = checked_messages(messages), template_variables(variables or {})
         opening = Opening(add_generation_prompt, continue_final_message)
         return encoded(self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, **more)

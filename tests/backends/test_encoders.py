@@ -186,3 +186,27 @@ def test_what_generates_is_refused(encoder: hotset.Model) -> None:
     ):
         with pytest.raises(InvalidRequestError, match=message):
             ask()
+
+
+def test_what_learns_from_logits_is_refused(encoder: hotset.Model, tmp_path: Path) -> None:
+    from hotset.training.student import _unsupported
+    from hotset.training.thresholds import calibrate_thresholds
+
+    path = encoder.gguf.path
+    with pytest.raises(InvalidRequestError, match="this is an embedding model"):
+        calibrate_thresholds(path, "hello " * 2000, tmp_path / "out.thresholds")
+    assert _unsupported(encoder.graph) == "is an embedding model"
+
+
+def test_an_encoder_with_zeros_computes_those_neurons_that_fire(run_folder: Path) -> None:
+    path, found = tiny_models.shared_gguf("bert-relu", run_folder), []
+    for sparsity in ("dense", "exact"):
+        with hotset.load(path, backend="cpu", n_threads=2, sparsity=sparsity) as model:
+            found.append(model.embed(texts()))
+    assert np.array_equal(*found)
+    with pytest.raises(InvalidRequestError, match="no predictor knows the neurons of an embedding model"):
+        hotset.load(path, backend="cpu", predictor="svd")
+
+
+def test_all_layers_share_one_cache(encoder: hotset.Model) -> None:
+    assert encoder.cost.kv_bytes_per_token("f16") == 2 * 2 * 96  # keys and values of one layer

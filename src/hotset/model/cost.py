@@ -78,8 +78,9 @@ class Cost:
         return self._linear_flops // 2
 
     def kv_bytes_per_token(self, kv_type: KVType) -> int:
-        """Bytes that one token occupies in the cache, over all layers."""
-        return sum(kv_bytes(op, kv_type) for op in self._attentions if op.source is None)
+        """Bytes that one token occupies in the cache, over all layers, which in an encoder share theirs."""
+        own = [op for op in self._attentions if op.source is None]
+        return sum(kv_bytes(op, kv_type) for op in own if op.causal or op is own[0])
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
         """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""

@@ -143,6 +143,8 @@ def choose(
         raise InvalidRequestError(
             "which neurons fire is known when all gates are, so that a predictor saves nothing; use exact"
         )
+    if not config.causal and (mode == "predicted" or spec is not None):
+        raise InvalidRequestError("no predictor knows the neurons of an embedding model; use exact")
     if 0 in config.n_ff and (mode == "predicted" or spec is not None):
         raise InvalidRequestError("no predictor knows a model with layers without an FFN; use exact")
     if config.has_experts and (mode == "predicted" or spec is not None):

@@ -306,6 +306,8 @@ def load_base(gguf: GGUFFile, device: str | torch.device = "cpu") -> TorchGraph:
 def _unsupported(graph: Graph) -> str | None:
     """What a student cannot be trained in: layers must have the matrices and norms that adapters are for, and
     what an FFN yields must be added to the residual stream that it reads."""
+    if graph.is_encoder:
+        return "is an embedding model"
     if not isinstance(graph.ops[-1], Linear):
         return "scales or caps its logits"
     if any(isinstance(op, LayerNorm) for op in graph.primitives):

@@ -207,6 +207,7 @@ class _Search:
         self, model: Model, text: str, work: Path, settings: ThresholdSettings, progress: Reporter | None
     ) -> None:
         self.model, self.settings, self.progress = model, settings, progress
+        model.engine.require_logits()
         learned, held = windows_of(model, text, settings.n_ctx)
         n_learned = max(1, settings.n_tokens // settings.n_ctx)
         n_held = max(2, settings.n_measured // settings.n_ctx)

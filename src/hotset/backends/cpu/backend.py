@@ -86,8 +86,10 @@ class CpuBackend:
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
-        attentions = [op for op in self.graph.ops if isinstance(op, Attention)]
-        self._cache = {op.layer: self._new_cache(op) for op in attentions if op.source is None}
+        self._cache: dict[int, tuple[np.ndarray | None, ...]] = {}
+        for op in self.graph.ops:
+            if isinstance(op, Attention) and op.source is None:
+                self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
         self._states = {
@@ -253,6 +255,10 @@ class CpuBackend:
         """Keys and values of a layer as facts of an operation."""
         names = ("k_cache", "v_cache", "k_scale", "v_scale")
         return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.cache_layer], strict=True))}
+
+    def _shared_cache(self, op: Attention) -> tuple[np.ndarray | None, ...] | None:
+        """Of an encoder, which needs keys and values while a layer is computed, those of the first."""
+        return None if op.causal else next(iter(self._cache.values()), None)
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""

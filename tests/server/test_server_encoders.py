@@ -1,0 +1,76 @@
+"""An embedding model behind the server: vectors, and one message for what it does not do."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from made_once import made_once
+from tiny_server import MESSAGES, run
+from tiny_tokenizers import trained_word_piece
+
+import hotset
+from hotset.convert.hf import convert_hf
+from hotset.server.service import Service
+
+tiny_models = pytest.importorskip("tiny_models")
+
+MESSAGE = (
+    "this is an embedding model, which generates no text and scores none; use hotset embed or /v1/embeddings"
+)
+TEXTS = ["The quick brown fox", "jumps over the lazy dog", "The quick brown fox"]
+GENERATING: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+    ("/v1/completions", {"prompt": "hello"}),
+    ("/v1/completions", {"prompt": "hello", "stream": True}),
+    ("/v1/responses", {"input": "hello"}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": MESSAGES}),
+    ("/api/chat", {"model": "tiny", "messages": MESSAGES}),
+    ("/api/generate", {"model": "tiny", "prompt": "hello"}),
+]
+
+
+@pytest.fixture
+def path(run_folder: Path) -> Path:
+    """A BERT with its own kind of tokenizer, and without a chat template."""
+
+    def make(target: Path) -> None:
+        recipe = tiny_models.ENCODERS["bert"]
+        with tempfile.TemporaryDirectory(dir=run_folder) as name:
+            folder = Path(name)
+            tiny_models.save(recipe, tiny_models.build(recipe), folder)
+            (folder / "tokenizer.json").write_text(trained_word_piece().to_str())
+            (folder / "tokenizer_config.json").write_text("{}")
+            convert_hf(folder, target, "f32")
+
+    return made_once(run_folder / "bert-word-piece.gguf", make)
+
+
+def test_vectors_are_those_of_the_library(path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        reply = await client.post("/v1/embeddings", json={"input": TEXTS})
+        rows = [row["embedding"] for row in reply.json()["data"]]
+        assert rows[0] == rows[2] != rows[1]
+        with hotset.load(path, backend="cpu", n_threads=1) as model:
+            np.testing.assert_array_equal(np.array(rows, np.float32), model.embed(TEXTS))
+        long = await client.post("/v1/embeddings", json={"input": "fox " * 400})
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+    run(path, work)
+
+
+def test_what_generates_is_a_bad_request(path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for route, body in GENERATING:
+            reply = await client.post(route, json=body)
+            assert reply.status_code == 400, route
+            error = json.loads(reply.text)["error"]
+            assert (error if isinstance(error, str) else error["message"]) == MESSAGE, route
+
+    run(path, work)
