@@ -1118,7 +1118,7 @@ MODERN = {
     "sep_token_id": 301, "rope_parameters": two_ropes()["rope_parameters"],
 }  # fmt: skip
 EMBEDDING_GEMMA = {
-    "use_bidirectional_attention": True, "sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 64,
+    "use_bidirectional_attention": True, "sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16,
     **two_ropes(),
 }  # fmt: skip
 
