@@ -1128,7 +1128,9 @@ ENCODERS: dict[str, TinyModel] = {
     ),
     "gemma-embedding-pattern": TinyModel(
         "Gemma3Text",
-        EMBEDDING_GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        EMBEDDING_GEMMA
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"query_pre_attn_scalar": 64},
         of="Gemma3TextModel",
     ),
     "bert": TinyModel("Bert", BERT, of="BertModel"),

@@ -2470,23 +2470,13 @@ class HFConfig:
             keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
         if self.activation.up is not None and self.hf_class.activation is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
-        return keys | self._text_keys(name)
+        return keys | self._text_keys()
 
-    def _text_keys(self, name: str) -> dict[str, Any]:
-        """Of encoders: how many types of tokens there are, and what the numbers of a classifier mean."""
-        keys: dict[str, Any] = {}
-        if "type_vocab_size" in self.raw and self.hf_class.is_encoder:
-            keys["tokenizer.ggml.token_type_count"] = integer(self.raw, "type_vocab_size", high=1 << 16)
-        if "cls.output" in self.hf_class.tensors.values():
-            labels = self.raw.get("id2label")
-            if labels is None:
-                n = integer(self.raw, "num_labels", 2, 1 << 16)
-                labels = {str(i): f"LABEL_{i}" for i in range(n)}
-            if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(len(labels)))):
-                raise FormatError("id2label in config.json must name labels by their numbers from 0 on")
-            names = [str(labels[str(i)]) for i in range(len(labels))]
-            keys[f"{name}.classifier.output_labels"] = names
-        return keys
+    def _text_keys(self) -> dict[str, Any]:
+        """Of encoders: how many types of tokens there are."""
+        if "type_vocab_size" not in self.raw or not self.hf_class.is_encoder:
+            return {}
+        return {"tokenizer.ggml.token_type_count": integer(self.raw, "type_vocab_size", high=1 << 16)}
 
     def _indexer_keys(self) -> dict[str, Any]:
         """Of what chooses the keys that a token sees (model/config.py, Architecture.indexed)."""
