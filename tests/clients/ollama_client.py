@@ -33,6 +33,14 @@ assert answer.message.content == text
 decided = client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS, format={"type": "boolean"})
 assert decided.message.content in ("true", "false")
 
+found = client.embed(model=MODEL, input=["ok", "hello"], truncate=True)
+assert found.prompt_eval_count > 1
+assert len(found.embeddings) == 2
+(cut,) = client.embed(model=MODEL, input="ok", dimensions=5).embeddings
+assert len(cut) == 5
+older = client.embeddings(model=MODEL, prompt="ok").embedding
+assert list(older) == list(found.embeddings[0])
+
 (listed,) = client.list().models
 assert listed.model == MODEL
 assert listed.size > 0
@@ -50,4 +58,4 @@ for wrong, status in ({"model": "other"}, 404), ({"options": {"mirostat": 2}}, 4
     except ollama.ResponseError as error:
         taken = error.status_code != status
     assert not taken, wrong
-print("chat, generate, streams, format, list, show, ps, errors")
+print("chat, generate, streams, format, embed, list, show, ps, errors")

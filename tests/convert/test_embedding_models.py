@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_runs import inside
 
 import hotset
 from hotset.convert.hf import convert_hf
@@ -48,7 +49,7 @@ def checkpoint(folder: Path, name: str, files: dict[str, Any], **settings: Any) 
 def test_vectors_are_transformers_states(tmp_path: Path, name: str, tied: bool) -> None:
     files = POOLING | {"modules.json": MODULES}
     theirs = checkpoint(tmp_path / "hf", name, files, tie_word_embeddings=tied)
-    convert_hf(tmp_path / "hf", tmp_path / "out.gguf", "f32")
+    assert convert_hf(tmp_path / "hf", tmp_path / "out.gguf", "f32").use == "embed"
     with hotset.load(tmp_path / "out.gguf", n_threads=1) as model:
         assert model.gguf.metadata[f"{name}.pooling_type"] == 3
         assert "output.weight" not in model.gguf.tensors
@@ -215,7 +216,8 @@ def test_an_encoder_ranks_documents(tmp_path: Path) -> None:
     library = trained_word_piece()
     (folder / "tokenizer.json").write_text(library.to_str())
     (folder / "tokenizer_config.json").write_text("{}")
-    convert_hf(folder, tmp_path / "out.gguf", "f32")
+    done = inside("convert", folder, tmp_path / "out.gguf", "--type", "f32")
+    assert f"hotset rerank {tmp_path / 'out.gguf'} QUERY DOC" in " ".join(done.stderr.split())
     with hotset.load(tmp_path / "out.gguf", n_threads=1) as model:
         ranked = model.rerank(QUERY, DOCUMENTS)
         alone = [model.rerank(QUERY, [document])[0].score for document in DOCUMENTS]
@@ -266,11 +268,11 @@ def test_scores_are_probabilities_of_yes(tmp_path: Path, tied: bool) -> None:
 
 def test_the_readme_names_a_reranker(tmp_path: Path) -> None:
     reranker(tmp_path / "hf", tied=True)
-    convert_hf(tmp_path / "hf", tmp_path / "out.gguf")
+    assert convert_hf(tmp_path / "hf", tmp_path / "out.gguf").use == "run"
     with open_gguf(tmp_path / "out.gguf") as file:
         assert "cls.output.weight" not in file.tensors
     (tmp_path / "hf" / "README.md").write_text("\n# Qwen3-Reranker-0.6B\n")
-    convert_hf(tmp_path / "hf", tmp_path / "out.gguf")
+    assert convert_hf(tmp_path / "hf", tmp_path / "out.gguf").use == "rerank"
     with open_gguf(tmp_path / "out.gguf") as file:
         assert "cls.output.weight" in file.tensors
 

@@ -14,6 +14,8 @@ from hotset.convert.hf import convert_hf
 from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
+_ARGUMENTS = {"run": "", "embed": " TEXT", "rerank": " QUERY DOC"}
+
 
 def convert(  # noqa: PLR0913 - options of a subcommand
     source: Annotated[Path, typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.")],
@@ -76,7 +78,8 @@ def convert(  # noqa: PLR0913 - options of a subcommand
             result["n_always"] = list(written.n_always)
         print_json(result)
         return
-    say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
+    use = f"hotset {written.use} {target}{_ARGUMENTS[written.use]}"
+    say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: {use}")
     if notes := sorted(
         {f"{t.info.name}: {t.type.name}, {t.note}" for t in written.tensors if "rows" in t.note}
     ):

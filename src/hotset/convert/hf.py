@@ -37,6 +37,7 @@ from hotset.convert.hf_embedding import (
     is_reranker,
     reranker_keys,
     reranker_template,
+    use_of,
 )
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
@@ -170,11 +171,13 @@ Source = Origin | Stack | Packed
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. n_always: leading neurons of each layer that need no prediction, with a profile."""
+    """What was written. n_always: leading neurons of each layer that need no prediction, with a profile. use:
+    the subcommand for it."""
 
     n_bytes: int
     tensors: tuple[PlannedTensor, ...]
     n_always: tuple[int, ...] | None = None
+    use: str = "run"
 
 
 def convert_hf(
@@ -256,7 +259,7 @@ def convert_hf(
     writer.write(progress)
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
-    return Converted(Path(out_path).stat().st_size, tuple(planned), n_always)
+    return Converted(Path(out_path).stat().st_size, tuple(planned), n_always, use_of(config, of_texts))
 
 
 def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:

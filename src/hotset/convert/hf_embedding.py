@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -74,6 +74,13 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
     if config.class_name.endswith("ForSequenceClassification"):
         keys["classifier.output_labels"] = _labels(config.raw)
     return keys, tensors
+
+
+def use_of(config: HFConfig, keys: Mapping[str, Any]) -> Literal["run", "embed", "rerank"]:
+    """The subcommand for a file with these keys, which bear the name of its architecture."""
+    if keys.get("pooling_type") == _RANK or "classifier.output_labels" in keys:
+        return "rerank"
+    return "embed" if "pooling_type" in keys or config.hf_class.is_encoder else "run"
 
 
 def _labels(config: dict[str, Any]) -> list[str]:
