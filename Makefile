@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -209,6 +209,16 @@ sanitize-fuzz: $(SANITIZE)/venv/.installed $(VENV)/.dev
 
 wheel: $(VENV)/.tools
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+# What a release consists of: packages with versions and licences, and what is bundled (CycloneDX), into dist/.
+sbom: $(VENV)/.dev
+	$(BIN)/python packaging/sbom.py serve -o dist/hotset.cdx.json
+
+# A wheel as a stranger meets it: a fresh environment without a compiler, an answer, a server, uninstalled without a trace.
+# WHEEL=... checks one that is there. Needs the network.
+WHEEL ?=
+release-check: $(if $(WHEEL),,wheel)
+	$(PYTHON) packaging/release_check.py $(or $(WHEEL),dist/hotset-*.whl) --sbom dist/hotset.cdx.json
 
 clean:
 	rm -rf build dist $(VENV)

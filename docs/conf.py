@@ -63,7 +63,7 @@ NAVIGATION = {
         "docs/adding-an-operation",
         *pages("docs/decisions"),
     ],
-    "Project": ["README", "CONTRIBUTING", "CHANGELOG", "SECURITY"],
+    "Project": ["README", "CONTRIBUTING", "RELEASING", "CHANGELOG", "SECURITY", "THIRD_PARTY_NOTICES"],
 }
 HOME = "docs/index"
 

@@ -60,6 +60,7 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"(uvx|uv|pipx) ": "the network; what they run is checked",
     r"docker ": "a daemon: test_deployment.py runs what the image starts",
     r"hotset --(install|show)-completion": "a shell: tests/cli/test_completion.py",
+    r"python packaging/": "a release: test_deployment.py has it",
     r"python bench/": "minutes to hours, and models and programs to compare with",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",
     r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",
@@ -133,10 +134,17 @@ class Shell:
         asyncio.run(ask())
 
 
+@cache
+def own_options() -> frozenset[str]:
+    """Those of `hotset` itself."""
+    params = typer.main.get_command(cli.app).params
+    return frozenset({"--help", *(option for param in params for option in param.opts)})
+
+
 def check_options(words: list[str]) -> None:
     """That a subcommand knows these options, and has the arguments that it needs."""
     words = cli._as_options(words)
-    if words[0] in {option for param in typer.main.get_command(cli.app).params for option in param.opts}:
+    if words[0] in own_options():
         return
     assert words[0] in cli.SUBCOMMANDS, f"hotset has no subcommand {words[0]}"
     command = command_of(words[0])
@@ -260,7 +268,7 @@ def test_inline_code_names_what_there_is(name: str) -> None:
     for place, span in documents.spans(DOCUMENTS[name]):
         program, *words = span.split()
         words = cli._as_options(words)
-        if program == "hotset" and words and words[0] not in ("SUBCOMMAND", "--help", "--version"):
+        if program == "hotset" and words and words[0] not in {"SUBCOMMAND", *own_options()}:
             assert words[0] in cli.SUBCOMMANDS, f"{place}: {span}"
             params = command_of(words[0]).params
             known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
@@ -296,7 +304,7 @@ def test_source_files_that_are_named_exist(name: str) -> None:
 
 @cache
 def sources() -> tuple[str, ...]:
-    folders = ("src", "csrc", "tests", "bench", "docs")
+    folders = ("src", "csrc", "tests", "bench", "docs", "packaging")
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
     return tuple(path.relative_to(ROOT).as_posix() for path in files)
 

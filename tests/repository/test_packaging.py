@@ -55,4 +55,5 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     package = ROOT / "src" / "hotset"
     here = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
     assert {name for name in here if "__pycache__" not in name and not name.endswith(".so")} <= packed
-    assert any(name.endswith("licenses/src/hotset/server/page/vendor/marked.LICENSE") for name in packed)
+    for licence in ("src/hotset/server/page/vendor/marked.LICENSE", "THIRD_PARTY_NOTICES.md"):
+        assert any(name.endswith(f"licenses/{licence}") for name in packed)

@@ -1,0 +1,100 @@
+"""What a release is made of: one version, the licences of what is bundled, a bill of materials, its check."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import yaml
+from paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOW = ROOT / ".github" / "workflows" / "wheels.yml"
+
+
+def test_the_version_is_in_one_place() -> None:
+    folders = ("src", "packaging", "docs/guides", "docs/man", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [ROOT / name for name in ("CMakeLists.txt", "README.md", "Makefile", "docs/conf.py")]
+    texts = {path: path.read_bytes() for path in files if path.suffix not in (".so", ".pyc")}
+    version = PROJECT["version"].encode()
+    assert not [path for path, text in texts.items() if re.search(rb"\b%b\b" % re.escape(version), text)]
+    assert f"\n## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def bill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    out = tmp_path_factory.mktemp("sbom") / "hotset.cdx.json"
+    script = ROOT / "packaging" / "sbom.py"
+    subprocess.run([sys.executable, script, "serve", "-o", out], check=True, capture_output=True)
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def test_the_bill_of_materials_has_every_package(bill: dict[str, object]) -> None:
+    components = {one["name"]: one for one in bill["components"]}  # type: ignore[attr-defined]
+    needs = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
+    wanted = {re.split("[>;]", need)[0] for need in needs if ";" not in need}
+    assert wanted <= components.keys()
+    assert all(one["version"] and one["licenses"] for one in components.values())
+    refs = {one["bom-ref"] for one in components.values()}
+    named = {ref for one in bill["dependencies"] for ref in one["dependsOn"]}  # type: ignore[attr-defined]
+    assert named == refs
+
+
+def test_what_is_bundled_is_in_the_notices(bill: dict[str, object]) -> None:
+    text = (ROOT / "THIRD_PARTY_NOTICES.md").read_text()
+    bundled = bill["metadata"]["component"]["components"]  # type: ignore[index]
+    assert all(one["name"].split()[0] in text for one in bundled)
+    assert len(bundled) == 4
+    vendored = {path.stem for path in (ROOT / "src/hotset/server/page/vendor").glob("*.LICENSE")}
+    assert vendored <= {one["name"] for one in bundled}
+
+
+def wheel_of(folder: Path, version: str, names: list[str]) -> Path:
+    path = folder / f"hotset-{version}-cp311-cp311-any.whl"
+    with ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return path
+
+
+LICENSES = f"hotset-{PROJECT['version']}.dist-info/licenses"
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "why"),
+    [
+        ("99.9", [], "is not of version"),
+        (PROJECT["version"], [], "has no LICENSE"),
+        (PROJECT["version"], [f"{LICENSES}/LICENSE"], "has no THIRD_PARTY_NOTICES.md"),
+        (
+            PROJECT["version"],
+            [f"{LICENSES}/{name}" for name in ("LICENSE", "THIRD_PARTY_NOTICES.md", "src/marked.LICENSE")],
+            "has no man pages",
+        ),
+    ],
+)
+def test_the_check_refuses_a_wheel(tmp_path: Path, version: str, names: list[str], why: str) -> None:
+    wheel = wheel_of(tmp_path, version, names)
+    script = ROOT / "packaging" / "release_check.py"
+    done = subprocess.run([sys.executable, script, wheel], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert why in done.stderr
+
+
+def test_the_workflow_checks_what_it_releases() -> None:
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    jobs = workflow["jobs"]
+    assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
+    steps = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    scripts = re.findall(r"packaging/\w+\.py", steps)
+    assert {"packaging/release_check.py", "packaging/sbom.py"} <= set(scripts)
+    assert all((ROOT / script).is_file() for script in scripts)
+    uses = [step["uses"] for step in jobs["release"]["steps"] if "uses" in step]
+    assert any("attest-build-provenance" in name for name in uses)
