@@ -180,10 +180,3 @@ def test_a_separator_beside_what_ends_a_text(tmp_path: Path, form: str, separate
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     (found,) = reranking_tokens(keys, tokenizer, 512, PAIR[0], [PAIR[1]])
     assert found == [bos, *query, *([eos] * (1 + separates)), *document, eos]
-
-
-def test_the_number_of_token_types_is_a_key(tmp_path: Path) -> None:
-    write(tmp_path, json.loads(trained_word_piece().to_str()))
-    keys = tokenizer_keys(tmp_path, {"vocab_size": 400, "type_vocab_size": 2})
-    assert keys["tokenizer.ggml.token_type_count"] == 2
-    assert "tokenizer.ggml.token_type_count" not in tokenizer_keys(tmp_path, {"vocab_size": 400})

@@ -106,8 +106,6 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
         keys["tokenizer.chat_template"] = template
     if settings.get("add_sep_token") is True:
         keys["tokenizer.ggml.add_sep_token"] = True
-    if config.get("type_vocab_size") is not None:  # which llama.cpp needs of encoders
-        keys["tokenizer.ggml.token_type_count"] = integer(config, "type_vocab_size", high=1 << 16)
     return keys
 
 
