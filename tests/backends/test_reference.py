@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate, routed
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
@@ -103,7 +105,10 @@ def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
 def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
     kept, small = backend(llama), backend(llama, weight_cache_bytes=30_000)
     assert np.array_equal(kept.step(batch(9)).logits, small.step(batch(9)).logits)
-    assert 0 < sum(w.nbytes for w in small._weights.kept.values()) <= 30_000
+    decoded = DecodedWeights(llama, np.asarray, 30_000)
+    for name in llama.tensors:
+        decoded.whole(name)
+    assert 0 < sum(w.nbytes for w in decoded.kept.values()) <= 30_000
 
 
 @pytest.mark.parametrize(("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2)])
@@ -187,15 +192,23 @@ def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
     assert routed(x, bias, by_one)[0, :2].tolist() == [0, 1]  # 9, 3, 9: of equal ones the first
 
 
-def test_close_twice(llama: GGUFFile) -> None:
-    reference = backend(llama)
+def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
     zero = np.zeros(1, np.int32)
+    tracemalloc.start()
+    reference = backend(llama)
     reference.step(Batch(zero, zero, zero, zero[None], zero))
-    held = reference._weights.kept, reference._keys, reference._values
-    assert all(held)
+    held, _ = tracemalloc.get_traced_memory()
     reference.close()
     reference.close()
-    assert not any(held)
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    matrices = 4 * sum(math.prod(one.shape) for name, one in llama.tensors.items() if name.startswith("blk."))
+    cache = sum(
+        4 * reference.n_pages * PAGE_SIZE * op.n_head_kv * (op.head_dim + op.head_dim_v)
+        for op in reference.graph.ops
+        if isinstance(op, Attention)
+    )
+    assert held - left > 0.9 * (matrices + cache)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance() -> None:

@@ -280,7 +280,7 @@ def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page()
     shared.step()
     assert (len(shared.scheduler.running), len(shared.scheduler.waiting)) == (1, 2)
     assert shared.scheduler.pool.n_available == n_free  # the prefix that it found was given back
-    assert shared.scheduler.pool._references.count(2) == 0
+    assert shared.scheduler.pool.references.count(2) == 0
 
 
 @pytest.mark.parametrize("n", [2, 5])

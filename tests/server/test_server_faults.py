@@ -105,7 +105,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         server.wait_until_idle()
         until(lambda: not server.server.server_state.connections)
         gc.collect()
-        assert not server.service._answers
+        assert not server.service.n_open
         after = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
         assert after[0] <= before[0]
         assert after[1] <= before[1] + 1  # the engine's own thread comes and goes

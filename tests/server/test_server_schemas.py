@@ -474,7 +474,7 @@ def test_a_stream_that_fails_ends_with_an_error(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(stream=True, temperature=0, max_tokens=200)
         asking = asyncio.create_task(client.post(schema.url, json=body))
-        while not service._answers:
+        while not service.n_open:
             await asyncio.sleep(0)
         service.end_answers()
         assert "shut down" in schema.failure((await asking).text)

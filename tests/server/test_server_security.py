@@ -166,8 +166,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("hotset.server.security.hmac.compare_digest", compare)
     keys = ApiKeys(lambda *_: None, ["a", "long-key", "c"])  # type: ignore[arg-type,return-value]
-    assert keys._find("c") == 2
-    assert keys._find("") is None
+    assert keys.find("c") == 2
+    assert keys.find("") is None
     assert compared == [(32, 32)] * 6
 
 

@@ -884,10 +884,10 @@ class TestProcesses:
         for step in range(3):
             for run in (one, *two):
                 run.step = step
-            np.testing.assert_array_equal(torch.cat([run._windows() for run in two]), one._windows())
+            np.testing.assert_array_equal(torch.cat([run.windows() for run in two]), one.windows())
             assert two[0].tokens == two[1].tokens == one.tokens
-            seen += [tuple(window) for window in one._windows().tolist()]
-            scored = [run._scored(1000).tolist() for run in (one, two[0], two[1])]
+            seen += [tuple(window) for window in one.windows().tolist()]
+            scored = [run.scored_positions(1000).tolist() for run in (one, two[0], two[1])]
             assert scored[0] == scored[1] != scored[2]
         assert len(set(seen)) == 12
 
