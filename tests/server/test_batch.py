@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_server import write_model
 
 import hotset
 from hotset.reporter import Reporter
@@ -25,11 +24,6 @@ from hotset.server.settings import ServerSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
 URL = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def chat(i: int, **more: Any) -> dict[str, Any]:

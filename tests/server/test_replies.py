@@ -12,17 +12,12 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
-from tiny_server import MESSAGES, events_of, run, write_model
+from tiny_server import MESSAGES, events_of, run
 
 from hotset.server import replies, streams
 from hotset.server.answers import MOST_LOGPROBS
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event, event_beside, n_values
 from hotset.server.service import Service
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def drawn(draw: random.Random, depth: int) -> Any:

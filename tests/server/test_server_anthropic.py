@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anthropic import types
 from pydantic import TypeAdapter
-from tiny_server import run, write_model
+from tiny_server import run
 
 import hotset
 from hotset.errors import InvalidRequestError
@@ -269,17 +269,6 @@ def test_why_it_stopped(finished: Finished, n_tokens: int, reason: str):
 
 
 # ---- over HTTP ----
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
 
 
 def test_count_tokens(path: Path, model: hotset.Model):

@@ -20,17 +20,6 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True
 PROMPT = "<|im_start|>user:ok\n<|im_start|>assistant:Well, "  # behind the BOS
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
-
-
 def ids_of(model: hotset.Model, prompt: str) -> list[int]:
     return model.encode(prompt, parse_special=True)
 

@@ -29,17 +29,6 @@ OPTIONS = {"temperature": 0, "num_predict": 24}
 BODY = {"model": "tiny", "messages": [HELLO], "options": OPTIONS}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
-
-
 def request(**fields: Any):
     return chat_request(OllamaChatBody.model_validate(BODY | fields))
 

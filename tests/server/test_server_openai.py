@@ -14,7 +14,7 @@ from openai.pagination import SyncPage
 from openai.types import CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from pydantic import TypeAdapter
-from tiny_server import MESSAGES, events_of, run, write_model
+from tiny_server import MESSAGES, events_of, run
 
 import hotset
 from hotset.server.openai.completions import CompletionBody
@@ -23,17 +23,6 @@ from hotset.server.service import Service
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
-        yield model
 
 
 async def posted(client: httpx.AsyncClient, url: str, **body: Any) -> dict[str, Any]:

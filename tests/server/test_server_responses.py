@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import run, write_model
+from tiny_server import run
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -231,11 +231,6 @@ def test_an_answer_that_is_cut_is_incomplete():
 
 
 # ---- over HTTP ----
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def test_a_response_repeats_its_request(path: Path):

@@ -534,7 +534,7 @@ class TestMerging:
         adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
         with open_gguf(silu) as gguf:
             merge(gguf, adapters, tmp_path / "q8.gguf", GGMLType.Q8_0)
-            with pytest.raises(InvalidRequestError, match="the model that is read"):
+            with pytest.raises(InvalidRequestError, match="a file that is read"):
                 merge(gguf, adapters, silu)
         with open_gguf(tmp_path / "q8.gguf") as gguf:
             assert gguf.tensors["blk.0.ffn_up.weight"].type == GGMLType.Q8_0
