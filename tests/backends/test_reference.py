@@ -46,11 +46,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
     """A random two-layer llama with heads of 32; the embedding is Q8_0 and serves as output too."""
     types = {"token_embd": GGMLType.Q8_0, "attn_q": GGMLType.F16}
     path = write_llama(
-        tmp_path_factory.mktemp("llama") / "llama.gguf",
-        tied=True,
-        type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32),
-        spread=lambda name: 1.0,
-    )
+        tmp_path_factory.mktemp("llama") / "llama.gguf", tied=True,
+        type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32), spread=lambda name: 1.0,
+    )  # fmt: skip
     return open_gguf(path)
 
 
@@ -62,12 +60,9 @@ def batch(n: int, outputs: list[int] | None = None, taps: tuple[str, ...] = (), 
     """n tokens of one sequence from position 0, on pages 2, 0, 1."""
     tokens = (np.arange(n) * 37 + 5) % N_VOCAB
     arrays: dict[str, Any] = {
-        "tokens": tokens,
-        "positions": np.arange(n),
-        "sequences": np.zeros(n),
-        "page_tables": [[2, 0, 1]],
+        "tokens": tokens, "positions": np.arange(n), "sequences": np.zeros(n), "page_tables": [[2, 0, 1]],
         "outputs": range(n) if outputs is None else outputs,
-    }
+    }  # fmt: skip
     return Batch(**{key: np.array(v, np.int32) for key, v in (arrays | replaced).items()}, taps=taps)
 
 
@@ -245,14 +240,12 @@ def test_activations_against_their_formulas() -> None:
     formulas = {
         "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
         "clamped_silu": lambda v: min(v, 0.25) / (1 + math.exp(-1.702 * min(v, 0.25))),
-        "clamped_plus_one": lambda v: min(max(v, -0.25), 0.25) + 1,
-        "silu": lambda v: v / (1 + math.exp(-v)),
+        "clamped_plus_one": lambda v: min(max(v, -0.25), 0.25) + 1, "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * math.erfc(-v / math.sqrt(2)),
         "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
-        "relu": lambda v: max(v, 0.0),
-        "relu2": lambda v: max(v, 0.0) ** 2,
+        "relu": lambda v: max(v, 0.0), "relu2": lambda v: max(v, 0.0) ** 2,
         "fatrelu": lambda v: v if v >= 0.25 else 0.0,
-    }
+    }  # fmt: skip
     assert set(formulas) == set(ACTIVATIONS)
     for kind, formula in formulas.items():
         found = ACTIVATIONS[kind](x, F32(0.25))

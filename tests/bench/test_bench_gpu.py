@@ -84,12 +84,8 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
         said = {"llama-bench": '[{"avg_ts": 20}]'}.get(Path(command[0]).name, "")
         if command[1].endswith("decode.py"):
             kinds = {
-                "weights": 1 << 29,
-                "neurons": 1 << 29,
-                "kv": 1 << 28,
-                "workspace": 0,
-                "context": 1 << 28,
-            }
+                "weights": 1 << 29, "neurons": 1 << 29, "kv": 1 << 28, "workspace": 0, "context": 1 << 28,
+            }  # fmt: skip
             said = json.dumps({"tokens_per_second": 50, "kinds": kinds})
         return subprocess.CompletedProcess(command, 0, said, "eval time = 1000 ms / 10 runs")
 

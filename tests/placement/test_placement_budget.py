@@ -96,13 +96,9 @@ def test_a_device_never_holds_more_than_was_planned(
         planned = problem.budget_of(list(places), 0)
         stream = facts.stream_bytes // 2
         backend = open_chain(
-            Placement(("cpu",), places, 0),
-            prepared.weights,
-            graph,
-            stream_bytes=stream,
-            n_threads=1,
+            Placement(("cpu",), places, 0), prepared.weights, graph, stream_bytes=stream, n_threads=1,
             **options,
-        )
+        )  # fmt: skip
         held = backend.device_bytes()[0]
         backend.close()
         prepared.weights.close()
@@ -242,10 +238,8 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     assert wanted_devices(LoadSettings()) == ((), None)
     for settings in (
-        LoadSettings(vram_budget=8),
-        LoadSettings(n_gpu_layers=1),
-        LoadSettings(gpu_index=Path("x")),
-    ):
+        LoadSettings(vram_budget=8), LoadSettings(n_gpu_layers=1), LoadSettings(gpu_index=Path("x")),
+    ):  # fmt: skip
         with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
             wanted_devices(settings)
     with pytest.raises(DeviceError, match="cuda:0"):

@@ -221,13 +221,11 @@ def answered(version: int, magic: bytes = links.MAGIC) -> Callable[[socket.socke
         (ended, "did not answer within 0.2 s"),
         (lambda tcp: None, "did not answer within 0.2 s"),
         (answered(1, b"HTTP"), "is none: something else listens there"),
-        (
-            answered(9),
-            "has version 9 of the frames between stages, and this machine 1; install the same version",
-        ),
+        (answered(9),
+         "has version 9 of the frames between stages, and this machine 1; install the same version"),
         (answered(links.VERSION), "does not have the key of this line"),
     ],
-)
+)  # fmt: skip
 def test_a_connection_that_cannot_be_made_ends_with_a_message(
     answer: Callable[[socket.socket], object], said: str, key: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,13 +106,8 @@ def test_long_replies_are_made_beside_the_loop(path: Path, monkeypatch: pytest.M
 def test_logprobs_of_a_stream_come_some_at_a_time(path: Path) -> None:
     """Those of the prompt too, and in all they are the same."""
     body = {
-        "prompt": "a" * 150,
-        "echo": True,
-        "logprobs": 2,
-        "max_tokens": 100,
-        "seed": 1,
-        "ignore_eos": True,
-    }
+        "prompt": "a" * 150, "echo": True, "logprobs": 2, "max_tokens": 100, "seed": 1, "ignore_eos": True,
+    }  # fmt: skip
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]

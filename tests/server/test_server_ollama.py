@@ -87,15 +87,13 @@ def test_results_find_their_calls():
     first, *rest = turns(
         HELLO,
         {
-            "role": "assistant",
-            "content": "",
-            "thinking": "hm",
+            "role": "assistant", "content": "", "thinking": "hm",
             "tool_calls": [call("f"), call("g"), call("f")],
         },
         {"role": "tool", "tool_name": "g", "content": "2"},
         {"role": "tool", "content": "1"},
         {"role": "tool", "tool_name": "f", "content": "3"},
-    )
+    )  # fmt: skip
     assert first == HELLO
     asked, *results = rest
     assert asked["reasoning_content"] == "hm"

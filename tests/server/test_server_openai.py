@@ -177,12 +177,9 @@ def test_echo_with_logprobs_scores_a_prompt(path: Path, model: hotset.Model, max
         scores = log_softmax(model.logits(ids))
         expected = [scores[i - 1, ids[i]] for i in range(1, len(ids))]
         body = {
-            "prompt": [ids, ids[:70]],
-            "echo": True,
-            "logprobs": 2,
-            "max_tokens": max_tokens,
+            "prompt": [ids, ids[:70]], "echo": True, "logprobs": 2, "max_tokens": max_tokens,
             "stream": stream,
-        }
+        }  # fmt: skip
         reply = await client.post(COMPLETIONS, json=body | {"temperature": 0})
         assert reply.status_code == 200, reply.text
         if stream:
@@ -282,16 +279,9 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
         subject["model"] = "tiny"
         refused: dict[str, Any] = {
-            "made_up": 1,
-            "service_tier": "mine",
-            "stream_options": {"include_usage": True},
-            "seed": -3,
-            "n": 0,
-            "stop": [""],
-            "logit_bias": {"99999": 1},
-            "max_tokens": 0,
-            "frequency_penalty": math.inf,
-        }
+            "made_up": 1, "service_tier": "mine", "stream_options": {"include_usage": True}, "seed": -3,
+            "n": 0, "stop": [""], "logit_bias": {"99999": 1}, "max_tokens": 0, "frequency_penalty": math.inf,
+        }  # fmt: skip
         refused |= (
             {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "verbosity": 2}
             if url == CHAT

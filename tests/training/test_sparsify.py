@@ -71,23 +71,16 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
     gguf = open_gguf(path)
     base = load_base(gguf)
     defaults: dict[str, Any] = {
-        "n_ctx": N_CTX,
-        "batch": 2,
-        "rank": 8,
-        "warmup": 2,
-        "n_tokens": 40 * 2 * N_CTX,
-    }
+        "n_ctx": N_CTX, "batch": 2, "rank": 8, "warmup": 2, "n_tokens": 40 * 2 * N_CTX,
+    }  # fmt: skip
     return Training(
-        base,
-        TorchTeacher(base),
+        base, TorchTeacher(base),
         TrainingTexts(
             Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
             torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
         ),
-        folder,
-        SparsifySettings(**{**defaults, **settings}),
-        model=digest(gguf),
-    )
+        folder, SparsifySettings(**{**defaults, **settings}), model=digest(gguf),
+    )  # fmt: skip
 
 
 def hidden(
@@ -913,17 +906,11 @@ class TestProcesses:
         (tmp_path / "two").mkdir()
         done = subprocess.run(
             [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node=2",
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                 str(script),
             ],
-            check=False,
-            capture_output=True,
-            timeout=WATCHDOG,
-        )
+            check=False, capture_output=True, timeout=WATCHDOG,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()[-6000:]
         one = training(silu, tmp_path / "one", batch=2, n_tokens=6 * 2 * N_CTX)
         one.prepare()
