@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> N
     with pytest.raises(
         UnsupportedModelError, match=f"multiple of 32 channels, and this model's have {have};"
     ):
-        ReferenceBackend(None, graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
+        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
