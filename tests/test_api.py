@@ -406,7 +406,7 @@ def test_a_closed_model_says_so(path: Path):
     next(stream)
     closing = threading.Thread(target=model.close)
     closing.start()
-    while not model._closed:
+    while not model.thread.closed:
         time.sleep(0.001)
     gate.release(1000)
     closing.join()

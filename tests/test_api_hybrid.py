@@ -359,11 +359,9 @@ def test_counts_are_taken_from_where_they_are(model: Path) -> None:
     assert set(first) <= {0, 100}  # the hottest first; from 0 on where the budget takes more
     with hotset.load(model, backend="cpu", **SMALL) as loaded:
         own = profile.Profile(
-            tuple(layer.astype(np.uint64) for layer in counts(200)),
-            1000,
-            sidecar.fingerprint(loaded.gguf),
+            tuple(layer.astype(np.uint64) for layer in counts(200)), 1000, sidecar.fingerprint(loaded.gguf),
             ("x",),
-        )
+        )  # fmt: skip
     own.save(profile.profile_path(model))
     assert "profile.hotset.gguf, 1000 tokens" in hot()[1]
     given = model.parent / "given.gguf"

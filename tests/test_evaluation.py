@@ -19,14 +19,10 @@ from hotset.evaluation import evaluate
 from hotset.text.multiple_choice import LONGEST_LINE, Question, read_questions
 
 HELLASWAG: dict[str, Any] = {
-    "ind": 4,
-    "activity_label": "Removing ice",
-    "ctx_a": "[header] A man [title] He has snow.",
-    "ctx_b": "the Man",
-    "ctx": "not read where its halves are there",
-    "endings": ["starts to  dance.", "cleans it [step] up.", "eats.", "is a car."],
-    "label": 1,
-}
+    "ind": 4, "activity_label": "Removing ice", "ctx_a": "[header] A man [title] He has snow.",
+    "ctx_b": "the Man", "ctx": "not read where its halves are there",
+    "endings": ["starts to  dance.", "cleans it [step] up.", "eats.", "is a car."], "label": 1,
+}  # fmt: skip
 AI2_ARC: dict[str, Any] = {
     "id": "x",
     "question": {
@@ -36,11 +32,9 @@ AI2_ARC: dict[str, Any] = {
     "answerKey": "2",
 }
 HF_ARC: dict[str, Any] = {
-    "id": "x",
-    "question": "Which is hot?",
-    "choices": {"text": ["fire", "ice", "snow"], "label": ["A", "B", "C"]},
-    "answerKey": "A",
-}
+    "id": "x", "question": "Which is hot?",
+    "choices": {"text": ["fire", "ice", "snow"], "label": ["A", "B", "C"]}, "answerKey": "A",
+}  # fmt: skip
 PIQA: dict[str, Any] = {"goal": "to cut", "sol1": "use a knife", "sol2": "use a spoon", "label": 0}
 
 

@@ -207,12 +207,8 @@ def test_no_subcommand_replaces_what_is_no_file(tmp_path: Path, arguments: list[
     odd = tmp_path / ("odd.html" if "ODD.html" in arguments else "odd")
     os.mkfifo(odd)
     places = {
-        "MODEL": model,
-        "TEXT": text,
-        "PROFILE": profile,
-        "FOLDER": tmp_path,
-        "OUT": tmp_path / "o.gguf",
-    }
+        "MODEL": model, "TEXT": text, "PROFILE": profile, "FOLDER": tmp_path, "OUT": tmp_path / "o.gguf",
+    }  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     done = inside(*[places.get(a, odd if a.startswith("ODD") else a) for a in arguments])
     assert done.returncode == 1, done.stderr

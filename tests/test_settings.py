@@ -77,10 +77,8 @@ def test_what_is_given_becomes_plain() -> None:
 )
 def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any], message: str) -> None:
     for use in (
-        LoadSettings,
-        lambda **f: hotset.load("missing", **f),
-        lambda **f: hotset.plan("missing", **f),
-    ):
+        LoadSettings, lambda **f: hotset.load("missing", **f), lambda **f: hotset.plan("missing", **f),
+    ):  # fmt: skip
         with pytest.raises(hotset.InvalidRequestError, match=message):
             use(**fields)
 

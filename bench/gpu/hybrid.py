@@ -95,9 +95,9 @@ def run(ledger: Ledger, setup: Setup) -> None:
     speeds, parts = [], []
     for name in setup.models:
         for share in setup.shares:
-            result = _measure(ledger, setup, name, share)
+            result = measure(ledger, setup, name, share)
             if result["runs"]:
-                speeds += _speed_rows(name, share, result)
+                speeds += speed_rows(name, share, result)
                 parts += _part_rows(name, share, result)
     print(f"\n{facts(setup.device)['name']}; decode of {setup.n_gen} tokens, medians (lowest to highest)\n")
     print_table(["model", "budget", "program", "tokens/s", "hybrid ÷ it", "target"], speeds)
@@ -125,7 +125,7 @@ def run(ledger: Ledger, setup: Setup) -> None:
 # ---- one unit ----
 
 
-def _measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, Any]:
+def measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, Any]:
     """Every program in turn, several rounds; a run of one program is a unit that is kept."""
     path = _model(setup.folder, name)
     plain = _model(setup.folder, name, plain=True) if setup.llama else path
@@ -247,7 +247,8 @@ def _speeds(result: dict[str, Any], program: str) -> list[float]:
     return [run["tokens_per_second"] for run in result["runs"].get(program, []) if "error" not in run]
 
 
-def _speed_rows(name: str, share: float, result: dict[str, Any]) -> list[list[str]]:
+def speed_rows(name: str, share: float, result: dict[str, Any]) -> list[list[str]]:
+    """A row for each program: tokens per second, and how many times as fast the hybrid is."""
     ours, rows = _speeds(result, "hybrid"), []
     for program, runs in result["runs"].items():
         speeds = _speeds(result, program)

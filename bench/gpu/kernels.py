@@ -76,7 +76,7 @@ def run(ledger: Ledger, device: torch.device, sizes: Sizes) -> None:
     for unit in _units(kernels, sizes):
         result = ledger.unit(unit.key, lambda unit=unit: _measure(unit, device, kernels))  # type: ignore[misc]
         if result is not None:
-            rows.append(_cells(unit, result, rates))
+            rows.append(cells(unit, result, rates))
     name, read, copied = rates["facts"]["name"], rates["read"] / 1e9, rates["copy"] / 1e9
     print(f"\n{name}: reads {read:.0f} GB/s, copies {copied:.0f} GB/s,")
     print(f"multiplies {rates['matmul'] / 1e12:.1f} TFLOP/s; kernels by {kernels.name}\n")
@@ -109,7 +109,8 @@ def _measure(unit: Unit, device: torch.device, kernels: Kernels) -> dict[str, An
     }
 
 
-def _cells(unit: Unit, result: dict[str, Any], rates: dict[str, Any]) -> list[str]:
+def cells(unit: Unit, result: dict[str, Any], rates: dict[str, Any]) -> list[str]:
+    """The row of a unit: its speed beside what the device reads or multiplies, and whether it is enough."""
     if result["seconds"] is None:
         return [unit.key, "", "", "", "", f"{result['error']:.1e}", "WRONG"]
     speed = unit.bytes / result["seconds"]

@@ -57,12 +57,9 @@ tiny_models = pytest.importorskip("tiny_models")
 T = GGMLType
 TABLE = DATA / "bits.json"
 DENSE = {
-    "llama": {},
-    "llama-window": {"keys": {"llama.attention.sliding_window": 24}},
-    "llama-tied": {"tied": True},
-    "qwen2": {"architecture": "qwen2"},
-    "qwen3": {"architecture": "qwen3"},
-}
+    "llama": {}, "llama-window": {"keys": {"llama.attention.sliding_window": 24}},
+    "llama-tied": {"tied": True}, "qwen2": {"architecture": "qwen2"}, "qwen3": {"architecture": "qwen3"},
+}  # fmt: skip
 RELU = {
     "llama": {"architecture": "llama"},
     "bamboo": {"architecture": "bamboo"},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate, routed
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
@@ -44,11 +47,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
     """A random two-layer llama with heads of 32; the embedding is Q8_0 and serves as output too."""
     types = {"token_embd": GGMLType.Q8_0, "attn_q": GGMLType.F16}
     path = write_llama(
-        tmp_path_factory.mktemp("llama") / "llama.gguf",
-        tied=True,
-        type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32),
-        spread=lambda name: 1.0,
-    )
+        tmp_path_factory.mktemp("llama") / "llama.gguf", tied=True,
+        type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32), spread=lambda name: 1.0,
+    )  # fmt: skip
     return open_gguf(path)
 
 
@@ -60,12 +61,9 @@ def batch(n: int, outputs: list[int] | None = None, taps: tuple[str, ...] = (), 
     """n tokens of one sequence from position 0, on pages 2, 0, 1."""
     tokens = (np.arange(n) * 37 + 5) % N_VOCAB
     arrays: dict[str, Any] = {
-        "tokens": tokens,
-        "positions": np.arange(n),
-        "sequences": np.zeros(n),
-        "page_tables": [[2, 0, 1]],
+        "tokens": tokens, "positions": np.arange(n), "sequences": np.zeros(n), "page_tables": [[2, 0, 1]],
         "outputs": range(n) if outputs is None else outputs,
-    }
+    }  # fmt: skip
     return Batch(**{key: np.array(v, np.int32) for key, v in (arrays | replaced).items()}, taps=taps)
 
 
@@ -103,7 +101,10 @@ def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
 def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
     kept, small = backend(llama), backend(llama, weight_cache_bytes=30_000)
     assert np.array_equal(kept.step(batch(9)).logits, small.step(batch(9)).logits)
-    assert 0 < sum(w.nbytes for w in small._weights.kept.values()) <= 30_000
+    decoded = DecodedWeights(llama, np.asarray, 30_000)
+    for name in llama.tensors:
+        decoded.whole(name)
+    assert 0 < sum(w.nbytes for w in decoded.kept.values()) <= 30_000
 
 
 @pytest.mark.parametrize(("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2)])
@@ -124,7 +125,7 @@ def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> N
     with pytest.raises(
         UnsupportedModelError, match=f"multiple of 32 channels, and this model's have {have};"
     ):
-        ReferenceBackend(None, graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
+        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -187,15 +188,23 @@ def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
     assert routed(x, bias, by_one)[0, :2].tolist() == [0, 1]  # 9, 3, 9: of equal ones the first
 
 
-def test_close_twice(llama: GGUFFile) -> None:
-    reference = backend(llama)
+def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
     zero = np.zeros(1, np.int32)
+    tracemalloc.start()
+    reference = backend(llama)
     reference.step(Batch(zero, zero, zero, zero[None], zero))
-    held = reference._weights.kept, reference._keys, reference._values
-    assert all(held)
+    held, _ = tracemalloc.get_traced_memory()
     reference.close()
     reference.close()
-    assert not any(held)
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    matrices = 4 * sum(math.prod(one.shape) for name, one in llama.tensors.items() if name.startswith("blk."))
+    cache = sum(
+        4 * reference.n_pages * PAGE_SIZE * op.n_head_kv * (op.head_dim + op.head_dim_v)
+        for op in reference.graph.ops
+        if isinstance(op, Attention)
+    )
+    assert held - left > 0.9 * (matrices + cache)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance() -> None:
@@ -232,14 +241,12 @@ def test_activations_against_their_formulas() -> None:
     formulas = {
         "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
         "clamped_silu": lambda v: min(v, 0.25) / (1 + math.exp(-1.702 * min(v, 0.25))),
-        "clamped_plus_one": lambda v: min(max(v, -0.25), 0.25) + 1,
-        "silu": lambda v: v / (1 + math.exp(-v)),
+        "clamped_plus_one": lambda v: min(max(v, -0.25), 0.25) + 1, "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * math.erfc(-v / math.sqrt(2)),
         "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
-        "relu": lambda v: max(v, 0.0),
-        "relu2": lambda v: max(v, 0.0) ** 2,
+        "relu": lambda v: max(v, 0.0), "relu2": lambda v: max(v, 0.0) ** 2,
         "fatrelu": lambda v: v if v >= 0.25 else 0.0,
-    }
+    }  # fmt: skip
     assert set(formulas) == set(ACTIVATIONS)
     for kind, formula in formulas.items():
         found = ACTIVATIONS[kind](x, F32(0.25))

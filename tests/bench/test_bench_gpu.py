@@ -84,12 +84,8 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
         said = {"llama-bench": '[{"avg_ts": 20}]'}.get(Path(command[0]).name, "")
         if command[1].endswith("decode.py"):
             kinds = {
-                "weights": 1 << 29,
-                "neurons": 1 << 29,
-                "kv": 1 << 28,
-                "workspace": 0,
-                "context": 1 << 28,
-            }
+                "weights": 1 << 29, "neurons": 1 << 29, "kv": 1 << 28, "workspace": 0, "context": 1 << 28,
+            }  # fmt: skip
             said = json.dumps({"tokens_per_second": 50, "kinds": kinds})
         return subprocess.CompletedProcess(command, 0, said, "eval time = 1000 ms / 10 runs")
 
@@ -101,7 +97,7 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(hybrid, "EVAL", re.compile("eval time = ([0-9]+) ms / ([0-9]+) runs"))
     device, where = torch.device("cpu"), (Path("/llama"), Path("/powerinfer/main"))
     setup = hybrid.Setup(device, tmp_path, ("7b-q4_0",), *where, 7, 64, 1, (0.5, hybrid.WHOLE), {})
-    result = hybrid._measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", 0.5)
+    result = hybrid.measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", 0.5)
     assert set(result["runs"]) == {"hybrid", "CPU", "llama.cpp", "PowerInfer"}
     llama = next(command for command in asked if "llama-bench" in command[0])
     assert llama[llama.index("-ngl") + 1] == "12"  # 1.5 GiB of 4, of 32 layers
@@ -111,7 +107,7 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
     hybrid_options = json.loads(asked[0][-1])["options"]
     assert hybrid_options == {"n_threads": 7, "device": "cpu", "vram_budget": 2.0}
     asked.clear()
-    whole = hybrid._measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", hybrid.WHOLE)
+    whole = hybrid.measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", hybrid.WHOLE)
     assert {"GPU", "hybrid"} <= set(whole["runs"])
     assert whole["budget"] is None
     assert not any("--vram-budget" in part or "vram_budget" in part for command in asked for part in command)
@@ -135,11 +131,11 @@ def test_kernels_are_checked_and_their_keys_differ(
 def test_a_kernel_that_is_wrong_has_no_speed() -> None:
     rates = {"read": 1e12}
     unit = kernels.Unit("linear", 1e6, 1e6, lambda: None)
-    assert kernels._cells(unit, {"seconds": None, "error": 0.5}, rates)[-1] == "WRONG"
-    assert kernels._cells(unit, {"seconds": 1.1e-6, "error": 1e-7}, rates)[-1] == "85% pass"
-    assert kernels._cells(unit, {"seconds": 1.5e-6, "error": 1e-7}, rates)[-1] == "85% FAIL"
+    assert kernels.cells(unit, {"seconds": None, "error": 0.5}, rates)[-1] == "WRONG"
+    assert kernels.cells(unit, {"seconds": 1.1e-6, "error": 1e-7}, rates)[-1] == "85% pass"
+    assert kernels.cells(unit, {"seconds": 1.5e-6, "error": 1e-7}, rates)[-1] == "85% FAIL"
     product = kernels.Unit("prompt", 1e6, 1e9, lambda: None, None, 0.4)
-    found = kernels._cells(product, {"seconds": 2e-6, "error": 1e-4}, rates | {"matmul": 1e15})[-1]
+    found = kernels.cells(product, {"seconds": 2e-6, "error": 1e-4}, rates | {"matmul": 1e15})[-1]
     assert found == "50% of products, 40% pass"
 
 
@@ -148,11 +144,11 @@ def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
         return [{"tokens_per_second": speed} for speed in speeds]
 
     result = {"runs": {"hybrid": runs(60, 40, 50), "llama.cpp": runs(10, 20, 15), "CPU": [{"error": ["no"]}]}}
-    rows = hybrid._speed_rows("7b", 0.5, result)
+    rows = hybrid.speed_rows("7b", 0.5, result)
     assert rows[0][3:] == ["50.0 (40.0 to 60.0)", "", ""]
     assert rows[1][3:] == ["15.0 (10.0 to 20.0)", "3.33×", "3.0× pass"]
     assert "failed" in rows[2][3]
-    assert hybrid._speed_rows("7b", 1.0, result)[1][5] == ""  # all fits: only our own GPU path is a target
+    assert hybrid.speed_rows("7b", 1.0, result)[1][5] == ""  # all fits: only our own GPU path is a target
 
 
 def test_the_first_half_hour_ends_and_goes_on(

@@ -85,10 +85,8 @@ def test_both_files_hold_the_same_weights(tmp_path: Path, kind: synthetic.Kind) 
         assert (a.dialect, b.dialect) == ("powerinfer", "gguf")
         common = a.tensors.keys() & b.tensors.keys()
         assert {name.split(".", 2)[-1] for name in a.tensors.keys() - common} == {
-            "ffn_down_t.weight",
-            "fc1.weight",
-            "fc2.weight",
-        }
+            "ffn_down_t.weight", "fc1.weight", "fc2.weight",
+        }  # fmt: skip
         for name in common:
             np.testing.assert_array_equal(a.data(name), b.data(name))
 

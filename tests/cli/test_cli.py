@@ -188,11 +188,8 @@ def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.Captu
     print_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
     assert capsys.readouterr().err == "error: the cache has no room; lower -c, or use -ctk q8_0. -t too.\n"
     for name in (
-        "There is no model 'n_ctx'",
-        "n_ctx.gguf is empty",
-        "a/n_ctx/b has no file",
-        "my-n_ctx-2 is old",
-    ):
+        "There is no model 'n_ctx'", "n_ctx.gguf is empty", "a/n_ctx/b has no file", "my-n_ctx-2 is old",
+    ):  # fmt: skip
         print_error(name)
         assert capsys.readouterr().err == f"error: {name}.\n"
 
@@ -305,17 +302,8 @@ def test_a_fault_of_hotset_asks_for_a_report(model: Path, tmp_path: Path) -> Non
 
 def test_help_and_version() -> None:
     for subcommand in (
-        "run",
-        "pull",
-        "list",
-        "rm",
-        "show",
-        "bench",
-        "perplexity",
-        "eval",
-        "doctor",
-        "convert",
-    ):
+        "run", "pull", "list", "rm", "show", "bench", "perplexity", "eval", "doctor", "convert",
+    ):  # fmt: skip
         assert subcommand in inside("--help").stdout
         assert inside(subcommand, "-h").returncode == 0
     assert re.match(r"hotset \S+\n$", hotset("--version").stdout)
@@ -544,23 +532,11 @@ def test_list_all_shows_the_catalogue_with_what_cannot_run(home: Path) -> None:
 def test_show_gives_the_facts_of_a_file(model: Path) -> None:
     facts = json.loads(inside("show", model, "--json", "--tensors").stdout)
     wanted = {
-        "architecture": "llama",
-        "name": "Tiny Random",
-        "license": "mit",
-        "context": 512,
-        "layers": 2,
-        "embedding": 64,
-        "feed_forward": [96],
-        "heads": 2,
-        "kv_heads": 1,
-        "head_size": 32,
-        "activation": "silu",
-        "tokenizer": "gpt2",
-        "vocabulary": 101,
-        "chat_template": True,
-        "runs": True,
+        "architecture": "llama", "name": "Tiny Random", "license": "mit", "context": 512, "layers": 2,
+        "embedding": 64, "feed_forward": [96], "heads": 2, "kv_heads": 1, "head_size": 32,
+        "activation": "silu", "tokenizer": "gpt2", "vocabulary": 101, "chat_template": True, "runs": True,
         "kv_bytes_per_token": 2 * 2 * (32 + 32),
-    }
+    }  # fmt: skip
     assert {key: facts[key] for key in wanted} == wanted
     assert facts["types"]["Q8_0"]["tensors"] == 15
     assert facts["types"]["F32"]["tensors"] == 5
@@ -660,24 +636,9 @@ def test_bench_goes_through_the_engine_and_reuses_the_depth() -> None:
 @needs_core
 def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
     done = inside(
-        "bench",
-        "-m",
-        model,
-        "-p",
-        "8,16",
-        "-n",
-        4,
-        "-pg",
-        "8,4",
-        "-d",
-        "0,64",
-        "-t",
-        1,
-        "-r",
-        2,
-        "-o",
+        "bench", "-m", model, "-p", "8,16", "-n", 4, "-pg", "8,4", "-d", "0,64", "-t", 1, "-r", 2, "-o",
         "json",
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
     tensors = json.loads(inside("show", model, "--json", "--tensors").stdout)["tensors"]
@@ -718,17 +679,8 @@ def test_perplexity_agrees_with_the_python_api(model: Path, tmp_path: Path) -> N
     text = "the quick brown fox jumps over the lazy dog\r\n" * 20
     (tmp_path / "text.txt").write_bytes(text.encode())
     arguments = (
-        "perplexity",
-        model,
-        "-f",
-        tmp_path / "text.txt",
-        "-c",
-        32,
-        "--chunks",
-        4,
-        "--backend",
-        "reference",
-    )
+        "perplexity", model, "-f", tmp_path / "text.txt", "-c", 32, "--chunks", 4, "--backend", "reference",
+    )  # fmt: skip
     done = inside(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -232,8 +232,8 @@ def test_a_history_that_cannot_be_used_stops_nothing(model: Path, home: Path, tm
     assert list(home.iterdir()) == [home / "chat_history"]
 
 
-def kept(history: editor._History | None = None) -> list[str]:
-    return list((history or editor._History()).load_history_strings())
+def kept(history: editor.ChatHistory | None = None) -> list[str]:
+    return list((history or editor.ChatHistory()).load_history_strings())
 
 
 def test_a_damaged_history_keeps_what_can_be_read(home: Path) -> None:
@@ -242,13 +242,13 @@ def test_a_damaged_history_keeps_what_can_be_read(home: Path) -> None:
     file = home / "chat_history"
     file.write_bytes(b'"one"\nno json\n\xff\xfe\n{"a": 1}\n' + b"[" * 9999 + b'\n\n"two\\nlines"\n"cut of')
     assert kept() == ["two\nlines", "one"]
-    editor._History().store_string("three \udcff")
+    editor.ChatHistory().store_string("three \udcff")
     assert kept() == ["three \udcff", "two\nlines", "one"]
     assert file.read_text().count("\n") == 3
 
 
 def test_chats_side_by_side_share_one_history(home: Path) -> None:
-    one, other = editor._History(), editor._History()
+    one, other = editor.ChatHistory(), editor.ChatHistory()
     for history, text in [(one, "a"), (other, "b"), (one, "c")]:
         history.store_string(text)
     assert kept() == ["c", "b", "a"]
@@ -257,7 +257,7 @@ def test_chats_side_by_side_share_one_history(home: Path) -> None:
 def test_the_history_has_a_bound(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(editor, "_LARGEST_HISTORY", 100)
     monkeypatch.setattr(editor, "_LONGEST_ENTRY", 40)
-    history = editor._History()
+    history = editor.ChatHistory()
     for i in range(30):
         history.store_string(f"message {i}")  # with quotes and newline 12 or 13 bytes
         assert (home / "chat_history").stat().st_size <= 100
@@ -273,7 +273,7 @@ def test_no_place_for_a_history_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", "/dev/null/none")
-    history = editor._History()
+    history = editor.ChatHistory()
     assert kept(history) == []
     for _ in range(2):
         history.store_string("a")

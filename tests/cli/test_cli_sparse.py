@@ -355,12 +355,9 @@ def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, 
     facts = result("show", out, "--json")["sparsity"]
     assert facts["n_always"] == (written["n_always"] if any(written["n_always"]) else None)
     done = inside(
-        "reorder",
-        published,
-        tmp_path / "again.gguf",
-        "--profile",
+        "reorder", published, tmp_path / "again.gguf", "--profile",
         published.with_name("published.profile.hotset.gguf"),
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"The first \d+( to \d+)? neurons of each layer are computed always", done.stderr)
 
@@ -384,14 +381,9 @@ def test_show_explains_a_sparse_file(published: Path, text: Path) -> None:
     assert (sparsity["mode"], facts["activation"], facts["gated"]) == ("predicted", "relu", True)
     n_bytes = 4 * (64 + N_FF) * (32 + 64)
     assert predictor == {
-        "kind": "mlp",
-        "ranks": [32, 64],
-        "types": ["F32"],
-        "bytes": n_bytes,
-        "share": pytest.approx(n_bytes / facts["size"]),
-        "threshold": pytest.approx(0.1),
-        "reads": "ffn_inp",
-    }
+        "kind": "mlp", "ranks": [32, 64], "types": ["F32"], "bytes": n_bytes,
+        "share": pytest.approx(n_bytes / facts["size"]), "threshold": pytest.approx(0.1), "reads": "ffn_inp",
+    }  # fmt: skip
     assert (sparsity["activation_counts"], sparsity["gpu_index"], sparsity["built"]) == (None, None, [])
     assert (
         inside(
@@ -428,11 +420,8 @@ def test_show_of_plain_files(plain: Path, tmp_path: Path) -> None:
     assert re.search(r"positions +learned", shown)
     dense = write_model(tmp_path / "dense.gguf")
     assert result("show", dense, "--json")["sparsity"] == {
-        "mode": "dense",
-        "reason": "dense: silu has no zeros",
-        "predictor": None,
-        "thresholds": None,
-    }
+        "mode": "dense", "reason": "dense: silu has no zeros", "predictor": None, "thresholds": None,
+    }  # fmt: skip
     assert result("show", dense, "--activation", "relu", "--json")["sparsity"]["mode"] == "exact"
 
 

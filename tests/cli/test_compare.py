@@ -159,10 +159,8 @@ def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
     widest: list[int] = []
     log_softmax = perplexity_module._log_softmax
     monkeypatch.setattr(
-        perplexity_module,
-        "_log_softmax",
-        lambda logits: widest.append(len(logits)) or log_softmax(logits),
-    )
+        perplexity_module, "_log_softmax", lambda logits: widest.append(len(logits)) or log_softmax(logits),
+    )  # fmt: skip
     engines = [engine(128), engine(128, peak=2.5), engine(128, peak=3)]
     list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1, 1]))
     assert max(widest) == 2
@@ -229,12 +227,8 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
         ("predicted:svd:32", "M", {"sparsity": "predicted", "predictor": "svd:32"}, ()),
         ("predicted", "M", {"sparsity": "predicted"}, ()),
         ("cache-type=q8_0", "M", {"kv_type": "q8_0"}, ("cache-type=q8_0",)),
-        (
-            "dense,backend=reference",
-            "M",
-            {"sparsity": "dense", "backend": "reference"},
-            ("backend=reference",),
-        ),
+        ("dense,backend=reference", "M", {"sparsity": "dense", "backend": "reference"},
+         ("backend=reference",)),
         ("other.gguf", "other.gguf", {"activation": None}, ()),
         ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
         ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
@@ -242,7 +236,7 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
         ("thresholds=f", "M", {"thresholds": "f"}, ("thresholds=f",)),
         ("other.gguf,threshold", "other.gguf", {"sparsity": "threshold", "activation": None}, ()),
     ],
-)
+)  # fmt: skip
 def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
     (first, side) = sides_of("M", BASE, [words])
     assert first == Side("M", BASE)

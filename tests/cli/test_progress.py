@@ -125,18 +125,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The subcommand, and the labels whose time left is said before they are done.
 LONG: list[tuple[str, list[str]]] = [
-    (
-        "calibrate model.gguf -f text.txt -c 32 --tokens 64 --measured 128 --sparsity 0.3 -o t.json",
-        ["thresholds on offer", "losses", "kind 1 of 4", "measuring"],
-    ),
-    (
-        f"train-predictor relu.gguf -f text.txt {QUICK_TRAINING} -d predictors",
-        ["pairs (train)", "training 2 layers", "perplexity"],
-    ),
-    (
-        f"sparsify smollm2-135m out.gguf -f short.txt {QUICK_SPARSIFYING}",
-        ["generating text", "choosing layers", "calibrating layers", "training", "out.gguf"],
-    ),
+    ("calibrate model.gguf -f text.txt -c 32 --tokens 64 --measured 128 --sparsity 0.3 -o t.json",
+     ["thresholds on offer", "losses", "kind 1 of 4", "measuring"]),
+    (f"train-predictor relu.gguf -f text.txt {QUICK_TRAINING} -d predictors",
+     ["pairs (train)", "training 2 layers", "perplexity"]),
+    (f"sparsify smollm2-135m out.gguf -f short.txt {QUICK_SPARSIFYING}",
+     ["generating text", "choosing layers", "calibrating layers", "training", "out.gguf"]),
     ("profile relu.gguf -f text.txt -c 32 -n 256 -o p.hotset.gguf", ["profile"]),
     ("trace relu.gguf -f text.txt -c 32 -n 256 -o t.hotset.gguf", ["trace"]),
     ("report relu.gguf -f text.txt -c 32 -n 256 --json", ["report"]),
@@ -148,7 +142,7 @@ LONG: list[tuple[str, list[str]]] = [
     ("bench model.gguf -p 4 -n 2 -r 2", ["pp4", "tg2"]),
     ("run relu.gguf Why? --predictor svd --temp 0 -n 2", ["generating text", "predictor svd:32:q4_0"]),
     ("batch requests.jsonl -o answers.jsonl -m smollm2-135m", ["requests"]),
-]
+]  # fmt: skip
 
 
 @needs_core

@@ -257,12 +257,9 @@ def test_marks_and_joined_emoji_are_not_torn(monkeypatch: pytest.MonkeyPatch) ->
 def test_code_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "    x = 'a long line of code that goes over the edge of a terminal'\n"
     for block in (
-        f"```python\n{code}\n  if x:\n{code}```\n",
-        f"~~~ text\n{code}```\n~~~\n",
-        f"````\n```\n{code}````\n",
-        code,
-        "\tx = 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10\n",
-    ):
+        f"```python\n{code}\n  if x:\n{code}```\n", f"~~~ text\n{code}```\n~~~\n", f"````\n```\n{code}````\n",
+        code, "\tx = 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10\n",
+    ):  # fmt: skip
         for step in (1, 5, 500):
             screen = Screen(monkeypatch, 30)
             lines = on_screen(screen, f"Before it.\n\n{block}\n{PROSE}", step=step)

@@ -30,11 +30,9 @@ async def openai_agents(client: AsyncOpenAI, model: str) -> list[str]:
     found = []
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
         agent = agents.Agent(
-            name="weather",
-            instructions="Answer with the help of your tools.",
-            model=kind(model=model, openai_client=client),
-            tools=[agents.function_tool(get_weather)],
-        )
+            name="weather", instructions="Answer with the help of your tools.",
+            model=kind(model=model, openai_client=client), tools=[agents.function_tool(get_weather)],
+        )  # fmt: skip
         found.append((await agents.Runner.run(agent, QUESTION)).final_output)
         stream = agents.Runner.run_streamed(agent, QUESTION)
         async for _ in stream.stream_events():

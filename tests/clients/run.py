@@ -51,11 +51,9 @@ def served(*command: str | Path, name: str) -> Iterator[Server]:
     log = WORK / f"serve-{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, "--alias", name, "--port", "0"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            [*command, "--alias", name, "--port", "0"], stdout=out, stderr=subprocess.STDOUT,
             env=os.environ | {"HOTSET_API_KEY": KEY},
-        )
+        )  # fmt: skip
     try:
         yield Server(_url(process, log), name)
     finally:
@@ -99,16 +97,9 @@ def langchain(server: Server) -> list[str]:
     # One loop for all: the client keeps its connections from test to test.
     loops = ["asyncio_mode=auto", "asyncio_default_test_loop_scope=session"]
     options = [
-        "-c",
-        os.devnull,
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-rs",
-        "--tb=short",
+        "-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q", "-rs", "--tb=short",
         "--benchmark-disable",
-    ]
+    ]  # fmt: skip
     options += [part for loop in loops for part in ("-o", loop)]
     return [str(BIN / "python"), "-m", "pytest", *options, str(HERE / "langchain_chat.py")]
 
@@ -131,11 +122,8 @@ def agents(server: Server) -> list[str]:
 
 
 TINY: dict[str, Callable[[Server], list[str]]] = {
-    "openai-node": openai_node,
-    "ollama": ollama,
-    "llm": llm,
-    "schemathesis": schemathesis,
-}
+    "openai-node": openai_node, "ollama": ollama, "llm": llm, "schemathesis": schemathesis,
+}  # fmt: skip
 SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"llm-comply": llm_comply, "langchain": langchain}
 SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}
 

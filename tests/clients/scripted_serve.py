@@ -29,17 +29,15 @@ from hotset.generation import Generation  # noqa: E402
 CALLS = {
     "deepseek-v3": f"<｜tool▁calls▁begin｜>{V3.format(J)}<｜tool▁calls▁end｜>",
     "deepseek-v3.1": f"<｜tool▁calls▁begin｜>{V31.format(J)}<｜tool▁calls▁end｜>",
-    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>',
-    "glm": GLM,
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>', "glm": GLM,
     "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{J}<|call|>",
     "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {J}}}\n</tool_call>',
     "kimi": f"<|tool_calls_section_begin|>{KIMI.format(0, J)}<|tool_calls_section_end|>",
     "lfm2": '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>',
     "llama": f'{{"name": "get_weather", "parameters": {J}}}',
     "minimax": f"<minimax:tool_call>\n{INVOKE}</minimax:tool_call>",
-    "mistral": f"[TOOL_CALLS]get_weather[ARGS]{J}",
-    "qwen": QWEN,
-}
+    "mistral": f"[TOOL_CALLS]get_weather[ARGS]{J}", "qwen": QWEN,
+}  # fmt: skip
 TEMPLATE = (
     "{{ tools | tojson }}{% for m in messages %}{{ '\n' + m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}{{ '\n' }}assistant:"

@@ -46,18 +46,9 @@ def serving(path: Path, nodes: Nodes, *options: str) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "hotset.cli.main", "serve", str(path), "-a", "tiny", "--port", str(port)]
     command += [
-        "-t",
-        "1",
-        "-c",
-        str(LONGEST),
-        "--contexts",
-        "16",
-        "--grace",
-        "5",
-        "--ray",
-        nodes.address,
+        "-t", "1", "-c", str(LONGEST), "--contexts", "16", "--grace", "5", "--ray", nodes.address,
         *options,
-    ]
+    ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 120

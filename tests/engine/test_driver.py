@@ -63,6 +63,7 @@ class Gated(FakeBackend):
             self.told.set()
 
     def step(self, batch: Batch) -> StepResult:
+        self.thread = threading.current_thread()
         self.is_inside.set()
         while not self.permits.acquire(timeout=0.001):
             if self.told.is_set():
@@ -377,11 +378,9 @@ def test_closing_ends_everything(gated: tuple[Gated, EngineThread]) -> None:
     thread.next_event(sequences[0])
     assert backend.is_inside.wait(WATCHDOG)
     late = ask(thread, prompt(4), seed=9)
-    running = thread._thread
-    assert running is not None
     thread.close()
     thread.close()
-    assert not running.is_alive()
+    assert not backend.thread.is_alive()
     for sequence in (*sequences, late):
         assert events(thread, sequence)[-1].finish_reason == "cancelled"
     assert not thread.engine.has_work
@@ -476,15 +475,21 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
 def test_the_thread_ends_when_nothing_is_left_and_comes_again(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert thread._thread is None
     monkeypatch.setattr(driver, "_LINGER_SECONDS", 0.0)
+    step, running = thread.engine.backend.step, list[threading.Thread]()
+
+    def stepped(batch: Batch) -> StepResult:
+        running.append(threading.current_thread())
+        return step(batch)
+
+    monkeypatch.setattr(thread.engine.backend, "step", stepped)
     for seed in range(3):
+        running.clear()
         sequence = ask(thread, prompt(5), seed=seed, max_tokens=4)
-        running = thread._thread
         assert tokens_of(thread, sequence) == expected(prompt(5), seed=seed, max_tokens=4)
-        if running is not None:
-            running.join(WATCHDOG)
-        assert thread._thread is None
+        assert len(set(running)) == 1
+        running[0].join(WATCHDOG)
+        assert not running[0].is_alive()
 
 
 def test_a_thread_that_cannot_be_started_is_a_sentence(
@@ -540,11 +545,13 @@ def test_a_process_forked_inside_a_turn_has_an_engine_too(thread: EngineThread) 
     with thread.exclusive():
         pid = os.fork()
         if pid == 0:
-            thread._after_fork()
+            signal.alarm(int(WATCHDOG))
+            with thread.exclusive() as engine:
+                assert not engine.has_work
     if pid == 0:
         try:
             mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
-            os._exit(0 if mine == expected(prompt(8), seed=3, max_tokens=5) and not thread._guests else 1)
+            os._exit(0 if mine == expected(prompt(8), seed=3, max_tokens=5) else 1)
         except BaseException:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -571,17 +578,11 @@ def test_closing_ends_a_step_of_a_guest() -> None:
     assert ended == ["cancelled"]
 
 
-def test_threads_are_closed_before_the_interpreter_ends(thread: EngineThread) -> None:
-    sequence = ask(thread, prompt(5), seed=1)
-    driver._close_all()
-    assert events(thread, sequence)[-1].finish_reason in ("cancelled", "length")
-    assert thread._closed
-    assert thread not in driver._living
-
-
 def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
+    """The thread is ended before the interpreter is."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from test_driver import *;"
+        "import atexit, sys; atexit.register(lambda: print(thread.closed, sequence.finish_reason));"
+        "sys.path.insert(0, sys.argv[1]); from test_driver import *;"
         "thread = EngineThread(Engine(FakeBackend(), 4000));"
         "sequence = ask(thread, prompt(5), seed=1); thread.next_event(sequence); print('left')"
     )
@@ -589,7 +590,7 @@ def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
         [sys.executable, "-c", code, os.path.dirname(__file__)],
         capture_output=True, text=True, timeout=WATCHDOG,
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\nTrue cancelled\n", "")
 
 
 # ---- how much of a prompt a step takes ----

@@ -280,7 +280,7 @@ def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page()
     shared.step()
     assert (len(shared.scheduler.running), len(shared.scheduler.waiting)) == (1, 2)
     assert shared.scheduler.pool.n_available == n_free  # the prefix that it found was given back
-    assert shared.scheduler.pool._references.count(2) == 0
+    assert shared.scheduler.pool.references.count(2) == 0
 
 
 @pytest.mark.parametrize("n", [2, 5])
@@ -438,14 +438,9 @@ def test_ignore_eos_forbids_the_stop_tokens():
 
 def test_ignore_eos_is_stronger_than_a_bias_for_the_stop_token():
     sequence = generate(
-        engine(),
-        prompt(10),
-        stop_ids=(7,),
-        seed=4,
-        max_tokens=20,
-        ignore_eos=True,
+        engine(), prompt(10), stop_ids=(7,), seed=4, max_tokens=20, ignore_eos=True,
         logit_bias={7: 1e6, 8: 100},
-    )
+    )  # fmt: skip
     assert sequence.generated == [8] * 20
     assert generate(engine(), prompt(10), stop_ids=(7,), seed=4, logit_bias={7: 1e6}).generated == [7]
 

@@ -42,14 +42,14 @@ def check_pages(engine: Engine) -> None:
     """Every page is held as often as running sequences have it, and every running sequence has a slot."""
     pool = engine.scheduler.pool
     held = Counter(page for sequence in engine.scheduler.running for page in sequence.pages)
-    assert [held[page] for page in range(pool.n_pages)] == pool._references
-    assert pool.n_available == sum(1 for n in pool._references if not n)
+    assert [held[page] for page in range(pool.n_pages)] == pool.references
+    assert pool.n_available == sum(1 for n in pool.references if not n)
     if engine.scheduler.states is not None:
         states = engine.scheduler.states
         taken = Counter(slot for sequence in engine.scheduler.running for slot in sequence.states.values())
-        assert [taken[slot] for slot in range(states.n_states)] == states._references
-        assert states.n_available == sum(1 for n in states._references if not n)
-        assert len(states._idle) <= len(states._slots) <= sum(key is not None for key in pool._keys)
+        assert [taken[slot] for slot in range(states.n_states)] == states.references
+        assert states.n_available == sum(1 for n in states.references if not n)
+        assert states.n_idle <= states.n_kept <= pool.n_findable
         for sequence in engine.scheduler.running:
             assert not sequence.n_computed or sequence.n_computed in sequence.states
         assert not any(sequence.states for sequence in engine.scheduler.waiting)

@@ -429,15 +429,14 @@ def test_extreme_parameters_have_finite_arithmetic(options: dict[str, Any], more
     sampler = Sampler(SamplingParams(seed=1, **{**more, **options}), 400, history)
     drawn = [sampler.sample(logits) for _ in range(5)]
     assert all(0 <= token < 400 for token in drawn)
-    if sampler._adjusts:
-        with np.errstate(over="ignore"):
-            adjusted = sampler._adjusted(logits)
-        assert not np.isnan(adjusted).any()
-        forbidden = [token for token, bias in sampler.params.logit_bias.items() if bias == -math.inf]
-        assert np.flatnonzero(np.isinf(adjusted)).tolist() == forbidden
-        assert not set(drawn) & set(forbidden)
-        wanted = [i for i, bias in sampler.params.logit_bias.items() if bias > 1e38]
-        assert not wanted or set(drawn) <= set(wanted) | set(history)
+    with np.errstate(over="ignore"):
+        adjusted = sampler.adjusted(logits)
+    assert not np.isnan(adjusted).any()
+    forbidden = [token for token, bias in sampler.params.logit_bias.items() if bias == -math.inf]
+    assert np.flatnonzero(np.isinf(adjusted)).tolist() == forbidden
+    assert not set(drawn) & set(forbidden)
+    wanted = [i for i, bias in sampler.params.logit_bias.items() if bias > 1e38]
+    assert not wanted or set(drawn) <= set(wanted) | set(history)
     for token in drawn:
         logprobs = sampler.logprobs(logits, token)
         assert math.isfinite(logprobs.logprob)

@@ -419,21 +419,19 @@ for n in HUGE:
         f"n_kv {n}": (model_bytes(n_kv=n), f"{n} key-values cannot fit"),
         f"key length {n}": (model_bytes([u64(n) + b"abc" + bytes(20)]), "inside a key"),
         f"string length {n}": (
-            model_bytes([key_value("k", 8, u64(n) + bytes(99))]),
-            "inside the value of 'k'",
+            model_bytes([key_value("k", 8, u64(n) + bytes(99))]), "inside the value of 'k'",
         ),
         f"count {n}": (model_bytes([array_value(ValueType.UINT64, n, bytes(99))]), "cannot fit"),
         f"strings {n}": (model_bytes([array_value(ValueType.STRING, n, bytes(99))]), "cannot fit"),
         f"arrays {n}": (model_bytes([array_value(ValueType.ARRAY, n, bytes(99))]), "cannot fit"),
         f"element length {n}": (
-            model_bytes([array_value(ValueType.STRING, 2, u64(n) + bytes(99))]),
-            "inside elements of 'k'",
+            model_bytes([array_value(ValueType.STRING, 2, u64(n) + bytes(99))]), "inside elements of 'k'",
         ),
         f"dim {n}": (model_bytes(infos=[info("a", [n & ~31] * 4, Q4_0, 0)], data=bytes(64)), "is cut short"),
         f"n_dims {n}": (model_bytes(infos=[string("a") + u32(n & 0xFFFFFFFF | 8) + bytes(99)]), "dimensions"),
         f"offset {n}": (model_bytes(infos=[info("a", [8], F32, n & ~31)], data=bytes(64)), "is cut short"),
         f"unknown, offset {n}": (model_bytes(infos=[info("a", [n], 99, n & ~31)]), "is cut short"),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -37,12 +37,10 @@ from hotset.model.predictor import Predictor
 # Of tiny_gguf.write_relu.
 N_LAYER, D, N_FF, N_HEAD, N_VOCAB, HEAD_DIM = 2, 64, 96, 4, 96, 16
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"architecture": "llama"},
-    "bamboo": {"architecture": "bamboo"},
+    "llama": {"architecture": "llama"}, "bamboo": {"architecture": "bamboo"},
     "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
-    "falcon-40b": {"architecture": "falcon", "two_norms": True},
-    "opt": {"architecture": "opt"},
-}
+    "falcon-40b": {"architecture": "falcon", "two_norms": True}, "opt": {"architecture": "opt"},
+}  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, 75)
 
 
@@ -334,15 +332,10 @@ def test_what_torch_writes_is_read(tmp_path: Path, zipped: bool) -> None:
     torch = pytest.importorskip("torch")
     base = torch.arange(24).reshape(4, 6)
     tensors = {
-        "long": base,
-        "view": base[1:, ::2],
-        "turned": base.T,
-        "float": torch.linspace(-1, 1, 7),
-        "half": torch.ones(3, dtype=torch.float16),
-        "one": torch.tensor(5, dtype=torch.int32),
-        "none": torch.zeros(0),
-        "bool": torch.tensor([True, False]),
-    }
+        "long": base, "view": base[1:, ::2], "turned": base.T, "float": torch.linspace(-1, 1, 7),
+        "half": torch.ones(3, dtype=torch.float16), "one": torch.tensor(5, dtype=torch.int32),
+        "none": torch.zeros(0), "bool": torch.tensor([True, False]),
+    }  # fmt: skip
     for name, tensor in tensors.items():
         torch.save(tensor, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
         assert np.array_equal(read_torch(tmp_path / "x.pt"), tensor.numpy()), name

@@ -53,10 +53,8 @@ def seed_models(folder: Path) -> list[Model]:
         writer.write()
     files = {name: (folder / name).read_bytes() for name in names}
     return [
-        {names[0]: files[names[0]]},
-        {names[1]: files[names[1]]},
-        {name: files[name] for name in names[2:]},
-    ]
+        {names[0]: files[names[0]]}, {names[1]: files[names[1]]}, {name: files[name] for name in names[2:]},
+    ]  # fmt: skip
 
 
 def mutate(model: Model, rng: np.random.Generator) -> Model:

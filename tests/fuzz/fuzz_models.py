@@ -44,19 +44,8 @@ ARRAYS = [np.arange(3), np.zeros(0, np.float32), np.array([True, False]), np.arr
 NUMBERS = [0, 1, -1, 2, 3, 7, 31, 64, 255, 256, 257, 512, 513, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1]
 FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-30, 1e30, 1e300, math.nan, math.inf, -math.inf]
 STRINGS = [
-    "",
-    "relu",
-    "drelu",
-    "fatrelu",
-    "silu",
-    "yarn",
-    "linear",
-    "gpt2",
-    "llama",
-    "x" * 500,
-    "\x1b[2J\n",
-    "é",
-]
+    "", "relu", "drelu", "fatrelu", "silu", "yarn", "linear", "gpt2", "llama", "x" * 500, "\x1b[2J\n", "é",
+]  # fmt: skip
 NESTED = object()  # an array of arrays, which GGUFWriter does not write
 VALUES: list[Any] = [*NUMBERS, *FLOATS, *STRINGS, True, False, ["a", "b"], ["a"] * 400, *ARRAYS, NESTED]
 MORE_KEYS = [
@@ -82,24 +71,18 @@ def byte_pieces() -> list[str]:
 
 
 BPE: dict[str, Any] = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
     "tokenizer.ggml.tokens": [*byte_pieces(), "he", "<s>", "</s>"],
-    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
-    "tokenizer.ggml.merges": ["h e"],
-    "tokenizer.ggml.bos_token_id": 257,
-    "tokenizer.ggml.eos_token_id": 258,
-    "tokenizer.ggml.add_bos_token": True,
-    "tokenizer.chat_template": TEMPLATE,
-}
+    "tokenizer.ggml.token_type": [1] * 257 + [3, 3], "tokenizer.ggml.merges": ["h e"],
+    "tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258,
+    "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": TEMPLATE,
+}  # fmt: skip
 SENTENCEPIECE: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
-    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256,
-    "tokenizer.ggml.scores": np.zeros(259, np.float32),
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-}
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256, "tokenizer.ggml.scores": np.zeros(259, np.float32),
+    "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
 
 
 def seed_models(folder: Path) -> list[Path]:
@@ -183,16 +166,11 @@ def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:  # noqa
                 old, new = pick(list(tensors)), pick(list(tensors))
                 name = pick(
                     [
-                        new.replace("blk.0", "blk.1"),
-                        old.replace(".weight", ".bias"),
-                        "x",
-                        "rope_freqs.weight",
-                        "blk.0.fc1.weight",
-                        "blk.0.attn_qkv.weight",
-                        "blk.0.ffn_down_t.codes",
-                        "blk.0.always.bias",
-                    ]
-                )
+                        new.replace("blk.0", "blk.1"), old.replace(".weight", ".bias"), "x",
+                        "rope_freqs.weight", "blk.0.fc1.weight", "blk.0.attn_qkv.weight",
+                        "blk.0.ffn_down_t.codes", "blk.0.always.bias",
+                    ],
+                )  # fmt: skip
                 if name not in tensors:
                     tensors[name] = tensors[old] if rng.integers(2) else tensors.pop(old)
                     said.append(f"{old} as {name}")
@@ -225,22 +203,15 @@ CONFIG: dict[str, Any] = {
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 0.5,
     },
     {"rope_type": "linear", "factor": 4.0},
-]
+]  # fmt: skip
 MORE_CONFIG = ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "hidden_act_param"]
 MORE_CONFIG += [
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "quantization_config",
-    "torch_dtype",
-]
+    "original_max_position_embeddings", "partial_rotary_factor", "quantization_config", "torch_dtype",
+]  # fmt: skip
 JSON_VALUES: list[Any] = [
     *(v for v in VALUES if isinstance(v, int | float | str | list)), None, {}, {"a": 1}, [[1], [2]], 10**30,
 ]  # fmt: skip

@@ -128,11 +128,9 @@ class Storm:
         """Somewhere between the first byte of a request and the last of its answer."""
         content = "".join(draw.choices("abc ", k=draw.choice([2, 100, 600])))
         body = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": content}],
-            "ignore_eos": True,
+            "model": "tiny", "messages": [{"role": "user", "content": content}], "ignore_eos": True,
             "n": draw.choice([1, 1, 3]),
-        }
+        }  # fmt: skip
         sent = self.bytes_of(body | {"stream": draw.random() < 0.5})
         with self.connection() as connection:
             how = draw.choice(["half", "at once", "soon", "later"])
@@ -272,19 +270,9 @@ class Storm:
 def server(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`hotset serve`, started by this file so that its steps can fail. Gives the process and the port."""
     options = [
-        "--port",
-        "0",
-        "-a",
-        "tiny",
-        "-t",
-        "2",
-        "-c",
-        str(N_CTX),
-        "-np",
-        str(PLACES),
-        "--max-queue",
+        "--port", "0", "-a", "tiny", "-t", "2", "-c", str(N_CTX), "-np", str(PLACES), "--max-queue",
         str(QUEUE),
-    ]
+    ]  # fmt: skip
     command = [sys.executable, __file__, "--serve", str(seed), "serve", str(path), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -323,11 +311,9 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
     """What the server holds once nothing runs any more."""
     end = time.monotonic() + 60
     busy = (
-        "hotset_answers_open",
-        "hotset_sequences_running",
-        "hotset_sequences_waiting",
+        "hotset_answers_open", "hotset_sequences_running", "hotset_sequences_waiting",
         "hotset_cache_pages_used",
-    )
+    )  # fmt: skip
     while True:
         text = storm.request("GET", "/metrics")[2]
         values = {
@@ -348,12 +334,9 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
 def last_stream(storm: Storm, process: subprocess.Popen[str]) -> None:
     """A stream to the end of the context, in whose midst the server gets a signal to end."""
     body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "a"}],
-        "ignore_eos": True,
-        "temperature": 0,
+        "model": "tiny", "messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "temperature": 0,
         "stream": True,
-    }
+    }  # fmt: skip
     with storm.connection() as connection:
         connection.sendall(storm.bytes_of(body))
         received = connection.recv(2000)

@@ -282,13 +282,11 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     kv_types = ["f32", "f16", "q8_0"] if drawn.head_step % 32 == 0 else ["f32", "f16"]
     kv_type = str(one_of(rng, *kv_types))
     lengths = one_of(
-        rng,
-        [int(rng.integers(1, 30))],
-        [int(rng.integers(30, 700))],
+        rng, [int(rng.integers(1, 30))], [int(rng.integers(30, 700))],
         rng.integers(1, 40, rng.integers(1, 24)).tolist(),
         [*rng.integers(1, 4, rng.integers(1, 200)).tolist(), int(rng.integers(1, 200))],
         [int(rng.integers(520, 1400)), *rng.integers(1, 20, 3).tolist()],
-    )
+    )  # fmt: skip
     sequences = [rng.integers(0, drawn.n_vocab, n).astype(np.int32) for n in lengths]
     max_batch = max(1, int(one_of(rng, 1, 9, 64, 512, sum(lengths), sum(lengths))))
     if max_batch < 9:  # as many steps as there is patience for
@@ -391,10 +389,8 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         most_tapped = max(1, ORACLE_ROWS // (config.n_head * config.n_layer))
         n_pages = sum(-(-len(s) // PAGE_SIZE) for s in case.sequences)
         common: dict[str, Any] = {
-            "n_pages": n_pages,
-            "kv_type": case.kv_type,
-            "n_states": 2 * len(case.sequences),
-        }
+            "n_pages": n_pages, "kv_type": case.kv_type, "n_states": 2 * len(case.sequences),
+        }  # fmt: skip
         common |= {"max_batch": case.max_batch}
 
         def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
@@ -402,10 +398,8 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             free = iter(rng.permutation(n_pages).tolist())
             pages = [list(itertools.islice(free, -(-len(s) // PAGE_SIZE))) for s in case.sequences]
             given = {
-                **common,
-                "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))),
-                **options,
-            }
+                **common, "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))), **options,
+            }  # fmt: skip
             backend = CpuBackend(source, graph, **given)
             oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}

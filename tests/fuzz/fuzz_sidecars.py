@@ -127,13 +127,10 @@ def run(*arguments: object) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "experts.gguf": exercise_trace,
-    "neurons.gguf": exercise_trace,
-    "profile.gguf": exercise_profile,
-    "cut.thresholds.json": exercise_thresholds,
-    "bundle.gguf": exercise_bundle,
+    "experts.gguf": exercise_trace, "neurons.gguf": exercise_trace, "profile.gguf": exercise_profile,
+    "cut.thresholds.json": exercise_thresholds, "bundle.gguf": exercise_bundle,
     "bundle-experts.gguf": exercise_bundle,
-}
+}  # fmt: skip
 
 
 def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:

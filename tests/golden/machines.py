@@ -157,12 +157,10 @@ def _report(command: str, home: Path) -> dict[str, Any]:
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode != 2, said  # no such option
     found = {
-        "command": command,
-        "exit": done.returncode,
-        "output": _with_runs(rounded(json.loads(done.stdout))) if done.stdout else None,
-        "said": said,
+        "command": command, "exit": done.returncode,
+        "output": _with_runs(rounded(json.loads(done.stdout))) if done.stdout else None, "said": said,
         "warnings": [str(one.message) for one in warned if one.category is UserWarning],
-    }
+    }  # fmt: skip
     return json.loads(json.dumps(found).replace(str(home), "<home>"))
 
 

@@ -36,15 +36,8 @@ from tool_models import CALL, THINKS, WEATHER, written
 TIMES = {"created", "created_at", "completed_at", "total_duration", "load_duration"}
 TIMES |= {"prompt_eval_duration", "eval_duration"}
 _TEXTS = {
-    "content",
-    "text",
-    "delta",
-    "response",
-    "reasoning_content",
-    "thinking",
-    "partial_json",
-    "arguments",
-}
+    "content", "text", "delta", "response", "reasoning_content", "thinking", "partial_json", "arguments",
+}  # fmt: skip
 _LISTS = {"content", "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset"}
 _ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{24,64}(?![0-9a-f])")
 _ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
@@ -266,10 +259,8 @@ async def _reply(client: httpx.AsyncClient, case: Case, method: str, path: str) 
     kind = reply.headers.get("content-type")
     return {
         "request": {key: value for key, value in asked.items() if value not in (None, {}, False)},
-        "status": reply.status_code,
-        "type": kind,
-        "reply": _body(str(kind).partition(";")[0], reply),
-    }
+        "status": reply.status_code, "type": kind, "reply": _body(str(kind).partition(";")[0], reply),
+    }  # fmt: skip
 
 
 def _body(kind: str, reply: httpx.Response) -> Any:

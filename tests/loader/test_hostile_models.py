@@ -83,13 +83,10 @@ def odd(tmp_path: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"tokenizer.ggml.tokens": 3.5},
-        {"general.name": np.inf},
-        {"general.license": np.arange(3)},
-        {"tokenizer.ggml.model": [1, 2]},
-        {"tokenizer.ggml.pre": True},
+        {"tokenizer.ggml.tokens": 3.5}, {"general.name": np.inf}, {"general.license": np.arange(3)},
+        {"tokenizer.ggml.model": [1, 2]}, {"tokenizer.ggml.pre": True},
     ],
-)
+)  # fmt: skip
 def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
     path = odd(tmp_path, **keys)
     for more in ([], ["--json"], ["--metadata"]):

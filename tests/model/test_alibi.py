@@ -69,12 +69,8 @@ def test_slopes(run_folder: Path) -> None:
 
 def test_the_entries_of_mpts_attention_count() -> None:
     sizes = {
-        "architectures": ["MptForCausalLM"],
-        "d_model": 96,
-        "n_heads": 3,
-        "n_layers": 2,
-        "vocab_size": 320,
-    }
+        "architectures": ["MptForCausalLM"], "d_model": 96, "n_heads": 3, "n_layers": 2, "vocab_size": 320,
+    }  # fmt: skip
     config = HFConfig({**sizes, "attn_config": {"alibi_bias_max": 5}})
     assert config.keys("mpt", 128)["mpt.attention.max_alibi_bias"] == 5.0
     for entry, value in (("clip_qkv", 8.0), ("qk_ln", True), ("alibi", False)):

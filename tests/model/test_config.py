@@ -34,14 +34,9 @@ from hotset.model.operations import ExpertLinear, Mask
 from hotset.model.predictor import Predictor, PredictorKind
 
 SOUND = {
-    "block_count": 2,
-    "context_length": 128,
-    "embedding_length": 64,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-}
+    "block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
 
 
 def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **keys: Any) -> Any:
@@ -51,11 +46,9 @@ def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **k
     shapes = {"token_embd.weight": (64, 300), **(tensors or {})}
     infos = {name: SimpleNamespace(name=name, shape=s, type=GGMLType.F32) for name, s in shapes.items()}
     return SimpleNamespace(
-        dialect="gguf",
-        metadata={"general.architecture": architecture, **metadata},
-        tensors=infos,
+        dialect="gguf", metadata={"general.architecture": architecture, **metadata}, tensors=infos,
         data=lambda name: np.full(math.prod(infos[name].shape), 2.0, np.float32).view(np.uint8),
-    )
+    )  # fmt: skip
 
 
 def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
@@ -257,10 +250,8 @@ def test_a_number_may_lie_at_either_end_of_its_range() -> None:
         ({"rope__dimension_count": 64}, "outside 2 to 16"),
         ({"rope__freq_base": math.inf}, "is inf"),
         ({"rope__freq_base": -1.0}, "outside"),
-        (
-            {"rope__freq_base": 1.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
-            "cannot scale",
-        ),
+        ({"rope__freq_base": 1.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
+         "cannot scale"),
         ({"rope__scaling__type": 3}, "must be a string"),
         ({"embedding_scale": 1e-40}, "llama.embedding_scale is 1e-40, below 1e-09"),
         ({"residual_scale": -1.0}, "outside"),
@@ -281,7 +272,7 @@ def test_a_number_may_lie_at_either_end_of_its_range() -> None:
             "is 4 for 8 experts of which 5 are used",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match="llama") as error:
         config_from_gguf(file(**keys))
@@ -296,12 +287,10 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
         ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 4}, "expert_gating_func is 4"),
         ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
         ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),
-        (
-            {"attention__head_count": 257, "attention__head_count_kv": 1, "attention__key_length": 8},
-            "257 query heads for each KV head, and at most 256",
-        ),
+        ({"attention__head_count": 257, "attention__head_count_kv": 1, "attention__key_length": 8},
+         "257 query heads for each KV head, and at most 256"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_gguf(file(**keys))
@@ -488,16 +477,10 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
 
 
 junk = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(0, 200),
-    st.floats(),
-    st.floats(0, 100, width=32),
-    st.text(max_size=8),
-    st.sampled_from(["linear", "yarn", "none", "relu", "drelu", "fatrelu"]),
+    st.none(), st.booleans(), st.integers(), st.integers(0, 200), st.floats(), st.floats(0, 100, width=32),
+    st.text(max_size=8), st.sampled_from(["linear", "yarn", "none", "relu", "drelu", "fatrelu"]),
     st.lists(st.one_of(st.integers(-1, 100), st.booleans()), max_size=3),
-)
+)  # fmt: skip
 KEYS = [
     *SOUND,
     *("attention.key_length", "attention.value_length", "attention.sliding_window"),
@@ -543,12 +526,9 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
         ("blk.1.ffn_gate.weight", None, r"lacks the tensor blk.1.ffn_gate.weight \[64, 96\]"),
         ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight is \[64, 64\], but the file's keys say \[64, 32\]"),
         ("blk.0.attn_q.bias", (32,), r"attn_q.bias is \[32\]"),
-        (
-            "blk.0.ffn_gate_inp.weight",
-            (64, 8),
-            "1 tensors that no llama model uses, such as blk.0.ffn_gate_inp",
-        ),
-    ]:
+        ("blk.0.ffn_gate_inp.weight", (64, 8),
+         "1 tensors that no llama model uses, such as blk.0.ffn_gate_inp"),
+    ]:  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=message):
             describe(config, complete(**{name: replaced}))
 

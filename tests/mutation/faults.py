@@ -28,18 +28,8 @@ STYLE = {
     "rich_help_panel",
 }  # fmt: skip
 SAYING = {
-    "warn",
-    "print",
-    "progress",
-    "Option",
-    "Argument",
-    "_option",
-    "option",
-    "info",
-    "debug",
-    "echo",
-    "line",
-}
+    "warn", "print", "progress", "Option", "Argument", "_option", "option", "info", "debug", "echo", "line",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

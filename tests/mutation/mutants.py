@@ -201,11 +201,7 @@ class Scratch:
     ) -> int | None:
         """The exit status of a run of tests in the copy; None when time was up."""
         command = [str(self.python), *arguments]
-        settings = {
-            **os.environ,
-            "HOTSET_HOME": str(self.path / "home"),
-            **(env or {}),
-        }
+        settings = {**os.environ, "HOTSET_HOME": str(self.path / "home"), **(env or {})}
         with subprocess.Popen(
             command, cwd=self.tree, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL, start_new_session=True,

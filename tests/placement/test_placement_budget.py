@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from byte_models import write_sparse
 from tiny_gguf import write_llama
 
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.errors import DeviceError, InvalidRequestError
@@ -31,6 +33,7 @@ from hotset.offload.misses import fetched_of
 from hotset.placement import build, detect, machine
 from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
 from hotset.placement.build import open_chain
+from hotset.placement.cards import CARDS
 from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import Problem
 from hotset.placement.table import CPU, Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
@@ -93,13 +96,9 @@ def test_a_device_never_holds_more_than_was_planned(
         planned = problem.budget_of(list(places), 0)
         stream = facts.stream_bytes // 2
         backend = open_chain(
-            Placement(("cpu",), places, 0),
-            prepared.weights,
-            graph,
-            stream_bytes=stream,
-            n_threads=1,
+            Placement(("cpu",), places, 0), prepared.weights, graph, stream_bytes=stream, n_threads=1,
             **options,
-        )
+        )  # fmt: skip
         held = backend.device_bytes()[0]
         backend.close()
         prepared.weights.close()
@@ -227,14 +226,11 @@ def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(os, "environ", environment := {"X": "1"})
-    detect._pack_memory()
     asked = dict.fromkeys(names, "expandable_segments:True") if platform == "linux" else {}
-    assert environment == {"X": "1"} | asked
-    for name in names:
-        monkeypatch.setattr(os, "environ", environment := {name: "backend:native"})
-        detect._pack_memory()
-        assert environment == {name: "backend:native"}
+    for users in ({"X": "1"}, *({name: "backend:native"} for name in names)):
+        monkeypatch.setattr(os, "environ", environment := dict(users))
+        wanted_devices(LoadSettings(device=("cpu",)))
+        assert environment == users | (asked if "X" in users else {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -242,10 +238,8 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     assert wanted_devices(LoadSettings()) == ((), None)
     for settings in (
-        LoadSettings(vram_budget=8),
-        LoadSettings(n_gpu_layers=1),
-        LoadSettings(gpu_index=Path("x")),
-    ):
+        LoadSettings(vram_budget=8), LoadSettings(n_gpu_layers=1), LoadSettings(gpu_index=Path("x")),
+    ):  # fmt: skip
         with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
             wanted_devices(settings)
     with pytest.raises(DeviceError, match="cuda:0"):
@@ -285,7 +279,7 @@ def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], message: str) ->
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     known = DeviceRates(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
-    monkeypatch.setattr(machine, "_measure", lambda device, n_threads: calls.append(device) or known)
+    monkeypatch.setattr(machine, "measure_now", lambda device, n_threads: calls.append(device) or known)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("meta"))
     path = tmp_path / "machine.json"
     assert machine.measure("xpu", n_threads=1, path=path) == known
@@ -312,7 +306,7 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_WIDTH", 512)
     monkeypatch.setattr(machine, "_N_FF", 512)
     monkeypatch.setattr(machine, "_N_LAYER", 2)
-    found = machine._measure(torch.device("cpu"), 1)
+    found = machine.measure_now(torch.device("cpu"), 1)
     assert 0 < found.cpu_read_busy <= found.cpu_read < 1e12
     assert 0 < found.cpu_gather_busy <= found.cpu_gather < 1e12
     assert 0 < found.read_busy <= found.read < 1e13
@@ -337,12 +331,11 @@ def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> 
             held.remove(memory.ctypes.data)
 
     monkeypatch.setattr(machine, "_WIDTH", 64)
-    monkeypatch.setattr(machine._TransferLoop, "_N_ROWS", 16)
     with pytest.raises(DeviceError, match="by itself"):
-        machine._TransferLoop(torch.device("cpu"))
-    with machine._TransferLoop(torch.device("cpu"), Registrar()) as link:
+        machine.TransferLoop(torch.device("cpu"))
+    with machine.TransferLoop(torch.device("cpu"), Registrar(), n_rows=16) as link:
         assert held
-        assert link._bytes == 8 * 16 * 36
+        assert link.n_bytes == 8 * 16 * 36
         assert 0 < link.rate(0.01) < 1e12
         with link.running() as busy:
             pass
@@ -372,56 +365,78 @@ def test_a_device_is_measured_with_a_quarter_of_its_memory(
     monkeypatch.setattr(machine, "_WIDTH", 64)
     n_bytes = 2048 * 64 // 32 * 18
     monkeypatch.setattr(machine, "free_bytes", lambda device: int(room * n_bytes))
-    loop = machine._DeviceLoop(torch.device("cpu"))
-    assert len(loop._matrices) == n
-    assert loop._bytes == n * n_bytes
+    loop = machine.DeviceLoop(torch.device("cpu"))
+    assert loop.n_bytes == n * n_bytes
     loop.close()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+class Matrix:
+    """Of a simulated device."""
+
+    def __init__(self, data: object, type_: object, n_rows: int, *_: object) -> None:
+        self.n_rows = n_rows
+
+
+class SimulatedDevice:
+    """A device with a clock: a launch by the host, or a replay, takes it 10 µs, and each kernel
+    the device 1 µs; the first one, of a
+    kernel that is not compiled, a second, and not in a capture."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.queued, self.compiled, self.n_emptied = 0.0, 0.0, set[int](), 0
+        self.captured: list[float] | None = None
+        self.matrices: list[weakref.ref[Matrix]] = []
+        patch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(machine, "synchronize", lambda device: self.synchronize())
+        patch.setattr(machine, "free_bytes", lambda device: 1 << 40)
+        patch.setattr(torch, "full", lambda *_, **__: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: setattr(self, "n_emptied", self.n_emptied + 1))
+        patch.setattr("hotset.backends.gpu.kernels.Kernels", lambda device: self)
+        patch.setattr("hotset.backends.gpu.capture.Graphs", lambda device: self.capture)
+        patch.setattr(DeviceMatrix, "from_bytes", self.matrix)
+
+    def matrix(self, *arguments: Any) -> Matrix:
+        made = Matrix(*arguments)
+        self.matrices.append(weakref.ref(made))
+        return made
+
+    def linear(self, x: object, matrix: Matrix) -> None:
+        if matrix.n_rows not in self.compiled:
+            assert self.captured is None, "a kernel is compiled in a capture"
+            self.compiled.add(matrix.n_rows)
+            self.now += 1.0
+        if self.captured is None:
+            self.now += 10e-6
+            self.queued += 1e-6
+        else:
+            self.captured.append(1e-6)
+
+    def synchronize(self) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+    def capture(self, work: Callable[[], None]) -> tuple[SimpleNamespace, None]:
+        self.captured = kernels = []
+        work()
+        self.captured = None
+
+        def replay() -> None:
+            self.now += 10e-6
+            self.queued += sum(kernels)
+
+        return SimpleNamespace(replay=replay), None
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("cpu", 11e-6), ("cuda", 1.1e-6)])
 def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_WIDTH", 64)
-    loop = machine._DeviceLoop(torch.device("cpu"))
-    log: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            log.append("replay")
-
-    class Graphs:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def __call__(self, work: Callable[[], None]) -> tuple[Graph, None]:
-            log.append("begin")
-            work()
-            log.append("end")
-            return Graph(), None
-
-    def seconds(work: Callable[[], None], seconds: float) -> float:
-        log.append(f"for {seconds:g} s")
-        work()
-        return 0.5
-
-    monkeypatch.setattr("hotset.backends.gpu.capture.Graphs", Graphs)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
-    monkeypatch.setattr(machine, "median_seconds", seconds)
-    loop._kernels = SimpleNamespace(linear=lambda x, matrix: log.append(f"launch {matrix.n_rows}"))
-    loop._synchronize = lambda: log.append("synchronize")
-    loop._device = torch.device(kind)
-    assert loop.launch_seconds() == 0.5 / 100
-    launches, timed = ["launch 1"] * 100, f"for {machine._SECONDS / 3:g} s"
-    once = ["replay", "synchronize"]
-    if kind == "cpu":
-        assert log == [*launches, timed, *launches, "synchronize"]
-    else:  # kernels are compiled and warm before they are captured, the graph is there before it is timed
-        assert log == [*launches, "begin", *launches, "end", *once, timed, *once]
-    log.clear()
+    device = SimulatedDevice(monkeypatch)
+    loop = machine.DeviceLoop(torch.device(kind))
+    assert loop.launch_seconds() == pytest.approx(seconds)
     loop.close()
-    assert not loop._matrices
-    assert log == ["empty"] * (kind == "cuda")
+    assert sum(matrix() is not None for matrix in device.matrices) == 1  # of one row
+    assert device.n_emptied == (kind == "cuda")
 
 
 def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
@@ -429,17 +444,29 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
 ) -> None:
     """The bytes that rates are counted in are those that the operation reads."""
     pytest.importorskip("hotset._core", reason="the native module is not built")
+    made: list[CpuBackend] = []
+
+    class Seen(CpuBackend):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+        def close(self) -> None:
+            if self is made[0]:
+                assert threads(2) == 2  # one thread pool: two would get in each other's way
+                found.extend(backend.stats() for backend in made)
+            super().close()
+
+    found: list[Any] = []
+    monkeypatch.setattr(machine, "CpuBackend", Seen)
+    monkeypatch.setattr(machine, "_SECONDS", 0.0)
     monkeypatch.setattr(machine, "_WIDTH", 256)
     monkeypatch.setattr(machine, "_N_LAYER", 2)
-    with machine._Cpu(3) as cpu:
-        assert threads(2) == 2  # one thread pool: two would get in each other's way
-        backend = cpu._backends[True]
-        backend.step(cpu._batch)
-        stats = backend.stats()
-        assert stats is not None
-        assert stats.gate_rows.shape == (machine._N_LAYER,)  # as many as are counted
-        assert np.allclose(stats.gate_rows / machine._N_FF, machine._ACTIVE, atol=0.02)
-        assert (stats.down_rows == stats.gate_rows).all()
+    machine.estimate(CARDS[0], n_threads=3)
+    (stats,) = (one for one in found if one is not None and one.gate_rows.max() < 8192)
+    assert stats.gate_rows.shape == (2,)  # as many layers as are counted
+    assert np.allclose(stats.gate_rows / 8192, 0.1, atol=0.02)
+    assert (stats.down_rows == stats.gate_rows).all()
     assert threads(0) == 0
 
 

@@ -338,17 +338,14 @@ def test_what_cannot_be_drawn_is_a_sentence(plain: Path, text: Path, tmp_path: P
     (tmp_path / "empty.txt").write_text(" \n")
     mistakes = [
         (("report", dense, "-f", text), 1, "no zeros: every neuron fires for every token"),
-        (
-            ("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"),
-            1,
-            "profile was taken of another",
-        ),
+        (("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"), 1,
+         "profile was taken of another"),
         (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 1, "there is no profile"),
         (("report", plain, "--profile", plain), 1, "is not an activation profile"),
         (("report", plain, "-f", tmp_path / "empty.txt"), 1, "is empty"),
         (("report", plain, "-f", text, "-o", "model.gguf"), 2, "must end with .html"),
         (("report", plain, "-f", text, "--images", "jpg"), 2, "jpg must be png or svg"),
-    ]
+    ]  # fmt: skip
     for arguments, code, fragment in mistakes:
         done = inside(*arguments)
         assert done.returncode == code, done.stderr

@@ -188,14 +188,9 @@ def check_script(words: list[str]) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "hotset": check_options,
-    "make": check_targets,
-    "pip": check_packages,
-    "uvx": check_tool,
-    "uv": check_tool,
-    "pipx": check_tool,
-    "python": check_script,
-}
+    "hotset": check_options, "make": check_targets, "pip": check_packages, "uvx": check_tool,
+    "uv": check_tool, "pipx": check_tool, "python": check_script,
+}  # fmt: skip
 
 
 # -- Python --------------------------------------------------------------------------------------

@@ -21,22 +21,11 @@ ROOT = Path(hotset.__file__).parent
 ARCHITECTURE = DOCS / "ARCHITECTURE.md"
 # Modules and folders of src/hotset, the lowest layer first.
 LAYERS = (
-    ("errors", "units", "escaping"),
-    ("files", "cores", "memory", "reporter", "parameters"),
-    ("formats", "text", "storage"),
-    ("model",),
-    ("offload",),
-    ("backends",),
-    ("sparsity",),
-    ("settings",),
-    ("placement",),
-    ("engine", "convert", "report"),
-    ("generation", "loader"),
-    ("api",),
-    ("evaluation", "training", "server"),
-    ("scale",),
-    ("cli",),
-)
+    ("errors", "units", "escaping"), ("files", "cores", "memory", "reporter", "parameters"),
+    ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
+    ("placement",), ("engine", "convert", "report"), ("generation", "loader"), ("api",),
+    ("evaluation", "training", "server"), ("scale",), ("cli",),
+)  # fmt: skip
 # A part of the package itself, not of a module of it: there whatever imports what.
 OF_THE_PACKAGE = {"_core", "__version__"}
 

@@ -33,15 +33,11 @@ def test_so_does_one_in_a_process_of_its_own() -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: np.random.default_rng(),
-        lambda: np.random.default_rng(None),
-        lambda: np.random.Generator(np.random.Philox()),
-        lambda: np.random.SeedSequence(),
-        lambda: random.Random(),
-        lambda: secrets.randbits(64),
-        lambda: os.urandom(8),
+        lambda: np.random.default_rng(), lambda: np.random.default_rng(None),
+        lambda: np.random.Generator(np.random.Philox()), lambda: np.random.SeedSequence(),
+        lambda: random.Random(), lambda: secrets.randbits(64), lambda: os.urandom(8),
     ],
-)
+)  # fmt: skip
 def test_a_generator_needs_a_seed(draw: object) -> None:
     with pytest.raises(UnseededDrawError):
         draw()  # type: ignore[operator]

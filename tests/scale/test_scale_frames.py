@@ -141,10 +141,8 @@ def same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     if isinstance(expected, np.ndarray):
         assert (found.dtype, found.shape, found.tobytes()) == (
-            expected.dtype,
-            expected.shape,
-            expected.tobytes(),
-        )
+            expected.dtype, expected.shape, expected.tobytes(),
+        )  # fmt: skip
         assert found.flags.aligned
         assert found.flags.c_contiguous
     else:
@@ -279,16 +277,13 @@ def test_a_frame_that_is_no_message_is_refused() -> None:
 
 def test_what_the_receiver_would_refuse_is_not_sent() -> None:
     for name, wrong, said in (
-        (
-            "tokens",
-            ints(7).astype(np.int64),
-            "tokens of a step must be int32 with 1 dimensions, not int64 with 1",
-        ),
+        ("tokens", ints(7).astype(np.int64),
+         "tokens of a step must be int32 with 1 dimensions, not int64 with 1"),
         ("page_tables", ints(5), "page_tables of a step must be int32 with 2 dimensions, not int32 with 1"),
         ("tokens", ints(9), "tokens of a step is 9 x 1; at most 8 x 1 is expected"),
         ("page_tables", ints(3, 6), "page_tables of a step is 3 x 6; at most 4 x 5 is expected"),
         ("taps", ("x" * TEXT_BYTES, "y"), "taps of a step is 1048578 x 1; at most 1048576 x 1 is expected"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InvalidRequestError) as found:
             encode(Message(1, replace(a_batch(), **{name: wrong}), None), PIECES)  # type: ignore[arg-type]
         assert str(found.value) == said

@@ -55,14 +55,9 @@ def test_keys_of_a_conversation_begin_with_those_of_its_turns_before():
     assert len(text) == 3
     assert prefix_keys(json.dumps({"prompt": [5] * 200}).encode())
     for other in (
-        json.dumps({"prompt": "x" * 200}).encode("utf-16"),
-        b"",
-        b"[]",
-        b"{",
-        b'{"input": ""}',
-        b"[" * 100_000,
-        chat("short"),
-    ):
+        json.dumps({"prompt": "x" * 200}).encode("utf-16"), b"", b"[]", b"{", b'{"input": ""}',
+        b"[" * 100_000, chat("short"),
+    ):  # fmt: skip
         assert prefix_keys(other) == []
 
 

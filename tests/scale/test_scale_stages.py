@@ -303,8 +303,7 @@ def test_a_stage_whose_neighbour_does_not_come_ends_its_start_with_a_message(
     first, last = stages.workers
     key = new_key()
     first.listen("127.0.0.1", key)
-    last.listen("127.0.0.1", new_key())
-    address = last._inlet.address
+    address = last.listen("127.0.0.1", new_key())
     problem = first.link(address)
     assert problem == f"the stage at 127.0.0.1:{address[1]} does not have the key of this line"
     assert last.link(None) is None

@@ -17,13 +17,9 @@ from hotset.server.activity import ActivityReport
 from hotset.server.service import Service
 
 BODY = {
-    "messages": MESSAGES,
-    "stream": True,
-    "stream_options": {"include_activity": True},
-    "temperature": 0,
-    "max_tokens": 12,
-    "ignore_eos": True,
-}
+    "messages": MESSAGES, "stream": True, "stream_options": {"include_activity": True}, "temperature": 0,
+    "max_tokens": 12, "ignore_eos": True,
+}  # fmt: skip
 CHAT = {"tokenizer.chat_template": TEMPLATE}
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_server import write_model
 
 import hotset
 from hotset.reporter import Reporter
@@ -25,11 +24,6 @@ from hotset.server.settings import ServerSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
 URL = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def chat(i: int, **more: Any) -> dict[str, Any]:
@@ -80,11 +74,9 @@ def text_of(line: dict[str, Any]) -> str:
 def test_answers_are_the_models_own(path: Path, tmp_path: Path):
     lines = [chat(i) for i in range(12)]
     lines[3] = {
-        "custom_id": "a completion",
-        "method": "POST",
-        "url": "/v1/completions",
+        "custom_id": "a completion", "method": "POST", "url": "/v1/completions",
         "body": {"prompt": "abc", "n": 2, "seed": 4, "max_tokens": 5},
-    }
+    }  # fmt: skip
     requests, heard = write(tmp_path / "in.jsonl", lines), Heard()
     batch = run(path, requests, tmp_path / "out.jsonl", heard)
     assert (batch.n_done, batch.n_failed, batch.n_left) == (12, 0, 0)
@@ -325,16 +317,8 @@ def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
     requests = write(tmp_path / "in.jsonl", [chat(i, max_tokens=100) for i in range(n)])
     out = tmp_path / "out.jsonl"
     command = [
-        sys.executable,
-        "-m",
-        "hotset.cli.main",
-        "batch",
-        str(requests),
-        "-o",
-        str(out),
-        "-m",
-        str(path),
-    ]
+        sys.executable, "-m", "hotset.cli.main", "batch", str(requests), "-o", str(out), "-m", str(path),
+    ]  # fmt: skip
     command += ["-t", "1", "-np", "2"]
 
     def size() -> int:

@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 from live_server import live_server
-from tiny_server import write_model
 
 import hotset
 
@@ -20,17 +19,6 @@ import hotset
 # clients take nothing else for an answer.
 MESSAGES: list[Any] = [{"role": "user", "content": "ok"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path) -> Iterator[hotset.Model]:
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")

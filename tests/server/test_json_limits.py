@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from tiny_server import MESSAGES, run, write_model
+from tiny_server import MESSAGES, run
 
 from hotset.server import body, json_limits, tokens
 from hotset.server.anthropic import MessagesBody
@@ -32,11 +32,6 @@ from hotset.server.service import Service
 from hotset.server.tokens import DetokenizeBody, TokenizeBody
 
 PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|,', re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def counted(given: bytes) -> tuple[int, int, int, int]:

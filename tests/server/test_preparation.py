@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import run, write_model
+from tiny_server import run
 
 from hotset.errors import QueueFullError
 from hotset.server.preparation import TurnTaking
@@ -19,11 +19,6 @@ from hotset.text import constraint
 from hotset.text.constraint import Grammars
 
 WATCHDOG = 60.0
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def with_turns(n_threads: int, work: Callable[[TurnTaking], Awaitable[None]]) -> None:

@@ -12,17 +12,12 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
-from tiny_server import MESSAGES, events_of, run, write_model
+from tiny_server import MESSAGES, events_of, run
 
 from hotset.server import replies, streams
 from hotset.server.answers import MOST_LOGPROBS
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event, event_beside, n_values
 from hotset.server.service import Service
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def drawn(draw: random.Random, depth: int) -> Any:
@@ -111,13 +106,8 @@ def test_long_replies_are_made_beside_the_loop(path: Path, monkeypatch: pytest.M
 def test_logprobs_of_a_stream_come_some_at_a_time(path: Path) -> None:
     """Those of the prompt too, and in all they are the same."""
     body = {
-        "prompt": "a" * 150,
-        "echo": True,
-        "logprobs": 2,
-        "max_tokens": 100,
-        "seed": 1,
-        "ignore_eos": True,
-    }
+        "prompt": "a" * 150, "echo": True, "logprobs": 2, "max_tokens": 100, "seed": 1, "ignore_eos": True,
+    }  # fmt: skip
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]

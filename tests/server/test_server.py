@@ -8,25 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, AsyncTinyClient, run, write_model
+from tiny_server import MESSAGES, AsyncTinyClient, run
 
 import hotset
 from hotset.errors import QueueFullError
 from hotset.server.answers import AnswerRequest, Finished, TextDelta
 from hotset.server.app import create_app
 from hotset.server.service import Service
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
-        yield model
-
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anthropic import types
 from pydantic import TypeAdapter
-from tiny_server import run, write_model
+from tiny_server import run
 
 import hotset
 from hotset.errors import InvalidRequestError
@@ -99,20 +99,17 @@ def test_tools_and_their_results():
     )
     assert found[1:] == [
         {
-            "role": "assistant",
-            "content": "let me see",
-            "reasoning_content": "look it up",
+            "role": "assistant", "content": "let me see", "reasoning_content": "look it up",
             "tool_calls": [
                 {
-                    "id": "toolu_1",
-                    "type": "function",
+                    "id": "toolu_1", "type": "function",
                     "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
-                }
+                },
             ],
         },
         {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "rain"},
         {"role": "user", "content": "so?"},
-    ]
+    ]  # fmt: skip
     failed = {**result, "content": [{"type": "text", "text": "no network"}], "is_error": True}
     found = turns(HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [failed]})
     assert found[-1]["content"] == "Error: no network"
@@ -172,14 +169,9 @@ def told(*deltas: Delta, usage: Usage = USAGE, **how: bool) -> tuple[list[Any], 
 def test_text_is_one_block():
     events, message = told(TextDelta(0, "he"), TextDelta(0, ""), TextDelta(0, "llo"), Finished(0, "stop"))
     assert [event.type for event in events] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
+        "message_start", "content_block_start", "content_block_delta", "content_block_delta",
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
     assert events[0].message.content == []
     assert events[0].message.usage.input_tokens == 30
     assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
@@ -269,17 +261,6 @@ def test_why_it_stopped(finished: Finished, n_tokens: int, reason: str):
 
 
 # ---- over HTTP ----
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
 
 
 def test_count_tokens(path: Path, model: hotset.Model):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_server import Serving, write_model
+from tiny_server import Serving
 from waiting import WATCHDOG, until
 
 from hotset.errors import InvalidRequestError
@@ -21,11 +21,6 @@ from hotset.server.settings import ServerSettings
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def connected(server: Serving) -> socket.socket:

@@ -17,12 +17,9 @@ GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 # Longer than a page of the cache, so that it is shared, and of several lengths behind it.
 PREFIX = "".join(chr(97 + (7 * i) % 26) for i in range(100))
 LOADS: dict[str, dict[str, Any]] = {
-    "dense model": {},
-    "dense": {"sparsity": "dense"},
-    "exact": {"sparsity": "exact"},
-    "predicted": {"sparsity": "predicted"},
-    "svd": {"predictor": "svd"},
-}
+    "dense model": {}, "dense": {"sparsity": "dense"}, "exact": {"sparsity": "exact"},
+    "predicted": {"sparsity": "predicted"}, "svd": {"predictor": "svd"},
+}  # fmt: skip
 
 
 def prompts_of(n: int, shared: bool) -> list[str]:

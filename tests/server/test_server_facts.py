@@ -18,17 +18,6 @@ from hotset.server.service import Service
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
-
-
 def test_tokenize_as_llama_server_and_as_vllm(path: Path, model: hotset.Model):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         async def ids(**body: Any) -> list[Any]:

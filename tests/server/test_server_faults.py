@@ -66,10 +66,8 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         text = draw.choice(["hi", "x" * draw.randrange(10, 1500)])
         stream = draw.random() < 0.5
         body = {
-            "messages": [{"role": "user", "content": text}],
-            "stream": stream,
-            "n": draw.choice([1, 1, 3]),
-        }
+            "messages": [{"role": "user", "content": text}], "stream": stream, "n": draw.choice([1, 1, 3]),
+        }  # fmt: skip
         sent = request_bytes(CHAT, body | LONG)
         how = draw.choice(["half", "at once", "soon", "after some"])
         with socket.create_connection(("127.0.0.1", port), timeout=WATCHDOG) as connection:
@@ -105,7 +103,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
         server.wait_until_idle()
         until(lambda: not server.server.server_state.connections)
         gc.collect()
-        assert not server.service._answers
+        assert not server.service.n_open
         after = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
         assert after[0] <= before[0]
         assert after[1] <= before[1] + 1  # the engine's own thread comes and goes
@@ -189,12 +187,9 @@ def test_garbage_on_the_wire(path: Path, expected: str):
     draw = random.Random(3)
     with Serving(path) as server:
         for garbage in (
-            b"\x16\x03\x01\x02\x00",
-            b"GET\r\n\r\n",
-            b"POST / HTTP/9.9\r\n\r\n",
-            draw.randbytes(3000),
+            b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", draw.randbytes(3000),
             b"\n" * 9,
-        ):
+        ):  # fmt: skip
             with socket.create_connection(("127.0.0.1", server.port), timeout=WATCHDOG) as connection:
                 connection.sendall(garbage)
                 connection.shutdown(socket.SHUT_WR)
@@ -219,17 +214,9 @@ def started(path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], s
 
     def start(*options: str, model: Path = path, ready: bool = True) -> tuple[subprocess.Popen[str], str]:
         command = [
-            sys.executable,
-            "-m",
-            "hotset.cli.main",
-            "serve",
-            str(model),
-            "--port",
-            "0",
-            "-t",
-            "1",
+            sys.executable, "-m", "hotset.cli.main", "serve", str(model), "--port", "0", "-t", "1",
             *options,
-        ]
+        ]  # fmt: skip
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stderr is not None
@@ -331,16 +318,8 @@ def test_a_port_that_is_taken(path: Path):
 
 def test_an_address_for_others_needs_a_key(path: Path):
     command = [
-        sys.executable,
-        "-m",
-        "hotset.cli.main",
-        "serve",
-        str(path),
-        "--host",
-        "0.0.0.0",
-        "--port",
-        "0",
-    ]
+        sys.executable, "-m", "hotset.cli.main", "serve", str(path), "--host", "0.0.0.0", "--port", "0",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HOTSET_API_KEY": ""})
     assert done.returncode == 1
     assert "--allow-no-api-key" in done.stderr

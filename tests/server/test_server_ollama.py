@@ -29,17 +29,6 @@ OPTIONS = {"temperature": 0, "num_predict": 24}
 BODY = {"model": "tiny", "messages": [HELLO], "options": OPTIONS}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
-
-
 def request(**fields: Any):
     return chat_request(OllamaChatBody.model_validate(BODY | fields))
 
@@ -98,15 +87,13 @@ def test_results_find_their_calls():
     first, *rest = turns(
         HELLO,
         {
-            "role": "assistant",
-            "content": "",
-            "thinking": "hm",
+            "role": "assistant", "content": "", "thinking": "hm",
             "tool_calls": [call("f"), call("g"), call("f")],
         },
         {"role": "tool", "tool_name": "g", "content": "2"},
         {"role": "tool", "content": "1"},
         {"role": "tool", "tool_name": "f", "content": "3"},
-    )
+    )  # fmt: skip
     assert first == HELLO
     asked, *results = rest
     assert asked["reasoning_content"] == "hm"

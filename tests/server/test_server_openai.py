@@ -14,7 +14,7 @@ from openai.pagination import SyncPage
 from openai.types import CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from pydantic import TypeAdapter
-from tiny_server import MESSAGES, events_of, run, write_model
+from tiny_server import MESSAGES, events_of, run
 
 import hotset
 from hotset.server.openai.completions import CompletionBody
@@ -23,17 +23,6 @@ from hotset.server.service import Service
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
-        yield model
 
 
 async def posted(client: httpx.AsyncClient, url: str, **body: Any) -> dict[str, Any]:
@@ -188,12 +177,9 @@ def test_echo_with_logprobs_scores_a_prompt(path: Path, model: hotset.Model, max
         scores = log_softmax(model.logits(ids))
         expected = [scores[i - 1, ids[i]] for i in range(1, len(ids))]
         body = {
-            "prompt": [ids, ids[:70]],
-            "echo": True,
-            "logprobs": 2,
-            "max_tokens": max_tokens,
+            "prompt": [ids, ids[:70]], "echo": True, "logprobs": 2, "max_tokens": max_tokens,
             "stream": stream,
-        }
+        }  # fmt: skip
         reply = await client.post(COMPLETIONS, json=body | {"temperature": 0})
         assert reply.status_code == 200, reply.text
         if stream:
@@ -293,16 +279,9 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
         subject["model"] = "tiny"
         refused: dict[str, Any] = {
-            "made_up": 1,
-            "service_tier": "mine",
-            "stream_options": {"include_usage": True},
-            "seed": -3,
-            "n": 0,
-            "stop": [""],
-            "logit_bias": {"99999": 1},
-            "max_tokens": 0,
-            "frequency_penalty": math.inf,
-        }
+            "made_up": 1, "service_tier": "mine", "stream_options": {"include_usage": True}, "seed": -3,
+            "n": 0, "stop": [""], "logit_bias": {"99999": 1}, "max_tokens": 0, "frequency_penalty": math.inf,
+        }  # fmt: skip
         refused |= (
             {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "verbosity": 2}
             if url == CHAT

@@ -21,36 +21,25 @@ GREEDY = {"temperature": 0, "max_tokens": 4}
 OPTIONS = {"temperature": 0, "num_predict": 4}
 ASKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES} | GREEDY, shapes.ChatReply),
-    (
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2} | GREEDY,
-        shapes.ChatReply,
-    ),
+    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2} | GREEDY,
+     shapes.ChatReply),
     ("/v1/completions", {"prompt": "hello"} | GREEDY, shapes.CompletionReply),
     ("/v1/completions", {"prompt": "hello", "logprobs": 2, "echo": True} | GREEDY, shapes.CompletionReply),
     ("/v1/embeddings", {"input": ["hello", "ok"]}, shapes.EmbeddingsReply),
-    (
-        "/v1/responses",
-        {"input": "hello", "temperature": 0, "max_output_tokens": 4, "top_logprobs": 1},
-        shapes.ResponseReply,
-    ),
+    ("/v1/responses", {"input": "hello", "temperature": 0, "max_output_tokens": 4, "top_logprobs": 1},
+     shapes.ResponseReply),
     ("/v1/messages", {"model": "tiny", "messages": MESSAGES} | GREEDY, shapes.MessageReply),
     ("/detokenize", {"tokens": [65]}, shapes.DetokenizeReply),
     ("/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}, shapes.TokenCount),
-    (
-        "/api/chat",
-        {"model": "tiny", "messages": MESSAGES, "stream": False, "options": OPTIONS, "logprobs": True},
-        shapes.OllamaChatReply,
-    ),
+    ("/api/chat",
+     {"model": "tiny", "messages": MESSAGES, "stream": False, "options": OPTIONS, "logprobs": True},
+     shapes.OllamaChatReply),
     ("/api/chat", {"model": "tiny"}, shapes.OllamaChatReply),
-    (
-        "/api/generate",
-        {"model": "tiny", "prompt": "hello", "stream": False, "options": OPTIONS},
-        shapes.OllamaGenerateReply,
-    ),
+    ("/api/generate", {"model": "tiny", "prompt": "hello", "stream": False, "options": OPTIONS},
+     shapes.OllamaGenerateReply),
     ("/api/embed", {"model": "tiny", "input": ["hello", "ok"]}, shapes.OllamaEmbedReply),
     ("/api/embeddings", {"model": "tiny", "prompt": "hello"}, shapes.OllamaEmbeddingsReply),
-]
+]  # fmt: skip
 RERANK = {"query": "which?", "documents": ["hello", {"text": "ok"}]}
 RANKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
     ("/v1/rerank", RERANK | {"return_documents": True}, shapes.RerankReply),

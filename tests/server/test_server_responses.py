@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import run, write_model
+from tiny_server import run
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -86,21 +86,17 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         {"role": "user", "content": "hello"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]},
         {
-            "type": "message",
-            "id": "msg_1",
-            "status": "completed",
-            "role": "assistant",
+            "type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
             "content": [{"type": "output_text", "text": "let me see", "annotations": []}],
         },
         {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"},
         {"type": "function_call", "id": "fc_2", "call_id": "call_2", "name": "g", "arguments": "{"},
         {"type": "function_call_output", "call_id": "call_2", "output": "2"},
         {
-            "type": "function_call_output",
-            "call_id": "call_1",
+            "type": "function_call_output", "call_id": "call_1",
             "output": [{"type": "input_text", "text": "1"}],
         },
-    ]
+    ]  # fmt: skip
     calls = [
         {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
         {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{"}},
@@ -133,12 +129,10 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "a part of type input_image cannot be read",
-        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "a part of type input_image cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str):
     with pytest.raises(ValidationError) as caught:
         ResponsesBody.model_validate(BODY | fields)
@@ -166,29 +160,20 @@ def told(*deltas: Delta) -> tuple[list[Any], dict[str, Any]]:
 def test_text_is_one_item():
     events, response = told(TextDelta(0, "he"), TextDelta(0, ""), TextDelta(0, "llo"), Finished(0, "stop"))
     assert [event.type for event in events] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.delta", "response.output_text.delta",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
         "response.completed",
-    ]
+    ]  # fmt: skip
     assert events[0].response.output == []
     assert events[2].item.content == []
     assert events[3].part.text == ""
     assert events[6].text == "hello"
     (item,) = response["output"]
     assert item == {
-        "type": "message",
-        "id": item["id"],
-        "status": "completed",
-        "role": "assistant",
+        "type": "message", "id": item["id"], "status": "completed", "role": "assistant",
         "content": [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}],
-    }
+    }  # fmt: skip
     assert response["status"] == "completed"
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == 20
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
@@ -231,11 +216,6 @@ def test_an_answer_that_is_cut_is_incomplete():
 
 
 # ---- over HTTP ----
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 def test_a_response_repeats_its_request(path: Path):

@@ -44,17 +44,6 @@ def each(*names: str, **having: bool) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("schema", found, ids=repr)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path):
-    with hotset.load(path, backend="cpu", n_threads=1) as model:
-        yield model
-
-
 def with_template(tmp_path: Path, template: str, work: Callable[..., Any]) -> None:
     """Does `work` with a server of a model with this template and a context of 2048."""
     keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
@@ -474,7 +463,7 @@ def test_a_stream_that_fails_ends_with_an_error(path: Path, schema: ApiSchema):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = schema.body(stream=True, temperature=0, max_tokens=200)
         asking = asyncio.create_task(client.post(schema.url, json=body))
-        while not service._answers:
+        while not service.n_open:
             await asyncio.sleep(0)
         service.end_answers()
         assert "shut down" in schema.failure((await asking).text)

@@ -139,15 +139,11 @@ def test_api_keys():
     ):
         assert asked(app, headers=headers).status_code == PASSED, headers
     for headers in (
-        {},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer first-key2"},
-        {"authorization": "Bearer first-ke"},
-        {"authorization": "Basic first-key"},
-        {"authorization": "Bearer wrong", "x-api-key": "first-key"},
-        {"x-api-key": "first-key,second-key"},
+        {}, {"authorization": "Bearer"}, {"authorization": "Bearer first-key2"},
+        {"authorization": "Bearer first-ke"}, {"authorization": "Basic first-key"},
+        {"authorization": "Bearer wrong", "x-api-key": "first-key"}, {"x-api-key": "first-key,second-key"},
         {"x-api-key": b"\xff"},
-    ):
+    ):  # fmt: skip
         reply = asked(app, headers=headers)
         assert reply.status_code == 401, headers
         assert reply.headers["www-authenticate"] == "Bearer"
@@ -166,8 +162,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("hotset.server.security.hmac.compare_digest", compare)
     keys = ApiKeys(lambda *_: None, ["a", "long-key", "c"])  # type: ignore[arg-type,return-value]
-    assert keys._find("c") == 2
-    assert keys._find("") is None
+    assert keys.find("c") == 2
+    assert keys.find("") is None
     assert compared == [(32, 32)] * 6
 
 
@@ -195,17 +191,11 @@ def test_where_other_machines_reach_it_a_key_is_needed():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"api_keys": ("",)},
-        {"api_keys": ("a b",)},
-        {"api_keys": ("schlüssel",)},
-        {"port": 70000},
-        {"max_queue": -1},
-        {"cors_origins": ("chat.example",)},
-        {"allowed_hosts": (" ",)},
-        {"max_seconds": -1},
-        {"grace_seconds": float("nan")},
+        {"api_keys": ("",)}, {"api_keys": ("a b",)}, {"api_keys": ("schlüssel",)}, {"port": 70000},
+        {"max_queue": -1}, {"cors_origins": ("chat.example",)}, {"allowed_hosts": (" ",)},
+        {"max_seconds": -1}, {"grace_seconds": float("nan")},
     ],
-)
+)  # fmt: skip
 def test_settings_are_checked(wrong: dict[str, Any]):
     with pytest.raises(hotset.InvalidRequestError):
         ServerSettings(**wrong)
@@ -317,19 +307,10 @@ def test_of_the_memory_for_long_bodies_a_client_gets_half_of_what_others_leave()
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"null",
-        b"[]",
-        b"3",
-        b'"a"',
-        b"{}",
-        b"\xff",
-        b'{"messages": 3}',
-        b'{"messages": [3]}',
-        b"{,}",
+        b"", b"null", b"[]", b"3", b'"a"', b"{}", b"\xff", b'{"messages": 3}', b'{"messages": [3]}', b"{,}",
         b"NaN",
     ],
-)
+)  # fmt: skip
 def test_malformed_bodies_are_400(body: bytes):
     for path in ("/v1/chat/completions", "/v1/completions"):
         reply = asked(app_of(), "POST", path, content=body)

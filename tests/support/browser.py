@@ -26,10 +26,8 @@ FLAGS = [
 
 FETCHED = ROOT / "build" / "browser"
 _PLACES = (
-    "playwright/chromium*/*/headless_shell",
-    "playwright/chromium*/*/chrome-headless-shell",
-    "npm/chromium",
-)
+    "playwright/chromium*/*/headless_shell", "playwright/chromium*/*/chrome-headless-shell", "npm/chromium",
+)  # fmt: skip
 
 
 def find() -> str | None:

@@ -47,30 +47,16 @@ def write_model(
     """
     tokens = byte_letters() + SPECIALS
     tokenizer: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS),
-        "tokenizer.ggml.merges": ["h e"],
-        "tokenizer.ggml.bos_token_id": BOS,
-        "tokenizer.ggml.eos_token_id": EOS,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": TEMPLATE,
-    }
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS), "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": BOS, "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": TEMPLATE,
+    }  # fmt: skip
     return write_llama(
-        path,
-        n_layer=n_layer,
-        n_embd=32,
-        n_ff=48,
-        head_dim=8,
-        n_vocab=len(tokens),
-        experts=experts,
-        down_neuron_major=down_neuron_major,
-        spread=lambda name: 3.0 if name == "output" else 1.5,
-        keys=tokenizer | keys,
-        vectors=vectors,
-        seed=5,
-    )
+        path, n_layer=n_layer, n_embd=32, n_ff=48, head_dim=8, n_vocab=len(tokens), experts=experts,
+        down_neuron_major=down_neuron_major, spread=lambda name: 3.0 if name == "output" else 1.5,
+        keys=tokenizer | keys, vectors=vectors, seed=5,
+    )  # fmt: skip
 
 
 def write_reranker(path: Path, **keys: Any) -> Path:
@@ -92,15 +78,11 @@ def vocabulary() -> dict[str, Any]:
     """Printable ASCII, a space, a newline and three special tokens, without a beginning of text."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<s>", "</s>", "th", "Ġt"]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2,
-        "tokenizer.ggml.merges": ["t h", "Ġ t"],
-        "tokenizer.ggml.eos_token_id": 98,
-        "tokenizer.ggml.bos_token_id": 97,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2, "tokenizer.ggml.merges": ["t h", "Ġ t"],
+        "tokenizer.ggml.eos_token_id": 98, "tokenizer.ggml.bos_token_id": 97,
         "tokenizer.ggml.add_bos_token": False,
-    }
+    }  # fmt: skip
 
 
 def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any) -> Path:

@@ -43,30 +43,18 @@ def write_model(
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += ["th", "Ġt"]
     return write_llama(
-        path,
-        architecture=architecture,
-        n_head=2,
-        n_head_kv=1,
-        n_vocab=len(tokens),
-        n_ctx=n_ctx,
-        tied=True,
-        type_of=lambda name: type,
-        spread=lambda name: 1.0,
+        path, architecture=architecture, n_head=2, n_head_kv=1, n_vocab=len(tokens), n_ctx=n_ctx, tied=True,
+        type_of=lambda name: type, spread=lambda name: 1.0,
         keys={
-            "general.name": "Tiny Random",
-            "general.license": "mit",
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": tokens,
+            "general.name": "Tiny Random", "general.license": "mit", "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
             "tokenizer.ggml.token_type": [1] * 96 + [3] * 3 + [1] * 2,
-            "tokenizer.ggml.merges": ["t h", "Ġ t"],
-            "tokenizer.ggml.eos_token_id": 98,
-            "tokenizer.ggml.bos_token_id": 96,
-            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.ggml.merges": ["t h", "Ġ t"], "tokenizer.ggml.eos_token_id": 98,
+            "tokenizer.ggml.bos_token_id": 96, "tokenizer.ggml.add_bos_token": False,
             "tokenizer.chat_template": CHATML if template else None,
         },
         seed=7,
-    )
+    )  # fmt: skip
 
 
 COMMAND = [sys.executable, "-m", "hotset.cli.main"]
@@ -77,12 +65,9 @@ def hotset(
 ) -> subprocess.CompletedProcess[str]:
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=data,
-        capture_output=True,
-        timeout=120,
+        [*COMMAND, *map(str, arguments)], input=data, capture_output=True, timeout=120,
         env={**os.environ, **(env or {})},
-    )
+    )  # fmt: skip
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

@@ -45,12 +45,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "biased relu": {"keys": {"llama.hidden_activation": "relu"}, "biased": True},
     "neuron-major": {"down_neuron_major": True, "n_ff": 160, "keys": {"llama.hidden_activation": "relu"}},
     "biased neuron-major": {
-        "down_neuron_major": True,
-        "n_ff": 96,
-        "biased": True,
-        "type_of": lambda _: T.Q8_0,
+        "down_neuron_major": True, "n_ff": 96, "biased": True, "type_of": lambda _: T.Q8_0,
     },
     "one used": {"experts": (4, 1)},
     "all used": {"experts": (3, 3)},
     "many": {"experts": (70, 2), "n_ff": 32, "type_of": lambda _: T.Q4_0},
-}
+}  # fmt: skip

@@ -112,17 +112,10 @@ def fake_stats(n_tokens: int, step: int) -> StepStats:
     rows = np.array([100, 100])
     seconds = np.array([1e-3, 2e-3])
     return StepStats(
-        n_tokens=n_tokens,
-        selected=np.array([20, 100]) * n_tokens,
-        active=active,
-        gate_rows=rows,
-        up_rows=active,
-        down_rows=active,
-        predictor=seconds / 10,
-        ffn=seconds,
-        attention=seconds / 2,
+        n_tokens=n_tokens, selected=np.array([20, 100]) * n_tokens, active=active, gate_rows=rows,
+        up_rows=active, down_rows=active, predictor=seconds / 10, ffn=seconds, attention=seconds / 2,
         other=5e-4,
-    )
+    )  # fmt: skip
 
 
 def fake_logits(tokens: np.ndarray, n_vocab: int, peak: float = 3.0) -> np.ndarray:

@@ -88,10 +88,8 @@ class FakeHub:
             entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": _git_id(data)}
             if path.endswith((".gguf", ".pt")):
                 entry["lfs"] = {
-                    "sha256": hashlib.sha256(data).hexdigest(),
-                    "size": len(data),
-                    "pointerSize": 1,
-                }
+                    "sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1,
+                }  # fmt: skip
             if path in self.sizes:
                 entry["size"] = self.sizes[path]
             if path in self.checksums:

@@ -27,17 +27,10 @@ _BLOCK = 64 << 20
 
 # Tests of threads, signals, killed processes, sockets, clocks and measured memory.
 SUSPECTS = [
-    "formats/test_mapped.py",
-    "backends/cpu/test_runtime.py",
-    "backends/gpu/test_cpu_worker.py",
-    "engine/test_driver.py",
-    "server/test_server_faults.py",
-    "server/test_server_connections.py",
-    "server/test_server_pace.py",
-    "scale/test_scale_front.py",
-    "repository/test_deployment.py",
-    "bench/test_bench_gpu.py",
-    "engine/test_engine.py::test_a_decode_step_costs_little_python",
+    "formats/test_mapped.py", "backends/cpu/test_runtime.py", "backends/gpu/test_cpu_worker.py",
+    "engine/test_driver.py", "server/test_server_faults.py", "server/test_server_connections.py",
+    "server/test_server_pace.py", "scale/test_scale_front.py", "repository/test_deployment.py",
+    "bench/test_bench_gpu.py", "engine/test_engine.py::test_a_decode_step_costs_little_python",
     "test_api.py::test_a_closed_model_says_so",
     "server/test_batch.py::test_a_killed_run_loses_and_doubles_no_line",
     "text/test_chat.py::test_the_process_ends_with_its_parent",
@@ -52,7 +45,7 @@ SUSPECTS = [
     "backends/gpu/test_hybrid.py::test_closing_ends_every_thread",
     "server/test_server_security.py::test_bodies_that_are_slow_to_come_are_left",
     "training/test_train_predictor.py::test_a_killed_process_leaves_whole_files_and_its_workers_follow",
-]
+]  # fmt: skip
 
 
 def busy() -> None:

@@ -9,15 +9,12 @@ from typing import Any
 WEATHER = {
     "type": "object",
     "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "detailed": {"type": "boolean"},
-        "hours": {"type": "array", "items": {"type": "integer"}},
-        "unit": {"type": ["string", "null"]},
+        "city": {"type": "string"}, "days": {"type": "integer"}, "detailed": {"type": "boolean"},
+        "hours": {"type": "array", "items": {"type": "integer"}}, "unit": {"type": ["string", "null"]},
         "place": {"$ref": "#/$defs/place"},
     },
     "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
-}
+}  # fmt: skip
 WRITE = {"properties": {"path": {"type": "string"}, "text": {"type": "string"}}}
 TOOLS: dict[str, Mapping[str, Any]] = {"get_weather": WEATHER, "write-file": WRITE, "empty": {}}
 ROME = {"city": "Rome", "days": 2}

@@ -28,20 +28,11 @@ def write_checkpoint(folder: Path) -> Path:
 
     n_vocab, width, n_ff = 64, 32, 64
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": n_vocab,
-        "hidden_size": width,
-        "intermediate_size": n_ff,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": n_vocab,
+        "hidden_size": width, "intermediate_size": n_ff, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": True,
+    }  # fmt: skip
     shapes = {
         "model.embed_tokens": (n_vocab, width),
         "model.norm": (width,),

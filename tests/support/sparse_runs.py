@@ -23,17 +23,13 @@ from hotset.sparsity.modes import Prepared, choose, prepare
 
 T = GGMLType
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"architecture": "llama"},
-    "bamboo": {"architecture": "bamboo"},
+    "llama": {"architecture": "llama"}, "bamboo": {"architecture": "bamboo"},
     "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
-    "falcon-40b": {"architecture": "falcon", "two_norms": True},
-    "opt": {"architecture": "opt"},
-}
+    "falcon-40b": {"architecture": "falcon", "two_norms": True}, "opt": {"architecture": "opt"},
+}  # fmt: skip
 ACTIVATIONS = {
-    "relu2": {},
-    "fatrelu": {"hotset.fatrelu_threshold": 0.4},
-    "relu": {"hotset.up_activation": "relu"},
-}
+    "relu2": {}, "fatrelu": {"hotset.fatrelu_threshold": 0.4}, "relu": {"hotset.up_activation": "relu"},
+}  # fmt: skip
 N_FF = 736  # eleven and a half tiles of neurons, several chunks
 ONE_BY_ONE = [*range(1, 12)]
 

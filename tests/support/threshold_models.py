@@ -28,14 +28,10 @@ from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 SILU = {"llama.hidden_activation": "silu"}
 EVERY = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
 CASES = {
-    "nothing": LayerThresholds(),
-    "gate": LayerThresholds(gate=0.1),
-    "attn_in": LayerThresholds(attn_in=0.6),
-    "attn_out": LayerThresholds(attn_out=0.1),
-    "ffn_in": LayerThresholds(ffn_in=0.6),
-    "down_in": LayerThresholds(down_in=0.05),
-    "every": EVERY,
-}
+    "nothing": LayerThresholds(), "gate": LayerThresholds(gate=0.1), "attn_in": LayerThresholds(attn_in=0.6),
+    "attn_out": LayerThresholds(attn_out=0.1), "ffn_in": LayerThresholds(ffn_in=0.6),
+    "down_in": LayerThresholds(down_in=0.05), "every": EVERY,
+}  # fmt: skip
 
 
 def write(folder: Path, architecture: str = "llama", type: GGMLType = T.F32, **options: Any) -> GGUFFile:
@@ -82,11 +78,9 @@ def run(
 
 OF_EXPERTS = LayerThresholds(gate=0.1, attn_in=0.6, attn_out=0.1)
 EXPERTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one by one": {"one_by_one": True},
-    "neuron-major": {"down_neuron_major": True},
+    "plain": {}, "one by one": {"one_by_one": True}, "neuron-major": {"down_neuron_major": True},
     "relu": {"keys": {"llama.hidden_activation": "relu"}},
-}
+}  # fmt: skip
 
 
 def write_experts(folder: Path, kind: str, type_: GGMLType = T.F32) -> GGUFFile:

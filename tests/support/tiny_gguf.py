@@ -46,18 +46,15 @@ def write_relu(  # noqa: C901
     n_head_kv = n_head if architecture == "opt" else n_head_kv
     epsilon = "layer_norm_epsilon" if layer_norm else "layer_norm_rms_epsilon"
     facts: dict[str, Any] = {
-        f"{architecture}.block_count": len(ranks),
-        f"{architecture}.context_length": n_ctx,
-        f"{architecture}.embedding_length": n_embd,
-        f"{architecture}.feed_forward_length": n_ff,
-        f"{architecture}.attention.head_count": n_head,
-        f"{architecture}.attention.head_count_kv": n_head_kv,
+        f"{architecture}.block_count": len(ranks), f"{architecture}.context_length": n_ctx,
+        f"{architecture}.embedding_length": n_embd, f"{architecture}.feed_forward_length": n_ff,
+        f"{architecture}.attention.head_count": n_head, f"{architecture}.attention.head_count_kv": n_head_kv,
         f"{architecture}.attention.{epsilon}": None if architecture == "opt" else 1e-5,
         "powerinfer.sparse_threshold": threshold if dialect == "powerinfer" else None,
         f"{architecture}.hidden_activation": None
         if dialect == "powerinfer" or architecture == "bamboo"
         else "relu",
-    }
+    }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture, dialect=dialect)
     for key, value in {**facts, **(keys or {})}.items():
@@ -152,17 +149,12 @@ def write_llama(  # noqa: C901
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture)
     facts: dict[str, Any] = {
-        f"{architecture}.block_count": n_layer,
-        f"{architecture}.context_length": n_ctx,
-        f"{architecture}.embedding_length": n_embd,
-        f"{architecture}.feed_forward_length": n_ff,
-        f"{architecture}.attention.head_count": n_head,
-        f"{architecture}.attention.head_count_kv": n_head_kv,
-        f"{architecture}.attention.key_length": head_dim,
-        f"{architecture}.attention.value_length": head_dim,
-        f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
-        f"{architecture}.rope.freq_base": 10000.0,
-    }
+        f"{architecture}.block_count": n_layer, f"{architecture}.context_length": n_ctx,
+        f"{architecture}.embedding_length": n_embd, f"{architecture}.feed_forward_length": n_ff,
+        f"{architecture}.attention.head_count": n_head, f"{architecture}.attention.head_count_kv": n_head_kv,
+        f"{architecture}.attention.key_length": head_dim, f"{architecture}.attention.value_length": head_dim,
+        f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5, f"{architecture}.rope.freq_base": 10000.0,
+    }  # fmt: skip
     n_expert = experts[0] if experts else 0
     if experts:
         facts[f"{architecture}.expert_count"], facts[f"{architecture}.expert_used_count"] = experts

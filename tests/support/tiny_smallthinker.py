@@ -16,11 +16,9 @@ from safetensors.torch import save_file
 from torch.nn import Linear, Module, ModuleList, Parameter
 
 DEFAULTS = {
-    "architectures": ["SmallThinkerForCausalLM"],
-    "model_type": "smallthinker",
-    "moe_enable_early_router": True,
-    "moe_primary_router_apply_softmax": False,
-}
+    "architectures": ["SmallThinkerForCausalLM"], "model_type": "smallthinker",
+    "moe_enable_early_router": True, "moe_primary_router_apply_softmax": False,
+}  # fmt: skip
 
 
 class Norm(Module):

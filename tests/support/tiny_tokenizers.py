@@ -82,14 +82,11 @@ def bpe_metadata(pre="gpt-2", **changes):
     specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     tokens = [*pieces, *specials, "    "]
     metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.array([1] * len(pieces) + [3] * 3 + [4], dtype=np.int32),
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>"),
+        "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>"),
         "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-    }
+    }  # fmt: skip
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     return {key: value for key, value in metadata.items() if value is not None}
 
@@ -113,22 +110,17 @@ def _trained_sentencepiece():
     types = [next((kind for test, kind in kinds if test(id)), 1) for id in range(n)]
     types[library.piece_to_id("<user>")] = 4
     return (
-        library,
-        [library.id_to_piece(i) for i in range(n)],
-        [library.get_score(i) for i in range(n)],
-        types,
-    )
+        library, [library.id_to_piece(i) for i in range(n)], [library.get_score(i) for i in range(n)], types,
+    )  # fmt: skip
 
 
 def sentencepiece_metadata(**changes):
     _, pieces, scores, types = _trained_sentencepiece()
     metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces,
         "tokenizer.ggml.scores": np.array(scores, dtype=np.float32),
-        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32), "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     return {key: value for key, value in metadata.items() if value is not None}
 

@@ -15,17 +15,15 @@ THINKS = HERMES + "{% if add_generation_prompt and not closed %}<think>\n{% endi
 WEATHER = {
     "type": "function",
     "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
+        "name": "get_weather", "description": "The weather of a city.",
         "parameters": {
             "type": "object",
             "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
+            "required": ["city", "days"], "additionalProperties": False,
             "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 7}},
         },
     },
-}
+}  # fmt: skip
 CLOCK = {
     "type": "function",
     "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},

@@ -210,15 +210,11 @@ def _metadata(**more):
     letters = [chr(c) for c in range(0x21, 0x7F)] + ["Ġ", "<|im_start|>", "<|im_end|>"]
     n = len(letters)
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": letters,
-        "tokenizer.ggml.token_type": [1] * (n - 2) + [3, 3],
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.bos_token_id": n - 2,
-        "tokenizer.ggml.eos_token_id": n - 1,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.token_type": [1] * (n - 2) + [3, 3], "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": n - 2, "tokenizer.ggml.eos_token_id": n - 1,
         **{f"tokenizer.chat_template{key}": value for key, value in more.items()},
-    }
+    }  # fmt: skip
 
 
 def test_the_template_comes_from_the_file():
@@ -269,22 +265,15 @@ def test_a_source_that_is_too_long():
 
 
 ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__.__subclasses__()[0] }}",
-    "{{ raise_exception.__globals__['json'] }}",
-    "{{ strftime_now.__globals__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__.__base__.__subclasses__()[0] }}",
+    "{{ raise_exception.__globals__['json'] }}", "{{ strftime_now.__globals__ }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "{{ self._TemplateReference__context.environment.globals }}{{ self.__init__.__globals__ }}",
-    "{{ '{0.__class__.__mro__}'.format(messages) }}",
-    "{{ ('{0.__class__}' | attr('format'))(messages) }}",
-    "{% set x = namespace(__class__=1) %}",
-    "{{ messages.append({'role': 'user'}) }}",
-    "{% do messages.clear() %}",
-    "{{ messages[0].update({'role': 'x'}) }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
-    "{{ lipsum(n=1000) }}",
-]
+    "{{ '{0.__class__.__mro__}'.format(messages) }}", "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+    "{% set x = namespace(__class__=1) %}", "{{ messages.append({'role': 'user'}) }}",
+    "{% do messages.clear() %}", "{{ messages[0].update({'role': 'x'}) }}", "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}", "{{ lipsum(n=1000) }}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ESCAPES)
@@ -303,20 +292,12 @@ BOMBS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(100) }}",
-    "{{ range(10 ** 9) | list | length }}",
-    "{{ 'a' * 10 ** 12 }}",
-    "{{ [0] * 10 ** 10 }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ (9 ** 9 ** 9999) * 2 }}",
-    "{{ '%999999999999d' % 1 }}",
-    "{{ '%*d' % (999999999, 1) }}",
-    "{{ '{:>999999999999}'.format(1) }}",
-    "{{ '{:>{}}'.format(1, 999999999999) }}",
-    "{{ 'a'.ljust(999999999999) }}",
-    "{{ 'a'.zfill(width=999999999999) }}",
-    "{{ 'a' | center(999999999999) }}",
-    "{{ 'a' | indent(999999999999, true) }}",
-    "{{ {'a': 1} | tojson(indent=999999999999) }}",
+    "{{ range(10 ** 9) | list | length }}", "{{ 'a' * 10 ** 12 }}", "{{ [0] * 10 ** 10 }}",
+    "{{ 9 ** (9 ** 9) }}", "{{ (9 ** 9 ** 9999) * 2 }}", "{{ '%999999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}", "{{ '{:>999999999999}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 999999999999) }}", "{{ 'a'.ljust(999999999999) }}",
+    "{{ 'a'.zfill(width=999999999999) }}", "{{ 'a' | center(999999999999) }}",
+    "{{ 'a' | indent(999999999999, true) }}", "{{ {'a': 1} | tojson(indent=999999999999) }}",
     *(
         "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = " + growth + " %}{% endfor %}"
         for growth in (
@@ -335,7 +316,7 @@ BOMBS = [
     "{% set x = 'a' * 9999999 %}{% macro m() %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endmacro %}"
     "{{ m() }}",
     "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
-]
+]  # fmt: skip
 
 
 # What Python does in one call, out of reach of any check between two steps of the template.
@@ -346,22 +327,17 @@ EQUALS = (
 )
 LONG_TEXT = "{% set x = 'a' * 999999 %}"
 BOMBS += [
-    EQUALS + "{{ a.x == b.x }}",
-    EQUALS + "{{ a.x < b.x }}",
-    EQUALS + "{{ a.x in [b.x] }}",
+    EQUALS + "{{ a.x == b.x }}", EQUALS + "{{ a.x < b.x }}", EQUALS + "{{ a.x in [b.x] }}",
     EQUALS + "{{ [a.x, b.x, a.x] | sort }}",
     NESTED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("[1]", "(1,)") + "{{ {ns.x: 1} }}",
-    NESTED + "{{ '%s' % [ns.x] }}",
-    NESTED + "{{ '{}'.format(ns.x) }}",
-    NESTED + "{{ ns.x | string | length }}",
-    LONG_TEXT + "{{ ([[x]] * 99999) | sum(start=[]) | length }}",
+    NESTED + "{{ '%s' % [ns.x] }}", NESTED + "{{ '{}'.format(ns.x) }}",
+    NESTED + "{{ ns.x | string | length }}", LONG_TEXT + "{{ ([[x]] * 99999) | sum(start=[]) | length }}",
     LONG_TEXT + "{% set y = x.translate({97: x}) %}",
     "{{ (['a'] * 99999) | tojson(separators=('b' * 99999, ':')) }}",
     LONG_TEXT + "{{ ([x] * 99999) | map('upper') | join }}",
-    LONG_TEXT + "{{ (x.encode() * 999999) | length }}",
-    "{{ 'a'|center(99999) }}" * 10_000,
+    LONG_TEXT + "{{ (x.encode() * 999999) | length }}", "{{ 'a'|center(99999) }}" * 10_000,
     "{% if " + "'a'|center(99999999) ~ " * 100 + "1 %}{% endif %}",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", BOMBS)

@@ -44,52 +44,32 @@ HARMONY = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|mes
 EMITTED: list[tuple[str, str, list[Part]]] = [
     ("hermes", "Hello  there \n", [Text("Hello  there \n")]),
     ("hermes", f"Let me see.\n\n{HERMES}", [Text("Let me see."), *call(0, "f", '{"a": [1, "}"]}')]),
-    (
-        "hermes",
-        f'{HERMES}\n<tool_call>\n{{"arguments": {{"x": "</tool_call>"}}, "name": "g"}}\n</tool_call>',
-        [*call(0, "f", '{"a": [1, "}"]}'), *call(1, "g", '{"x": "</tool_call>"}')],
-    ),
+    ("hermes", f'{HERMES}\n<tool_call>\n{{"arguments": {{"x": "</tool_call>"}}, "name": "g"}}\n</tool_call>',
+     [*call(0, "f", '{"a": [1, "}"]}'), *call(1, "g", '{"x": "</tool_call>"}')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f"}\n</tool_c', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_c', call(0, "f", '{"a": 1}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call(0, "f", "{}")),
     ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>', call(0, "f", '{"a": 1}')),
-    (
-        "hermes",
-        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</tool_call>',
-        [*call(0, "f", "{}"), *call(1, "g", "{}")],
-    ),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</tool_call>',
+     [*call(0, "f", "{}"), *call(1, "g", "{}")]),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
+    ("mistral",
+     '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abc"}, {"arguments": {"b":2}, "name": "g"}]',
+     [*call(0, "f", "{}"), *call(1, "g", '{"b":2}')]),
     (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abc"}, {"arguments": {"b":2}, "name": "g"}]',
-        [*call(0, "f", "{}"), *call(1, "g", '{"b":2}')],
-    ),
-    (
-        "mistral",
-        'Sure. [TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[CALL_ID]a1b2c3d4e[ARGS]{}',
-        [
-            Text("Sure."),
-            *call(0, "f", '{"a": "]"}'),
-            CallStart(1, "a1b2c3d4e", "g"),
-            CallArguments(1, "{}"),
-        ],
+        "mistral", 'Sure. [TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[CALL_ID]a1b2c3d4e[ARGS]{}',
+        [Text("Sure."), *call(0, "f", '{"a": "]"}'), CallStart(1, "a1b2c3d4e", "g"), CallArguments(1, "{}")],
     ),
     ("mistral", '[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
     ("mistral", "[TOOL_CALLS]f[ARGS]", call(0, "f", "{")),
     ("llama", '{"name": "f", "parameters": {"a": "1"}}', call(0, "f", '{"a": "1"}')),
     ("llama", '\n{"type": "function", "name": "f", "parameters": {}}', call(0, "f", "{}")),
-    (
-        "llama",
-        '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
-        [*call(0, "f", "{}"), *call(1, "g", '{"b": 2}')],
-    ),
+    ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
+     [*call(0, "f", "{}"), *call(1, "g", '{"b": 2}')]),
     ("llama", '<|python_tag|>{"name": "other", "parameters": {}}', call(0, "other", "{}")),
-    (
-        "harmony",
-        f'<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY}{{"a":1}}<|call|>',
-        [Reasoning("Hm."), *call(0, "get_weather", '{"a":1}')],
-    ),
+    ("harmony", f'<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY}{{"a":1}}<|call|>',
+     [Reasoning("Hm."), *call(0, "get_weather", '{"a":1}')]),
     (
         "harmony",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f"
@@ -97,12 +77,10 @@ EMITTED: list[tuple[str, str, list[Part]]] = [
         [Text("I look."), *call(0, "f", "{}")],
     ),
     ("harmony", f"{HARMONY}<|call|>", call(0, "get_weather", "{}")),
-    (
-        "harmony",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.\n<|return|>",
-        [Reasoning("Hm."), Text("Hi.\n")],
-    ),
-]
+    ("harmony",
+     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.\n<|return|>",
+     [Reasoning("Hm."), Text("Hi.\n")]),
+]  # fmt: skip
 
 # What does not keep to the form: nothing of it is lost.
 BROKEN: list[tuple[str, str, list[Part]]] = [

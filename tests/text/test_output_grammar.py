@@ -23,43 +23,25 @@ from hotset.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 
-MARKS = (
-    *dict.fromkeys(mark for form in tool_calls.FORMS for mark in form.marks),
-    "</think>",
-)
+MARKS = (*dict.fromkeys(mark for form in tool_calls.FORMS for mark in form.marks), "</think>")
 FEW_MARKS = (
     "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>",
     "<|return|>", "<|call|>", "</think>",
 )  # fmt: skip
 ENDS = ("</think>", "<|end|>")  # of reasoning
 TEMPLATES = {
-    "hermes": "<tool_call> </tool_call>",
-    "hermes, thinking": "<tool_call> </tool_call> <think> </think>",
-    "llama": "<|python_tag|>",
-    "mistral": "[TOOL_CALLS]",
-    "mistral, names": "[TOOL_CALLS] [ARGS]",
-    "mistral, ids": "[TOOL_CALLS] [ARGS] [CALL_ID]",
-    "harmony": "<|channel|> <|message|>",
+    "hermes": "<tool_call> </tool_call>", "hermes, thinking": "<tool_call> </tool_call> <think> </think>",
+    "llama": "<|python_tag|>", "mistral": "[TOOL_CALLS]", "mistral, names": "[TOOL_CALLS] [ARGS]",
+    "mistral, ids": "[TOOL_CALLS] [ARGS] [CALL_ID]", "harmony": "<|channel|> <|message|>",
     "deepseek-v3": "<｜tool▁call▁begin｜><｜tool▁sep｜>```json",
-    "deepseek-v3.1": "<｜tool▁call▁begin｜><｜tool▁sep｜>",
-    "deepseek-v3.2": "｜DSML｜ function_calls",
-    "deepseek-v4": "｜DSML｜",
-    "kimi": "<|tool_call_begin|><|tool_call_argument_begin|>",
-    "gemma4": "<|tool_call> <tool_call|>",
-    "functiongemma": "<start_function_call>",
-    "lfm2": "<|tool_call_start|>",
-    "minimax": "<minimax:tool_call>",
-    "seed": "<seed:tool_call><function=",
-    "qwen": "<tool_call><function= </think>",
-    "glm": "<tool_call><arg_key>",
-    "nemotron": "<TOOLCALL>",
-    "tool-calls": "<tool_calls>",
-    "granite": "<|tool_call|>",
-    "phi": "<|tool|><|/tool|>",
-    "command": '<|START_ACTION|>"tool_name"',
-    "pythonic": "tool_code",
-    "json": "tools",
-}
+    "deepseek-v3.1": "<｜tool▁call▁begin｜><｜tool▁sep｜>", "deepseek-v3.2": "｜DSML｜ function_calls",
+    "deepseek-v4": "｜DSML｜", "kimi": "<|tool_call_begin|><|tool_call_argument_begin|>",
+    "gemma4": "<|tool_call> <tool_call|>", "functiongemma": "<start_function_call>",
+    "lfm2": "<|tool_call_start|>", "minimax": "<minimax:tool_call>", "seed": "<seed:tool_call><function=",
+    "qwen": "<tool_call><function= </think>", "glm": "<tool_call><arg_key>", "nemotron": "<TOOLCALL>",
+    "tool-calls": "<tool_calls>", "granite": "<|tool_call|>", "phi": "<|tool|><|/tool|>",
+    "command": '<|START_ACTION|>"tool_name"', "pythonic": "tool_code", "json": "tools",
+}  # fmt: skip
 CITY = {
     "type": "object",
     "properties": {
@@ -67,10 +49,8 @@ CITY = {
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
         "hours": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
     },
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"city": {"enum": ["Rome", "Köln"]}},
-}
+    "required": ["city"], "additionalProperties": False, "$defs": {"city": {"enum": ["Rome", "Köln"]}},
+}  # fmt: skip
 UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
         "additionalProperties": False}  # fmt: skip
 TOOLS: list[dict[str, Any]] = [
@@ -209,14 +189,12 @@ TEXT_TOOL: dict[str, Any] = {
     "name": "f",
     "parameters": {
         "properties": {
-            "n": {"type": "integer"},
-            "text": {"type": "string"},
-            "on": {"type": "boolean"},
+            "n": {"type": "integer"}, "text": {"type": "string"}, "on": {"type": "boolean"},
             "kind": {"enum": ["a", "b"]},
         },
         "required": ["text"],
     },
-}
+}  # fmt: skip
 TEXT = 'x </f> {"y"}\n\nz'
 WRITTEN = [
     (

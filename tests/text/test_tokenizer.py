@@ -78,22 +78,7 @@ def test_every_pre_tokenizer_keeps_every_byte(pre):
 SPLITS = {
     "gpt-2": ["Ab", "1234", " 5", "'", "S", " it", "'s", " iPhone", "\n\n ", " x", ",.", "é你"],
     "smollm": [
-        "Ab",
-        "1",
-        "2",
-        "3",
-        "4",
-        " ",
-        "5",
-        "'",
-        "S",
-        " it",
-        "'s",
-        " iPhone",
-        "\n\n ",
-        " x",
-        ",.",
-        "é你",
+        "Ab", "1", "2", "3", "4", " ", "5", "'", "S", " it", "'s", " iPhone", "\n\n ", " x", ",.", "é你",
     ],
     "llama-bpe": ["Ab", "123", "4", " ", "5", "'S", " it", "'s", " iPhone", "\n\n", " ", " x", ",.", "é你"],
     "qwen2": ["Ab", *"1234", " ", "5", "'S", " it", "'s", " iPhone", "\n\n", " ", " x", ",.", "é你"],
@@ -101,23 +86,9 @@ SPLITS = {
     "gpt-4o": ["Ab", "123", "4", " ", "5", "'S", " it's", " i", "Phone", "\n\n", " ", " x", ",.", "é你"],
     "tiny_aya": ["Ab", "1", "234", " ", "5", "'S", " it's", " i", "Phone", "\n\n", " ", " x", ",.", "é你"],
     "deepseek-v3": [
-        "Ab",
-        "123",
-        "4",
-        " ",
-        "5",
-        "'S",
-        " it",
-        "'s",
-        " iPhone",
-        "\n\n",
-        " ",
-        " x",
-        ",.",
-        "é",
-        "你",
+        "Ab", "123", "4", " ", "5", "'S", " it", "'s", " iPhone", "\n\n", " ", " x", ",.", "é", "你",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pre", SPLITS)
@@ -393,12 +364,9 @@ def test_the_bytes_of_a_text_say_how_many_tokens_it_has_at_least(metadata):
     longest = tokenizer.tokens[max(range(tokenizer.n_vocab), key=lambda id: len(tokenizer.token_bytes(id)))]
     for text in [
         *NASTY,
-        "".join(NASTY),
-        "\ud800" * 90,
-        "\ud83e\udd99" * 90,
-        longest * 50,
+        "".join(NASTY), "\ud800" * 90, "\ud83e\udd99" * 90, longest * 50,
         *(t * 40 for t in NASTY),
-    ]:
+    ]:  # fmt: skip
         for special in (False, True):
             ids = tokenizer.encode(text, add_special=False, parse_special=special)
             assert tokenizer.fewest_tokens(text) <= len(ids), text
@@ -464,42 +432,19 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_the_length():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": None},
-        {"model": "t5"},
-        {"model": 7},
-        {"tokens": None},
-        {"tokens": []},
-        {"tokens": [1, 2]},
-        {"tokens": "abc"},
-        {"merges": None},
-        {"merges": [3]},
-        {"token_type": [1, 2]},
-        {"token_type": "x"},
-        {"token_type": [0.5] * 10_000},
-        {"model": "llama"},
-        {"model": "llama", "scores": [0.0]},
-        {"model": "llama", "scores": ["a"] * 1000},
-        {"model": "llama", "scores": [[0.0], [0.0, 1.0]]},
-        {"model": "llama", "scores": [[0.0]] * 1000},
-        {"model": "llama", "scores": 3.0},
-        {"model": "llama", "scores": "0.0"},
-        {"model": "llama", "scores": np.full(1000, np.nan, np.float32)},
-        {"model": ["gpt2"]},
-        {"model": "x" * 1000},
-        {"token_type": [[1], [1, 2]]},
-        {"token_type": 1},
-        {"token_type": np.ones((1000, 2), np.int32)},
-        {"pre": ["gpt-2"]},
-        {"pre": 3},
-        {"pre": "x" * 1000},
-        {"add_bos_token": np.array([True, False])},
-        {"add_bos_token": [[1], [2, 3]]},
-        {"add_eos_token": "yes"},
-        {"add_eos_token": 0.5},
-        {"model": "llama", "scores": [0.0] * 1000, "add_space_prefix": np.ones(3)},
-        {"tokens": [["a"]]},
+        {"model": None}, {"model": "t5"}, {"model": 7}, {"tokens": None}, {"tokens": []}, {"tokens": [1, 2]},
+        {"tokens": "abc"}, {"merges": None}, {"merges": [3]}, {"token_type": [1, 2]}, {"token_type": "x"},
+        {"token_type": [0.5] * 10_000}, {"model": "llama"}, {"model": "llama", "scores": [0.0]},
+        {"model": "llama", "scores": ["a"] * 1000}, {"model": "llama", "scores": [[0.0], [0.0, 1.0]]},
+        {"model": "llama", "scores": [[0.0]] * 1000}, {"model": "llama", "scores": 3.0},
+        {"model": "llama", "scores": "0.0"}, {"model": "llama", "scores": np.full(1000, np.nan, np.float32)},
+        {"model": ["gpt2"]}, {"model": "x" * 1000}, {"token_type": [[1], [1, 2]]}, {"token_type": 1},
+        {"token_type": np.ones((1000, 2), np.int32)}, {"pre": ["gpt-2"]}, {"pre": 3}, {"pre": "x" * 1000},
+        {"add_bos_token": np.array([True, False])}, {"add_bos_token": [[1], [2, 3]]},
+        {"add_eos_token": "yes"}, {"add_eos_token": 0.5},
+        {"model": "llama", "scores": [0.0] * 1000, "add_space_prefix": np.ones(3)}, {"tokens": [["a"]]},
     ],
-)
+)  # fmt: skip
 def test_damaged_metadata_is_a_sentence(changes):
     with pytest.raises(TokenizerError) as error:
         load_tokenizer(bpe_metadata(**changes))
@@ -511,12 +456,10 @@ def test_nonsense_that_can_be_read_is_harmless():
     pieces, _ = _trained_bpe()
     tokenizer = load_tokenizer(
         bpe_metadata(
-            tokens=["\udcff", "", *pieces],
-            token_type=[99, -5] + [6] * len(pieces),
-            bos_token_id=-1,
+            tokens=["\udcff", "", *pieces], token_type=[99, -5] + [6] * len(pieces), bos_token_id=-1,
             eos_token_id="x",
-        )
-    )
+        ),
+    )  # fmt: skip
     assert tokenizer.bos_id is None
     assert tokenizer.token_bytes(0) == b"\xff"
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"

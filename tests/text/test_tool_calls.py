@@ -209,11 +209,9 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
 def hostile(n: int) -> list[str]:
     return [
         *(letter * n for letter in '{["\\a\n<`'),
-        '{"a":' * (n // 5),
-        '{"name": "get_weather", "arguments": ' + "[" * n,
-        '{"arguments": {"a": "' + "x" * n,
-        '{"name": "' + "x" * n,
-    ]
+        '{"a":' * (n // 5), '{"name": "get_weather", "arguments": ' + "[" * n,
+        '{"arguments": {"a": "' + "x" * n, '{"name": "' + "x" * n,
+    ]  # fmt: skip
 
 
 def heads(form: str) -> list[str]:

@@ -71,23 +71,16 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
     gguf = open_gguf(path)
     base = load_base(gguf)
     defaults: dict[str, Any] = {
-        "n_ctx": N_CTX,
-        "batch": 2,
-        "rank": 8,
-        "warmup": 2,
-        "n_tokens": 40 * 2 * N_CTX,
-    }
+        "n_ctx": N_CTX, "batch": 2, "rank": 8, "warmup": 2, "n_tokens": 40 * 2 * N_CTX,
+    }  # fmt: skip
     return Training(
-        base,
-        TorchTeacher(base),
+        base, TorchTeacher(base),
         TrainingTexts(
             Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
             torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
         ),
-        folder,
-        SparsifySettings(**{**defaults, **settings}),
-        model=digest(gguf),
-    )
+        folder, SparsifySettings(**{**defaults, **settings}), model=digest(gguf),
+    )  # fmt: skip
 
 
 def hidden(
@@ -534,7 +527,7 @@ class TestMerging:
         adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
         with open_gguf(silu) as gguf:
             merge(gguf, adapters, tmp_path / "q8.gguf", GGMLType.Q8_0)
-            with pytest.raises(InvalidRequestError, match="the model that is read"):
+            with pytest.raises(InvalidRequestError, match="a file that is read"):
                 merge(gguf, adapters, silu)
         with open_gguf(tmp_path / "q8.gguf") as gguf:
             assert gguf.tensors["blk.0.ffn_up.weight"].type == GGMLType.Q8_0
@@ -884,10 +877,10 @@ class TestProcesses:
         for step in range(3):
             for run in (one, *two):
                 run.step = step
-            np.testing.assert_array_equal(torch.cat([run._windows() for run in two]), one._windows())
+            np.testing.assert_array_equal(torch.cat([run.windows() for run in two]), one.windows())
             assert two[0].tokens == two[1].tokens == one.tokens
-            seen += [tuple(window) for window in one._windows().tolist()]
-            scored = [run._scored(1000).tolist() for run in (one, two[0], two[1])]
+            seen += [tuple(window) for window in one.windows().tolist()]
+            scored = [run.scored_positions(1000).tolist() for run in (one, two[0], two[1])]
             assert scored[0] == scored[1] != scored[2]
         assert len(set(seen)) == 12
 
@@ -913,17 +906,11 @@ class TestProcesses:
         (tmp_path / "two").mkdir()
         done = subprocess.run(
             [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node=2",
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                 str(script),
             ],
-            check=False,
-            capture_output=True,
-            timeout=WATCHDOG,
-        )
+            check=False, capture_output=True, timeout=WATCHDOG,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()[-6000:]
         one = training(silu, tmp_path / "one", batch=2, n_tokens=6 * 2 * N_CTX)
         one.prepare()

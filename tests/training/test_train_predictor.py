@@ -79,10 +79,9 @@ def matrix(path: Path, name: str) -> np.ndarray:
 
 
 def test_the_entropy_of_a_layer_is_that_of_its_coins() -> None:
-    entropy = training._entropy
-    assert entropy(np.array([0.5, 0.5])) == pytest.approx(1)
-    assert entropy(np.array([0.25])) == pytest.approx(2 - 0.75 * np.log2(3))
-    assert entropy(np.array([0.0, 1.0, 0.5])) == pytest.approx(1 / 3)
+    assert training.entropy(np.array([0.5, 0.5])) == pytest.approx(1)
+    assert training.entropy(np.array([0.25])) == pytest.approx(2 - 0.75 * np.log2(3))
+    assert training.entropy(np.array([0.0, 1.0, 0.5])) == pytest.approx(1 / 3)
 
 
 class GivenPairs:
@@ -199,14 +198,9 @@ def test_a_killed_collection_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with pytest.raises(KeyboardInterrupt):
         collect(
-            killed,
-            counted,
-            SOURCES,
-            SEQUENCES[4:],
-            SEQUENCES[:4],
-            **settings,
+            killed, counted, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings,
             progress=Told(("pairs (train", 20)),
-        )
+        )  # fmt: skip
     (killed / ".train-00099.gguf.1-a.tmp").write_bytes(b"half")
     n_before = len(asked)
     asked.clear()
@@ -520,17 +514,8 @@ def test_the_subcommand(tmp_path: Path) -> None:
     text.write_text(TEXT)
     arguments = ["train-predictor", str(path), "-f", str(text), "-o", str(tmp_path / "out.gguf"), "-j", "1"]
     arguments += [
-        "-c",
-        str(N_CTX),
-        "--max-share",
-        "90",
-        "--type",
-        "f16",
-        "--precision",
-        "0.3",
-        "--epochs",
-        "6",
-    ]
+        "-c", str(N_CTX), "--max-share", "90", "--type", "f16", "--precision", "0.3", "--epochs", "6",
+    ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()

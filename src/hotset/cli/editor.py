@@ -63,7 +63,7 @@ class Editor:
             output.enable_cpr = (
                 False  # menus need the cursor's position, and a late reply is text in an answer
             )
-        self._history = _History()
+        self._history = ChatHistory()
         self._session = PromptSession(
             _PROMPT, prompt_continuation=_CONTINUATION, history=self._history, key_bindings=_bindings(),
             completer=WordCompleter(list(commands), sentence=True), complete_while_typing=False,
@@ -111,7 +111,7 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-class _History(History):
+class ChatHistory(History):
     """The messages of all chats, the newest last: a JSON string a line. What is no such line is skipped.
 
     A file that cannot be read or written is reported once, and changes nothing else.

@@ -61,6 +61,16 @@ class PagePool:
         """Those of them that hold a prefix."""
         return len(self._idle)
 
+    @property
+    def references(self) -> list[int]:
+        """How many sequences have each page."""
+        return list(self._references)
+
+    @property
+    def n_findable(self) -> int:
+        """Pages that hold a prefix, in use or not."""
+        return len(self._pages)
+
     def allocate(self) -> int | None:
         """A page for one sequence, evicting the oldest idle prefix if need be; None if all are in use."""
         if self._empty:

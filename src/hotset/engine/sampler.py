@@ -330,8 +330,7 @@ class Sampler:
         allowed: np.ndarray | None = None  # the ids of the logits that are left; None: all of them are
         # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none.
         with np.errstate(over="ignore"):
-            if self._adjusts:
-                logits = self._adjusted(logits)
+            logits = self.adjusted(logits)
             if self.constraint is not None:
                 logits, allowed = self._constrained(logits, self.constraint.mask())
             if self.params.temperature == 0:
@@ -363,8 +362,11 @@ class Sampler:
         """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
         return token_logprobs(logits, token, self.params.logprobs or 0)
 
-    def _adjusted(self, logits: np.ndarray) -> np.ndarray:
-        """A copy with bias and penalties applied."""
+    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+        """Logits with bias and penalties, float32 [n_vocab]: in a buffer that the next call renews; the same
+        logits where there are neither."""
+        if not self._adjusts:
+            return logits
         params = self.params
         adjusted = self._scratch
         np.copyto(adjusted, logits)

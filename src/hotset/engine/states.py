@@ -34,6 +34,21 @@ class StatePool:
         """Slots that `allocate` could hand out now."""
         return len(self._empty) + len(self._idle)
 
+    @property
+    def references(self) -> list[int]:
+        """How many sequences have each slot."""
+        return list(self._references)
+
+    @property
+    def n_kept(self) -> int:
+        """Slots that hold the end of a prefix, in use or not."""
+        return len(self._slots)
+
+    @property
+    def n_idle(self) -> int:
+        """Those of them that are not in use."""
+        return len(self._idle)
+
     def allocate(self, *, evict: bool = True) -> int | None:
         """A slot for one sequence; None if all are in use. evict: or the oldest state of a prefix, if need
         be."""

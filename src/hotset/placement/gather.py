@@ -93,7 +93,8 @@ def planned(  # noqa: PLR0913
     of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
     rates = tuple(force_misses(measure(device, **of_cpu)) for device in devices)
     limits = [
-        _limit(device, one.context, settings.vram_budget) for device, one in zip(devices, rates, strict=True)
+        limit_of(device, one.context, settings.vram_budget)
+        for device, one in zip(devices, rates, strict=True)
     ]
     facts = PlacementFacts(
         model,
@@ -148,7 +149,7 @@ def _with_caches(
     )
 
 
-def _limit(device: str | Card, context: int, budget: float | None) -> Device:
+def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
     """Bytes that may be used of a device."""
     if isinstance(device, Card):
         name, kind, free = device.name, "cuda", int(device.memory * 2**30)

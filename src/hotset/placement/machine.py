@@ -159,14 +159,15 @@ def measure(
         return STAND_IN
     n_threads = n_threads or usable_cores()
     return once(
-        device_key(found, n_threads), lambda kept: DeviceRates(**kept), lambda: _measure(found, n_threads),
+        device_key(found, n_threads), lambda kept: DeviceRates(**kept), lambda: measure_now(found, n_threads),
         f"Measuring this machine with {device}, once.", progress, path, anew=anew,
     )  # fmt: skip
 
 
-def _measure(device: torch.device, n_threads: int) -> DeviceRates:
+def measure_now(device: torch.device, n_threads: int) -> DeviceRates:
+    """The rates of a device beside this CPU, measured in some seconds and not kept."""
     with _Context(device) as context, _Cpu(n_threads) as cpu:
-        loop = _DeviceLoop(device)
+        loop = DeviceLoop(device)
         cpu_read, cpu_gather = cpu.rate(_SECONDS, sparse=False), cpu.rate(_SECONDS, sparse=True)
         read = loop.rate(_SECONDS)
         with loop.running() as busy:
@@ -175,7 +176,7 @@ def _measure(device: torch.device, n_threads: int) -> DeviceRates:
         launch, sync = loop.launch_seconds(), _round_trip(device)
         loop.close()
         cpu_many, link_rate, link_busy, cpu_read_link = cpu.many(_SECONDS), 0.0, 0.0, cpu_read
-        with contextlib.suppress(DeviceError), _TransferLoop(device) as link:
+        with contextlib.suppress(DeviceError), TransferLoop(device) as link:
             link_rate = link.rate(_SECONDS)
             with link.running() as linked:
                 cpu_read_link = cpu.rate(_SECONDS, sparse=False)
@@ -364,17 +365,17 @@ class _Busy:
     rate: float = 0.0
 
 
-class _Loop:
-    """Something that a device does again and again: `_pass` passes so many `_bytes`, and waits for them."""
+class Loop:
+    """Something that a device does again and again: `_pass`, which reads `n_bytes` and waits for its end."""
 
-    _bytes: int
+    n_bytes: int
 
     def _pass(self) -> None:
         raise NotImplementedError
 
     def rate(self, seconds: float) -> float:
         """Bytes per second."""
-        return self._bytes / median_seconds(self._pass, seconds)
+        return self.n_bytes / median_seconds(self._pass, seconds)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[_Busy]:
@@ -399,10 +400,10 @@ class _Loop:
             thread.join()
         if failed:
             raise failed[0]
-        busy.rate = max(passes[0], 1) * self._bytes / (time.perf_counter() - begun)
+        busy.rate = max(passes[0], 1) * self.n_bytes / (time.perf_counter() - begun)
 
 
-class _DeviceLoop(_Loop):
+class DeviceLoop(Loop):
     """Matrices in a device's memory, and products with them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -423,7 +424,7 @@ class _DeviceLoop(_Loop):
         self._small = DeviceMatrix.from_bytes(data[: row_bytes(_TYPE, _WIDTH)], _TYPE, 1, _WIDTH, device)
         self._x = torch.full((1, _WIDTH), 1e-3, device=device)
         self._turns = _TURNS if device.type == "cuda" else 1
-        self._bytes = self._turns * n_bytes * n_matrices
+        self.n_bytes = self._turns * n_bytes * n_matrices
         self._run: Callable[[], object] = self._products
         self._pass()
         if device.type == "cuda":  # as a step runs, without launches of the host between the products
@@ -478,15 +479,15 @@ class _DeviceLoop(_Loop):
             torch.cuda.empty_cache()
 
 
-class _TransferLoop(_Loop):
-    """Experts in pinned memory of the host, and their copies by the kernel that fetches.
+class TransferLoop(Loop):
+    """Experts of `n_rows` rows in pinned memory of the host, and their copies by the kernel that fetches.
 
     registrar: of tests. Raises DeviceError where the device does not read the host's memory by itself.
     """
 
-    _N_EXPERTS, _N_ROWS = 8, 2048
-
-    def __init__(self, device: torch.device, registrar: Registrar | None = None) -> None:
+    def __init__(
+        self, device: torch.device, registrar: Registrar | None = None, *, n_rows: int = 2048
+    ) -> None:
         import torch
 
         from hotset.backends.gpu.cpu_offload import CudaDriver
@@ -497,22 +498,22 @@ class _TransferLoop(_Loop):
         if registrar is None and (device.type != "cuda" or not self._kernels.triton):
             raise DeviceError(f"{device} does not read the host's memory by itself")
         self._synchronize: Callable[[], None] = lambda: synchronize(device)
-        n, row = self._N_EXPERTS, row_bytes(_TYPE, _WIDTH)
-        self._memory = torch.zeros(n * self._N_ROWS * row, dtype=torch.uint8).numpy()
+        n, row = 8, row_bytes(_TYPE, _WIDTH)
+        self._memory = torch.zeros(n * n_rows * row, dtype=torch.uint8).numpy()
         self._registrar = registrar or CudaDriver(device)
         first = self._registrar.register(self._memory)
-        rows = list(self._memory.reshape(n, self._N_ROWS, row))
+        rows = list(self._memory.reshape(n, n_rows, row))
         there = [first + i * rows[0].nbytes for i in range(n)]
         self._part = HostPart(_TYPE, rows, torch.tensor(there, device=device))
         self._ids = torch.arange(n, dtype=torch.int32, device=device)
-        self._to = DeviceMatrix.empty(_TYPE, n * self._N_ROWS, _WIDTH, device)
-        self._bytes = self._memory.nbytes
+        self._to = DeviceMatrix.empty(_TYPE, n * n_rows, _WIDTH, device)
+        self.n_bytes = self._memory.nbytes
 
     def _pass(self) -> None:
         self._kernels.fetch_experts(self._part, self._ids, self._to, 0)
         self._synchronize()
 
-    def __enter__(self) -> _TransferLoop:
+    def __enter__(self) -> TransferLoop:
         self._pass()  # compiles
         return self
 

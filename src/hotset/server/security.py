@@ -140,7 +140,7 @@ class ApiKeys:
             headers = Headers(scope=scope)
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            found = self._find(given)
+            found = self.find(given)
             if found is None:
                 what = "this API key is not known" if given else "an API key is needed"
                 error = RequestError(
@@ -153,7 +153,7 @@ class ApiKeys:
             scope[API_KEY] = f"key {found}"
         await self._app(scope, receive, send)
 
-    def _find(self, given: str) -> int | None:
+    def find(self, given: str) -> int | None:
         """Which of the keys it is; all digests, of one length, are compared, so that each takes as long."""
         digest = _digest(given)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

@@ -478,7 +478,7 @@ class _Training:
     def _first_ranks(self) -> list[int]:
         """By sparsity and skew: the mean entropy of a neuron's firing, in bits."""
         with Pairs(self._pairs_folder, self.config.n_ff) as pairs:
-            entropies = [_entropy(pairs.layer(i, "train").frequencies()) for i in range(self.config.n_layer)]
+            entropies = [entropy(pairs.layer(i, "train").frequencies()) for i in range(self.config.n_layer)]
         unit = self.config.n_embd / _WIDTH_PER_RANK
         ranks = [max(STEP, round(unit * entropy / STEP) * STEP) for entropy in entropies]
         least = sum(self._n_bytes(i, STEP) for i in range(len(ranks)))
@@ -643,7 +643,8 @@ def _increase(predicted: PerplexityResult) -> float:
     return predicted.divergence.ppl_ratio - 1
 
 
-def _entropy(frequencies: np.ndarray) -> float:
+def entropy(frequencies: np.ndarray) -> float:
+    """Bits per neuron of a layer whose neurons fire that often, each by itself."""
     p = np.clip(frequencies, 1e-12, 1 - 1e-12)
     return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).mean())
 

@@ -367,7 +367,7 @@ class Training:
         """One step of the optimizer; returns the mean divergence, in nats per token."""
         started = time.perf_counter()
         settings = self.settings
-        tokens = self._windows()
+        tokens = self.windows()
         wanted = [x.to(self.base.device) for x in self.teacher.stream(tokens)]
         activity = Activity(width=self.widths)
         share_wanted = 1 - settings.idle
@@ -380,7 +380,7 @@ class Training:
         stream = self.base.streams(tokens, self.student.compute(activity))
         hidden = self._hidden(tokens, stream[-1], self.student.compute())
         aim = self._hidden(tokens, wanted[-1])
-        scored = self._scored(tokens[:, :-1].numel())
+        scored = self.scored_positions(tokens[:, :-1].numel())
         loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
             hidden[:, :-1].flatten(0, 1)[scored],
             aim[:, :-1].flatten(0, 1)[scored],
@@ -411,13 +411,14 @@ class Training:
         step = self.base.run(self.base.parts[-1], tokens, stream, compute, until=self._output.x)
         return step.by_text(self._output.x)
 
-    def _scored(self, n: int) -> Tensor:
+    def scored_positions(self, n: int) -> Tensor:
         """The positions, of n, at which the divergence is taken: drawn anew for each step."""
         rng = np.random.default_rng([self.settings.seed, self.step, self.process])
         chosen = rng.permutation(n)[: max(1, round(n * self.settings.scored))]
         return torch.from_numpy(np.sort(chosen)).to(self.base.device)
 
-    def _windows(self) -> Tensor:
+    def windows(self) -> Tensor:
+        """What this process trains on in this step, int64 [batch, n_tokens + 1]."""
         first = (self.step * self.n_processes + self.process) * self.settings.batch
         windows = [self.texts.mixture.window(first + i) for i in range(self.settings.batch)]
         return torch.from_numpy(np.stack(windows)).long()

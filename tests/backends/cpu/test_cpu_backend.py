@@ -179,15 +179,13 @@ def test_no_outputs_no_logits(mixed: GGUFFile) -> None:
 
 
 BROKEN = {
-    "a token outside the vocabulary": {"tokens": [N_VOCAB]},
-    "a negative token": {"tokens": [-1]},
+    "a token outside the vocabulary": {"tokens": [N_VOCAB]}, "a negative token": {"tokens": [-1]},
     "a position beyond the pages": {"positions": [PAGE_SIZE]},
     "a page that the cache lacks": {"page_tables": [[PAGES]]},
-    "a position without a page": {"page_tables": [[-1]]},
-    "a sequence without a table": {"sequences": [1]},
+    "a position without a page": {"page_tables": [[-1]]}, "a sequence without a table": {"sequences": [1]},
     "an output that is no token": {"outputs": [1]},
     "no tokens": {"tokens": [], "positions": [], "sequences": [], "outputs": []},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -258,12 +256,9 @@ def test_facts_that_an_operation_does_not_take_are_refused() -> None:
         ("activate", {"x": x, "out": out, "kind": "tan", "threshold": 0.0}, "no activation tan"),
         ("rms_norm", {"x": x, "out": out, "n_head": 1, "eps": 1e-5, "weight": np.ones(3, np.float32)}, "32"),
         ("rms_norm", {"x": x, "out": out, "n_head": 1, "eps": 1e-5, "weight": [1.0] * 32}, "not an array"),
-        (
-            "embed",
-            {"weight": (99, np.zeros(64, np.uint8)), "of": "token", "first_row": 0, "out": x},
-            "type 99",
-        ),
-    ):
+        ("embed", {"weight": (99, np.zeros(64, np.uint8)), "of": "token", "first_row": 0, "out": x},
+         "type 99"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             plan.add(operation, **facts)
 

@@ -115,11 +115,9 @@ def config_of(gguf: GGUFFile, **changes: Any) -> Any:
     """The configuration with other keys; None: without the key."""
     metadata = gguf.metadata | {f"deepseek2.{k.replace('__', '.')}": v for k, v in changes.items()}
     file = SimpleNamespace(
-        metadata={k: v for k, v in metadata.items() if v is not None},
-        tensors=gguf.tensors,
-        dialect="gguf",
+        metadata={k: v for k, v in metadata.items() if v is not None}, tensors=gguf.tensors, dialect="gguf",
         data=gguf.data,
-    )
+    )  # fmt: skip
     return config_from_gguf(file)  # type: ignore[arg-type]
 
 

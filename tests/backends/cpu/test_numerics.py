@@ -259,18 +259,9 @@ def test_xielu(isa: str) -> None:
 def test_activations(isa: str, kind: str) -> None:
     rng, threshold = np.random.default_rng(4), 0.25
     edges = [
-        0.0,
-        -0.0,
-        0.25,
-        np.nextafter(np.float32(0.25), np.float32(0)),
-        87.3,
-        88.0,
-        88.5,
-        89.0,
-        104.0,
-        1e3,
+        0.0, -0.0, 0.25, np.nextafter(np.float32(0.25), np.float32(0)), 87.3, 88.0, 88.5, 89.0, 104.0, 1e3,
         1e10,
-    ]
+    ]  # fmt: skip
     x = np.concatenate(
         [
             edges,

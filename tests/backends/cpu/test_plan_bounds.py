@@ -41,11 +41,9 @@ HEADS = {
 }
 # Tokens of the sequences of one step: a long prompt, many prompts, prompts beside decoding, decoding alone.
 STEPS = {
-    "one prompt": [600],
-    "sixteen prompts": [25] * 16,
-    "prompts and a tail": [25] * 15 + [130],
+    "one prompt": [600], "sixteen prompts": [25] * 16, "prompts and a tail": [25] * 15 + [130],
     "every token its own sequence": [1] * 512,
-}
+}  # fmt: skip
 
 
 def model(path: Path, n_head: int, n_head_kv: int) -> GGUFFile:

@@ -52,12 +52,9 @@ def main(folder: Path) -> None:
     ids, splits = tokens(12), [9, 10]
     for model, (mode, predictor, type) in CASES.items():
         options = {
-            "n_embd": 32,
-            "n_ff": N_FF,
-            "ranks": (32,),
-            "type_of": lambda name, type=type: type,
+            "n_embd": 32, "n_ff": N_FF, "ranks": (32,), "type_of": lambda name, type=type: type,
             **MODELS[model],
-        }
+        }  # fmt: skip
         gguf = open_gguf(write_relu(folder / f"{model}.gguf", **options))
         ready, graph = prepared(gguf, mode, predictor)
         expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=2), ids, [], [1, 0])

@@ -161,10 +161,8 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
     m, w = matrix(type_, n_rows, n_cols)
     m = before_nothing(m)
     x, bias, residual = (
-        t(randn(n_tokens, n_cols)),
-        t(randn(n_rows, seed=1)),
-        t(randn(n_tokens, n_rows, seed=2)),
-    )
+        t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1)), t(randn(n_tokens, n_rows, seed=2)),
+    )  # fmt: skip
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs() + residual.abs()
     out = torch.full((n_tokens, n_rows), float("nan"))
     assert kernels.linear(x, m, bias, residual, out) is out
@@ -415,11 +413,9 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
     assert (found == 0).sum() > (fallback.neurons(h, gate, up, activation=kind, selected=selected) == 0).sum()
     y = kernels.sparse_ffn(h, gate, up, down, counts=counts[2], **given)
     agree(
-        y,
-        fallback.linear_t(*as_multiplied(expected, down)),
-        magnitude * down.dequantize().abs().sum(dim=0),
+        y, fallback.linear_t(*as_multiplied(expected, down)), magnitude * down.dequantize().abs().sum(dim=0),
         n + d,
-    )
+    )  # fmt: skip
     assert counts[2].tolist() == counts[1].tolist()
 
 

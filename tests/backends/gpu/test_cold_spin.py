@@ -54,13 +54,9 @@ print("the same bits")
 def run(code: str, *arguments: str, **environment: str) -> str:
     paths = os.pathsep.join([str(HERE), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG,
-        check=False,
-    )
+        [sys.executable, "-c", code, *arguments], env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True, text=True, timeout=WATCHDOG, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

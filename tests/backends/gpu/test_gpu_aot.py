@@ -750,16 +750,9 @@ def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> N
 
 if __name__ == "__main__":
     steps = (
-        decode_step,
-        prompt_step,
-        planes_step,
-        channels_step,
-        threshold_step,
-        spin_step,
-        other_types(OTHERS),
-        eight_tokens,
-        exact_ffn,
-    )
+        decode_step, prompt_step, planes_step, channels_step, threshold_step, spin_step, other_types(OTHERS),
+        eight_tokens, exact_ffn,
+    )  # fmt: skip
     for name in sys.argv[1:] or TARGETS:
         for step in steps:
             with pytest.MonkeyPatch.context() as patch:

@@ -353,16 +353,9 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
     cold.post = noted("post", cold.post)  # type: ignore[method-assign]
     cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
     stage = GpuStage(
-        ready.weights,
-        graph,
-        "cpu",
-        n_pages=8,
-        max_batch=64,
-        kv_type="f32",
-        hot=hot,
-        cold=cold,
+        ready.weights, graph, "cpu", n_pages=8, max_batch=64, kv_type="f32", hot=hot, cold=cold,
         kernels=kernels,
-    )
+    )  # fmt: skip
     run(stage, tokens(5))
     first = ["post", "attention"] if "falcon" in model else ["attention", "post"]
     assert events == [*first, "collect"] * N_LAYER

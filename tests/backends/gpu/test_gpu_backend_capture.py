@@ -371,12 +371,9 @@ def python(code: str, **environment: str) -> str:
     """Standard output of a fresh interpreter."""
     here = str(Path(__file__).parent)
     found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": here, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": here, **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
 

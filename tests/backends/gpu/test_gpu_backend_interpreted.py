@@ -17,11 +17,8 @@ def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
     here = Path(__file__).parent
     found = subprocess.run(
         [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     errors = dict(line.split() for line in found.stdout.splitlines())
     assert set(errors) == {*CASES, *(f"{model}-split" for model in SPLIT), "thresholds"}

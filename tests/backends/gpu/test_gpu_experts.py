@@ -141,9 +141,7 @@ def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
         found = within(120, lambda backend=backend: logits_of(backend, ids, splits, [2]))
         expected = found if expected is None else expected
         np.testing.assert_array_equal(found, expected)
-        [stage] = backend.stages
-        assert isinstance(stage, GpuStage)
-        counts = stage.expert_counts()
+        counts = counted(backend)
         assert counts.hits + counts.on_cpu == 30 * 2 * route.n_used
         assert (counts.hits > 0) == (n_slots > 0)
         if n_slots == 2 * route.x.width:
@@ -172,8 +170,7 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
     backend = hybrid(gguf, expert_slots=8, capture=recorder)
     np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
     assert recorder.made[-1].n_replays == len(splits) - 1
-    [stage] = backend.stages
-    counts = stage.expert_counts()
+    counts = counted(backend)
     assert counts.fetched > 8
     assert counts.hits > 0
     assert counts.on_cpu > 0
@@ -182,11 +179,12 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
 
 def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a thread copies: an expert is used once it has come, not while its slot changes."""
-    made = ExpertCache.__init__
+    made, caches = ExpertCache.__init__, list[ExpertCache]()
 
     def with_thread(self: ExpertCache, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
         self._copies = ThreadPoolExecutor(1)
+        caches.append(self)
 
     monkeypatch.setattr(ExpertCache, "__init__", with_thread)
     gguf = model(tmp_path)
@@ -195,11 +193,8 @@ def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest
     for n_slots in (5, 18):
         backend = hybrid(gguf, expert_slots=n_slots)
         np.testing.assert_array_equal(within(120, lambda b=backend: logits_of(b, ids, splits, [2])), expected)
-        [stage] = backend.stages
-        assert isinstance(stage, GpuStage)
-        assert stage._expert_cache is not None
-        stage._expert_cache.settle()
-        assert stage.expert_counts().fetched >= n_slots
+        caches[-1].settle()
+        assert counted(backend).fetched >= n_slots
         backend.close()
 
 
@@ -229,12 +224,16 @@ def test_layers_of_other_types_have_slots_of_their_own(tmp_path: Path) -> None:
     expected = logits_of(hybrid(gguf), ids, splits, [2])
     backend = hybrid(gguf, expert_slots=9)
     np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
-    [stage] = backend.stages
-    assert isinstance(stage, GpuStage)
-    assert stage._expert_cache is not None
-    assert [group.slots.n_slots for group in stage._expert_cache._groups] == [4, 5]
-    assert stage.expert_counts().hits > 0
+    assert counted(backend).hits > 0
     backend.close()
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    cache = ExpertCache(DeviceWeights(gguf, torch.device("cpu")), graph.ffns, 9, sparse=False)
+    for _ in range(9):
+        for id in range(9):
+            cache.begin_step()
+            cache.learn(dict.fromkeys((0, 1), np.array([[id]], np.int32)))
+    cache.begin_step()
+    assert [int((cache.table(layer) >= 0).sum()) for layer in (0, 1)] == [4, 5]
 
 
 def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
@@ -315,39 +314,51 @@ def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.M
     backend.close()
 
 
-def test_what_is_fetched_is_waited_for(tmp_path: Path) -> None:
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
+    """The stream beside the one that computes, of every backend that is made."""
+    late = LateStream()
+    monkeypatch.setattr("hotset.backends.gpu.experts_fetch.SideStream", lambda device: late)
+    return late
+
+
+def test_what_is_fetched_is_waited_for(tmp_path: Path, late: LateStream) -> None:
     gguf = model(tmp_path, experts=(12, 4), **SMALL)
     ids, splits = tokens(60), [40, 45, 46]
     expected = within(120, lambda: logits_of(hybrid(gguf), ids, splits, [2]))
     backend = hybrid(gguf, expert_slots=4, fetching=Fetching(LINK_ONLY, 4))
-    [stage] = backend.stages
-    assert isinstance(stage, GpuStage)
-    assert stage._fetcher is not None
-    stage._fetcher._beside = late = LateStream()
     np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, splits, [2])), expected)
     assert late.n_done > 2 * 4  # a prompt's experts come in more groups than there are halves
     assert not late.waiting
     backend.close()
 
 
-def test_an_early_router_has_experts_fetched_beside_attention(tmp_path: Path) -> None:
-    for architecture in ("smallthinker", "llama"):
-        gguf = model(tmp_path, architecture=architecture, **SMALL)
-        ids, splits = tokens(24), [18, 22, 23]
-        expected = logits_of(hybrid(gguf), ids, splits, [2])
-        backend = hybrid(gguf, expert_slots=2, fetching=Fetching(EVEN, 6, {0: 1.0, 1: 1.0}))
-        [stage] = backend.stages
-        assert isinstance(stage, GpuStage)
-        order = [call.kind for call in stage._program(frozenset()).body if call.kind and call.layer == 1]
-        is_early = architecture == "smallthinker"
-        routed = ["route", "attention"] if is_early else ["attention", "route"]
-        assert order == [*routed, "post", "collect"]
-        np.testing.assert_array_equal(logits_of(backend, ids, splits, [2]), expected)
-        # A second of attention is time for the way of any experts.
-        assert stage._fetcher is not None
-        assert (stage._fetcher._table_of(1, 3, is_early)[0][3] == 3) == is_early
-        assert counted(backend).streamed > 0
-        backend.close()
+@pytest.mark.parametrize("architecture", ["smallthinker", "llama"])
+def test_an_early_router_has_experts_fetched_beside_attention(
+    tmp_path: Path, late: LateStream, architecture: str
+) -> None:
+    gguf, is_early = model(tmp_path, architecture=architecture, **SMALL), architecture == "smallthinker"
+    ids, splits = tokens(24), [18, 22, 23]
+    expected = logits_of(hybrid(gguf), ids, splits, [2])
+    # A second of attention is time for the way of any experts, which is else as long as the CPU's.
+    backend = hybrid(gguf, expert_slots=2, fetching=Fetching(EVEN, 6, {0: 1.0, 1: 1.0}))
+    [stage] = backend.stages
+    assert isinstance(stage, GpuStage)
+    attend, on_their_way = stage.kernels.attention, list[bool]()
+
+    def attended(*arguments: Any, **options: Any) -> Any:
+        on_their_way.append(bool(late.waiting))
+        return attend(*arguments, **options)
+
+    stage.kernels.attention = attended  # type: ignore[method-assign]
+    np.testing.assert_array_equal(logits_of(backend, ids, splits, [2]), expected)
+    assert any(on_their_way) == is_early
+    before = counted(backend)
+    backend.step(batch([(ids[:1], 24, [2])]))
+    after = counted(backend)
+    assert after.streamed > before.streamed
+    assert (after.on_cpu == before.on_cpu) == is_early
+    backend.close()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20])

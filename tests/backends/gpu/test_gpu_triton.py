@@ -37,12 +37,9 @@ def run_kernels(*selection: str, **settings: str) -> None:
 
 @pytest.mark.parametrize(
     ("selection", "settings"),
-    [
-        *((selection, {}) for selection in GROUPS.values()),
-        (AS_ON_A_DEVICE, {"HOTSET_TEST_DEVICE": "cpu"}),
-    ],
+    [*((selection, {}) for selection in GROUPS.values()), (AS_ON_A_DEVICE, {"HOTSET_TEST_DEVICE": "cpu"})],
     ids=[*GROUPS, "as on a device"],
-)
+)  # fmt: skip
 def test_kernels_equal_the_fallback(selection: str, settings: dict[str, str]) -> None:
     run_kernels("-k", selection, TRITON_INTERPRET="1", **settings)
 

@@ -151,14 +151,9 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
     part = host_part(placement, graph)
     sizes = sizes_of(part.graph, ready.weights.tensors, sparse=True, step=48)
     weights = StoredWeights(
-        ready.weights,
-        part.graph,
-        sizes.least_of_all,
-        sparse=True,
-        reader=_core.Reader(False, 4),
-        gap=0,
+        ready.weights, part.graph, sizes.least_of_all, sparse=True, reader=_core.Reader(False, 4), gap=0,
         step=48,
-    )
+    )  # fmt: skip
     assert weights.store is None
     backend = open_placed(placement, weights, graph, **given)
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
