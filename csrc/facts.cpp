@@ -22,6 +22,8 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
     {"sigmoid", Activation::Sigmoid},
     {"clamped_silu", Activation::ClampedSilu},
     {"clamped_plus_one", Activation::ClampedPlusOne},
+    {"exp", Activation::Exp},
+    {"softplus", Activation::Softplus},
     {"scale", Activation::Scale},  // threshold * x
 };
 

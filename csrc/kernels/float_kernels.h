@@ -71,6 +71,14 @@ inline V activate(Activation kind, V threshold, V x) {
         }
         case Activation::ClampedPlusOne:
             return max(min(x, threshold), V::zero() - threshold) + one;
+        case Activation::Exp:
+            return exp(x);
+        case Activation::Softplus: {
+            float lanes[16];
+            x.store(lanes);
+            for (float& lane : lanes) lane = lane > 20.0f ? lane : float(std::log1p(std::exp(double(lane))));
+            return V::load(lanes);
+        }
     }
     return x;
 }
@@ -664,6 +672,60 @@ void selective_scan(int dim_k, int dim_v, const float* b, const float* c, const 
         scan_columns<1>(dim_k, dim_v, b, c, x + i, by, imin(dim_v - i, 16), state + i, out + i);
 }
 
+void channel_scan(int dim_k, int dim_v, const float* b, const float* c, const float* x, const float* dt,
+                  const float* rate, float* state, float* out) {
+    for_lanes(dim_v, [&](int64_t i, int n) {
+        const V step = V::load_n(dt + i, n), added = step * V::load_n(x + i, n);
+        V total = V::zero();
+        for (int row = 0; row < dim_k; row++) {
+            const int64_t at = int64_t(row) * dim_v + i;
+            const V decay = exp(V::load_n(rate + at, n) * step);
+            const V value = fma(V::set(b[row]), added, V::load_n(state + at, n) * decay);
+            value.store_n(state + at, n);
+            total = fma(V::set(c[row]), value, total);
+        }
+        total.store_n(out + i, n);
+    });
+}
+
+// C vectors of columns, of the last only `rest` lanes.
+template <int C>
+inline void wkv_columns(int dim_k, int dim_v, const float* r, const float* w, const float* k, const float* v,
+                        const float* a, const float* b, int rest, float* state, float* out) {
+    auto load = [&](const float* p, int c) {
+        return c + 1 < C || rest == 16 ? V::load(p + c * 16) : V::load_n(p + c * 16, rest);
+    };
+    auto store = [&](V value, float* p, int c) {
+        c + 1 < C || rest == 16 ? value.store(p + c * 16) : value.store_n(p + c * 16, rest);
+    };
+    V sums[C], added[C], corrected[C];
+    for (int c = 0; c < C; c++) sums[c] = corrected[c] = V::zero(), added[c] = load(v, c);
+    if (a)
+        for (int i = 0; i < dim_k; i++)
+            for (int c = 0; c < C; c++)
+                corrected[c] = fma(V::set(a[i]), load(state + int64_t(i) * dim_v, c), corrected[c]);
+    for (int i = 0; i < dim_k; i++)
+        for (int c = 0; c < C; c++) {
+            float* at = state + int64_t(i) * dim_v;
+            const V before = load(at, c);
+            V value = before * V::set(w[i]);
+            if (b) value = fma(V::set(b[i]), corrected[c], value);
+            value = fma(V::set(k[i]), added[c], value);
+            store(value, at, c);
+            sums[c] = fma(V::set(r[i]), a ? value : before, sums[c]);
+        }
+    for (int c = 0; c < C; c++) store(sums[c], out, c);
+}
+
+void wkv(int dim_k, int dim_v, const float* r, const float* w, const float* k, const float* v, const float* a,
+         const float* b, float* state, float* out) {
+    int i = 0;
+    for (; i + 64 <= dim_v; i += 64)
+        wkv_columns<4>(dim_k, dim_v, r, w, k, v + i, a, b, 16, state + i, out + i);
+    for (; i < dim_v; i += 16)
+        wkv_columns<1>(dim_k, dim_v, r, w, k, v + i, a, b, imin(dim_v - i, 16), state + i, out + i);
+}
+
 float read(const float* x, int64_t n) {
     V top[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     for (int64_t i = 0; i < n; i += 64)
@@ -696,6 +758,8 @@ inline Kernels float_kernel_table(const char* isa) {
     table.store_value = store_value;
     table.delta_rule = delta_rule;
     table.selective_scan = selective_scan;
+    table.channel_scan = channel_scan;
+    table.wkv = wkv;
     table.read = read;
     return table;
 }

@@ -305,7 +305,9 @@ enum class Activation : int {
     Scale = 7,
     Sigmoid = 8,
     ClampedSilu = 9,
-    ClampedPlusOne = 10
+    ClampedPlusOne = 10,
+    Exp = 11,
+    Softplus = 12  // ln(1 + e^x)
 };
 
 // positive * x^2 + linear * x above 0; negative * (e^min(x, eps) - 1 - x) + linear * x elsewhere.
@@ -363,6 +365,15 @@ struct Kernels {
     // its rows summed by c, in order.
     void (*selective_scan)(int dim_k, int dim_v, const float* b, const float* c, const float* x, float decay,
                            float* state, float* out);
+    // The same where each channel has a decay for each row, exp(rate * dt), rate being [dim_k][dim_v]; b * dt
+    // * x is added.
+    void (*channel_scan)(int dim_k, int dim_v, const float* b, const float* c, const float* x,
+                         const float* dt, const float* rate, float* state, float* out);
+    // One token of RWKV's attention, on state [dim_k][dim_v]: row i decays by w[i], and k[i] * v is added to
+    // it; out are the rows summed by r, in order. a and b: b[i] times the rows as they were, summed by a, is
+    // added as well, before k[i] * v. Without them (null) out is of the rows as they were.
+    void (*wkv)(int dim_k, int dim_v, const float* r, const float* w, const float* k, const float* v,
+                const float* a, const float* b, float* state, float* out);
     // Reads n floats (n a multiple of 64) with the widest loads there are, and does next to nothing with
     // them.
     float (*read)(const float* x, int64_t n);

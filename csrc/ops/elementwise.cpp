@@ -44,16 +44,25 @@ static std::unique_ptr<Op> make_norm(Facts& facts, bool layer, int n_head) {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);
     require(n_head > 0 && facts.width(x) % n_head == 0, "heads fill the width");
-    const int64_t width = facts.width(x) / n_head;
-    const Norm norm{layer,
-                    facts.has("weight") ? facts.floats("weight", width) : std::vector<float>(width, 1.0f),
-                    layer ? facts.floats_or_none("bias", width) : std::vector<float>(), facts.real("eps")};
+    const int64_t width = facts.width(x) / n_head, n = layer ? facts.width(x) : width;
+    const std::vector<float> weight =
+        facts.has("weight") ? facts.floats("weight", n) : std::vector<float>(n, 1.0f);
+    const std::vector<float> bias = layer ? facts.floats_or_none("bias", n) : std::vector<float>();
+    const float eps = facts.real("eps");
+    std::vector<Norm> norms;  // of each head, or one of all
+    for (int64_t i = 0; i < n; i += width) {
+        const auto part = [&](const std::vector<float>& of) {
+            return of.empty() ? of : std::vector<float>(of.begin() + i, of.begin() + i + width);
+        };
+        norms.push_back({layer, part(weight), part(bias), eps});
+    }
     const Buffer& in = facts.plan().buffer(x);
     const Kernels& kernels = facts.plan().kernels();
-    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+    auto normed = [=, norms = std::move(norms), &in, &kernels](const StepTokens&, int r, float* result) {
         for (int h = 0; h < n_head; h++)
-            norm.apply(kernels, in.row(r) + h * width, width, result + h * width);
-    });
+            norms[layer ? h : 0].apply(kernels, in.row(r) + h * width, width, result + h * width);
+    };
+    return make_row_op(facts.plan(), out, std::move(normed));
 }
 
 static const Registered kRmsNorm("rms_norm", [](Facts& facts) -> std::unique_ptr<Op> {
@@ -65,7 +74,7 @@ static const Registered kUnitNorm("unit_norm", [](Facts& facts) -> std::unique_p
 });
 
 static const Registered kLayerNorm("layer_norm", [](Facts& facts) -> std::unique_ptr<Op> {
-    return make_norm(facts, true, 1);
+    return make_norm(facts, true, facts.integer("n_head", 1, INT32_MAX));
 });
 
 static const Registered kRotate("rotate", [](Facts& facts) -> std::unique_ptr<Op> {

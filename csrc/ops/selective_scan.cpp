@@ -1,5 +1,5 @@
-// The state space of Mamba-2: a matrix per head, which each token lets decay, adds to and reads
-// (operations.SelectiveScan).
+// The state spaces of Mamba-2 and of Mamba: a matrix per head, which each token lets decay, adds to and reads
+// (operations.SelectiveScan, operations.ChannelScan).
 #include <cmath>
 
 #include "../facts.h"
@@ -40,7 +40,63 @@ class SelectiveScan : public HeadStates {
     const SelectiveScanFacts f_;
 };
 
+// See operations.ChannelScan. x, dt: a number per channel; b, c: dim_k numbers of all. A task has a block of
+// dim_v channels, n_head of them in all. A state: [n_head][dim_k][dim_v].
+struct ChannelScanFacts {
+    int x = -1, dt = -1, b = -1, c = -1, out = -1;
+    int n_head = 0, dim_k = 0, dim_v = 0;
+    std::vector<float> rate;  // [n_head][dim_k][dim_v]
+    std::vector<float> skip;  // [n_head][dim_v]
+    StateSlots states;
+};
+
+class ChannelScan : public HeadStates {
+  public:
+    ChannelScan(const Plan& plan, ChannelScanFacts facts)
+        : HeadStates(plan, {facts.out, facts.n_head, facts.dim_k, facts.dim_v, 0, facts.states}),
+          f_(std::move(facts)) {}
+
+  private:
+    void advance(int t, int head, float* state, float*, float* out) const override {
+        const int64_t first = int64_t(head) * f_.dim_v;
+        const float* x = plan_.buffer(f_.x).row(t) + first;
+        plan_.kernels().channel_scan(f_.dim_k, f_.dim_v, plan_.buffer(f_.b).row(t), plan_.buffer(f_.c).row(t),
+                                     x, plan_.buffer(f_.dt).row(t) + first, f_.rate.data() + first * f_.dim_k,
+                                     state, out);
+        for (int i = 0; i < f_.dim_v; i++) out[i] += f_.skip[first + i] * x[i];
+    }
+
+    const ChannelScanFacts f_;
+};
+
+constexpr int kBlockChannels = 64;  // of a task, at most
+
 }  // namespace
+
+static const Registered kChannelScan("channel_scan", [](Facts& facts) -> std::unique_ptr<Op> {
+    ChannelScanFacts f;
+    f.x = facts.buffer("x"), f.dt = facts.buffer("dt"), f.b = facts.buffer("b"), f.c = facts.buffer("c");
+    f.out = facts.buffer("out");
+    for (int id : {f.x, f.dt, f.b, f.c, f.out}) facts.of_all_tokens(id);
+    for (int id : {f.x, f.dt, f.b, f.c})
+        require(id != f.out, "an operation with a state reads what it does not write");
+    facts.same_shape(f.x, f.dt);
+    facts.same_shape(f.x, f.out);
+    facts.same_shape(f.b, f.c);
+    const int64_t width = facts.width(f.x);
+    require(facts.width(f.b) <= kMaxHeadDim, "a channel has not too many numbers");
+    f.dim_k = int(facts.width(f.b)), f.dim_v = int(std::min<int64_t>(width, kBlockChannels));
+    while (width % f.dim_v) f.dim_v--;
+    f.n_head = int(width / f.dim_v);
+    const std::vector<float> rate = facts.floats("rate", width * f.dim_k);  // [width][dim_k]
+    f.rate.resize(rate.size());
+    for (int64_t i = 0; i < width; i++)
+        for (int k = 0; k < f.dim_k; k++)
+            f.rate[(i / f.dim_v * f.dim_k + k) * f.dim_v + i % f.dim_v] = rate[i * f.dim_k + k];
+    f.skip = facts.floats("skip", width);
+    f.states = facts.states("states", width * f.dim_k);
+    return std::make_unique<ChannelScan>(facts.plan(), std::move(f));
+});
 
 static const Registered kSelectiveScan("selective_scan", [](Facts& facts) -> std::unique_ptr<Op> {
     SelectiveScanFacts f;

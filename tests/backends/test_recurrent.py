@@ -46,6 +46,8 @@ RECIPES = [
     "granitehybrid",
     "falcon-h1",
     "mamba2",
+    "rwkv6",
+    "rwkv7",
 ]
 N_CTX = 256
 

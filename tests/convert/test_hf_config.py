@@ -489,6 +489,20 @@ def test_falcon_h1_refuses_what_the_file_cannot_say() -> None:
         config.factors("ffn_gate")
 
 
+def test_sizes_of_rwkv_that_no_entry_says() -> None:
+    sizes = {"architectures": ["RWKV7ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 2}
+    found = HFConfig({**sizes, "vocab_size": 100}).keys("rwkv7", 1 << 20)
+    ranks = [found[f"rwkv7.attention.{name}_lora_rank"] for name in ("decay", "iclr", "gate")]
+    assert (*ranks, found["rwkv7.feed_forward_length"]) == (96, 96, 256, 8192)  # those of the 1.5B model
+    assert (found["rwkv7.wkv.head_size"], found["rwkv7.attention.head_count"]) == (64, 0)
+    with pytest.raises(UnsupportedModelError, match="heads of 60 channels"):
+        HFConfig({**sizes, "vocab_size": 100, "head_dim": 60})
+    older = {**sizes, "architectures": ["Rwkv6ForCausalLM"], "vocab_size": 100, "rescale_every": 6}
+    found = HFConfig(older).keys("rwkv6", 1 << 20)
+    assert found["rwkv6.rescale_every_n_layers"] == 6
+    assert (found["rwkv6.time_mix_extra_dim"], found["rwkv6.feed_forward_length"]) == (32, 7168)
+
+
 def test_defaults_that_were_others_once() -> None:
     assert keys("Mixtral", num_local_experts=4, num_experts_per_tok=2)["rope.freq_base"] == 1e6
     assert keys("Mistral")[WINDOW] == 4096

@@ -364,6 +364,21 @@ def test_experts_in_layers_of_one_part() -> None:
     assert config.n_ff == (0, 96, 0, 8 * 48)
 
 
+def test_rwkv_has_no_attention() -> None:
+    ranks = {f"attention.{name}_lora_rank": 8 for name in ("decay", "iclr", "value_residual_mix")}
+    keys = {"attention.head_count": 0, "attention.layer_norm_epsilon": 1e-5, "wkv.head_size": 16, **ranks}
+    config = config_from_gguf(file("rwkv7", **keys))
+    assert (config.n_head, config.n_head_kv, config.head_dim) == (0, 0, 0)
+    assert config.n_recurrent == config.n_layer
+    assert config.layers[0].activation.gate == "relu2"
+    for wrong in ({"wkv.head_size": 7}, {"wkv.head_size": 0}, {"attention.iclr_lora_rank": None}):
+        with pytest.raises(FormatError, match=r"rwkv7\.(wkv|attention)"):
+            config_from_gguf(file("rwkv7", **keys | wrong))
+    older = {"time_mix_extra_dim": 8, "time_decay_extra_dim": 8, "rescale_every_n_layers": 2}
+    config = config_from_gguf(file("rwkv6", **keys | older, block_count=5))
+    assert [layer.halved for layer in config.layers] == [False, True, False, True, False]
+
+
 def test_layers_with_a_gated_delta_net() -> None:
     mixer = DeltaMixer(4, 6, 2, 16, 16, tiled=True)
     config = config_from_gguf(file("qwen35", **DELTA))

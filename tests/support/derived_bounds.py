@@ -18,7 +18,7 @@ import numpy as np
 
 from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.reference import ReferenceBackend, add_streams, seen_by, short_conv
+from hotset.backends.reference import ReferenceBackend, add_streams, head_dot, seen_by, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.operations import (
     XIELU,
@@ -26,11 +26,13 @@ from hotset.model.operations import (
     Add,
     AddStreams,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     GaussianTopK,
+    HeadDot,
     Heads,
     LayerNorm,
     Linear,
@@ -49,6 +51,7 @@ from hotset.model.operations import (
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
+    Wkv,
 )
 
 U = 2.0**-24
@@ -192,6 +195,8 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
         return U * np.abs(expected) + TINY
     if kind == "clamped_silu":  # the argument of exp is rounded once
         return (EXP + 4 * U + 2 * U * np.abs(x)) * np.abs(expected) + tail
+    if kind == "exp":
+        return EXP * np.abs(expected) + TINY
     if kind == "sigmoid":
         return (EXP + 2 * U) * np.abs(expected) + TINY
     if kind == "silu":  # x / (1 + exp(-x))
@@ -305,6 +310,10 @@ class Oracle(ReferenceBackend):
             return self._expected_delta(op, taps, batch, slots)
         if isinstance(op, SelectiveScan):
             return self._expected_scan(op, taps, batch, slots)
+        if isinstance(op, Wkv):
+            return self._expected_wkv(op, taps, batch, slots)
+        if isinstance(op, ChannelScan):
+            return self._expected_channels(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
             case Embed() | SelectOutputs() | Mask() | Threshold() | Heads():
@@ -312,9 +321,9 @@ class Oracle(ReferenceBackend):
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
             case Scale() if op.weight is not None:  # one more rounding, and what underflowed before it
-                return expected, gamma(2) * np.abs(expected) + TINY * (
-                    1 + np.abs(self._weight(op.weight).reshape(-1))
-                )
+                first = op.first_weight
+                weight = np.abs(self._weight(op.weight).reshape(-1)[first : first + op.x.width])
+                return expected, gamma(2) * np.abs(expected) + TINY * (1 + weight)
             case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
             case AddStreams():
@@ -330,7 +339,15 @@ class Oracle(ReferenceBackend):
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
                 weight = np.ones(op.x.width) if op.weight is None else self._weight(op.weight)
-                return expected, layer_norm_bound(taps[op.x.id], weight, bias, op.eps)
+                x, bound = taps[op.x.id], np.empty(expected.shape)
+                for head in np.split(np.arange(op.x.width), op.n_head):
+                    own = None if bias is None else bias[head]
+                    bound[:, head] = layer_norm_bound(x[:, head], weight[head], own, op.eps)
+                return expected, bound
+            case HeadDot():
+                weight = np.abs(self._weight(op.weight).reshape(-1))
+                sums = head_dot(op, *(np.abs(taps[value.id]) for value in op.inputs), weight)
+                return expected, gamma(op.a.width // op.n_head + 3) * sums + TINY
             case GaussianTopK():
                 return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
             case Activate() if op.xielu is not None:
@@ -380,7 +397,7 @@ class Oracle(ReferenceBackend):
         self, op: ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Sums of as many products as it sees tokens. The inputs that a state holds are exact."""
-        states, x, weight = self._states[op.out.id], taps[op.x.id], np.abs(self._weight(op.weight))
+        states, x, weight = self._states[op.out.id], taps[op.x.id], np.abs(self._conv_weight(op))
         before = states.copy()
         np.abs(states, out=states)
         sums = self._through_states(op, np.abs(x), batch, lambda x, past: short_conv(x, past, weight))
@@ -388,6 +405,69 @@ class Oracle(ReferenceBackend):
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         bound = gamma(op.kernel + 1) * sums + op.kernel * TINY
         return expected, bound if op.bias is None else bound + U * (np.abs(expected) + bound)
+
+    def _expected_wkv(
+        self, op: Wkv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """Columns of a state by their lengths, as of a delta net: a token multiplies one by diag(w) + b a^T,
+        whose norm is found, and adds |k| |v|; what it is off by grows likewise, and by the roundings of the
+        products and of the sum over the rows, each times the length."""
+        assert batch.states is not None
+        assert batch.saves is not None
+        slot_shape = (self.n_states, 2, op.n_head, op.state_shape[2])
+        lengths = self._lengths.setdefault(op.out.id, np.zeros(slot_shape))
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        values = [np.asarray(taps[value.id], np.float64) for value in op.inputs]
+        r, w, k, v, *corrected = (x.reshape(len(x), op.n_head, -1) for x in values)
+        n, owner, bound = op.state_shape[1], -1, np.empty(v.shape)
+        for t, sequence in enumerate(batch.sequences):
+            if sequence != owner:
+                owner, slot = sequence, batch.states[sequence]
+                length, off = lengths[slot] if slot >= 0 else np.zeros(slot_shape[1:])
+            before = length, off
+            grows = w[t].max(axis=1)[:, None]
+            wrong = gamma(4) * grows
+            if corrected:
+                a, b = (x[t] for x in corrected)
+                matrices = np.einsum("hk,hj->hkj", b, a) + w[t][:, :, None] * np.eye(n)
+                grows = np.linalg.norm(matrices, 2, axis=(1, 2))[:, None]
+                sizes = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+                wrong = wrong + gamma(n + 5) * sizes[:, None]
+            added = np.linalg.norm(k[t], axis=1)[:, None] * np.abs(v[t])
+            off = grows * off + wrong * (length + off) + gamma(4) * added
+            length = grows * length + added
+            if batch.saves[t] >= 0:
+                lengths[batch.saves[t]] = length, off
+            read_length, read_off = (length, off) if corrected else before
+            of_reader = np.linalg.norm(r[t], axis=1)[:, None]
+            bound[t] = of_reader * (read_off + gamma(n + 1) * (read_length + read_off))
+        return expected, bound.reshape(expected.shape) + TINY
+
+    def _expected_channels(
+        self, op: ChannelScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """As of a selective scan, with a decay of each number."""
+        assert batch.states is not None
+        assert batch.saves is not None
+        of_slots = self._lengths.setdefault(op.out.id, np.zeros((self.n_states, 2, *op.state_shape)))
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        rate, skip = self._weight(op.rate).astype(np.float64), self._weight(op.skip).reshape(-1)
+        bound, owner, n = np.empty(expected.shape), -1, op.b.width
+        for t, sequence in enumerate(batch.sequences):
+            if sequence != owner:
+                owner, slot = sequence, batch.states[sequence]
+                size, off = of_slots[slot] if slot >= 0 else np.zeros((2, *op.state_shape))
+            x, dt, b, c = (np.asarray(taps[value.id][t], np.float64) for value in op.inputs)
+            exponent = rate.T * dt
+            decay = np.exp(exponent)
+            off = decay * off + decay * size * (2 * U * np.abs(exponent) + EXP)
+            size = decay * size + np.abs(b[:, None] * (dt * x))
+            off = off + gamma(5) * size
+            if batch.saves[t] >= 0:
+                of_slots[batch.saves[t]] = size, off
+            sums = np.abs(c) @ (off + gamma(n + 1) * (size + off))
+            bound[t] = sums + gamma(2) * np.abs(skip * x) + U * np.abs(expected[t])
+        return expected, bound + TINY
 
     def _expected_scan(
         self, op: SelectiveScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from made_once import made_once
+from tiny_rwkv import Rwkv6, Rwkv7
 from tiny_smallthinker import SmallThinker
 from tiny_turbosparse import TurboSparse
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -384,6 +385,11 @@ FALCON_H1: dict[str, Any] = {
 MAMBA2: dict[str, Any] = {
     "num_heads": 8, "head_dim": 24, "n_groups": 2, "state_size": 20, "chunk_size": 32,
     "layer_norm_epsilon": 1e-2,
+}  # fmt: skip
+RWKV6 = {"head_size": 16, "layer_norm_epsilon": 1e-2, "rescale_every": 2, "num_hidden_layers": 5}
+RWKV7 = {
+    "head_dim": 24, "norm_eps": 1e-2, "decay_low_rank_dim": 32, "a_low_rank_dim": 16, "v_low_rank_dim": 8,
+    "gate_low_rank_dim": 48, "num_hidden_layers": 2,
 }  # fmt: skip
 MPT = {"max_seq_len": 256, "layer_norm_epsilon": 1e-2}
 BLOOM = {"seq_length": 256, "layer_norm_epsilon": 1e-2}
@@ -765,6 +771,10 @@ RECIPES: dict[str, TinyModel] = {
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
         | {"tie_word_embeddings": True, "mamba_n_groups": 3, "num_key_value_heads": 2},
     ),
+    "rwkv6": TinyModel("Rwkv6", RWKV6),
+    "rwkv6-unscaled": TinyModel("Rwkv6", {**RWKV6, "head_size": 32, "rescale_every": 0}),
+    "rwkv7": TinyModel("Rwkv7", RWKV7),
+    "rwkv7-heads": TinyModel("Rwkv7", {**RWKV7, "head_dim": 32, "v_low_rank_dim": 64}),
     "mamba2": TinyModel("Mamba2", MAMBA2),
     "mamba2-tied": TinyModel(
         "Mamba2",
@@ -777,6 +787,8 @@ RECIPES: dict[str, TinyModel] = {
 OWN: dict[str, Callable[[dict[str, Any]], torch.nn.Module]] = {
     "SmallThinker": SmallThinker,
     "TurboSparse": TurboSparse,
+    "Rwkv6": Rwkv6,
+    "Rwkv7": Rwkv7,
 }
 """Models that transformers lacks."""
 

@@ -236,6 +236,41 @@ def test_every_key_for_an_end_ends_a_generation(key):
 # --- SentencePiece
 
 
+def rwkv_metadata(**changes):
+    """Bytes, and some strings of them, spelled as RWKV's files have them."""
+    pieces = [b"\n\n", b" the", b"the", b"th", b"\\n", b"'s", b"\xe4\xbd", "你好".encode(), b"  ", b" \t"]
+    tokens = ["<s>", *(repr(data)[2:-1] for data in [bytes([i]) for i in range(256)] + pieces), "[PAD267]"]
+    types = np.array([3, *[1] * (len(tokens) - 2), 5], np.int32)
+    found = {"model": "rwkv", "tokens": tokens, "token_type": types, "bos_token_id": 0, "eot_token_id": 257}
+    return {f"tokenizer.ggml.{key}": value for key, value in (found | changes).items()}
+
+
+def test_rwkv_takes_the_longest_piece_that_fits():
+    tokenizer = load_tokenizer(rwkv_metadata())
+    pieces = {tokenizer.token_bytes(id): id for id in range(1, 267)}
+    assert len(pieces) == 266
+    for text in NASTY:
+        text = text.encode("utf-8", "replace").decode()
+        data, expected = text.encode(), []
+        while data:
+            longest = max((piece for piece in pieces if data.startswith(piece)), key=len)
+            expected.append(pieces[longest])
+            data = data[len(longest) :]
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.decode(expected) == text
+        assert tokenizer.fewest_tokens(text) <= len(expected)
+    assert tokenizer.encode("the<s>", parse_special=True) == [pieces[b"the"], 0]
+    assert tokenizer.encode("<s>") != [0]
+    assert tokenizer.stop_ids == {257}
+
+
+def test_rwkv_leaves_out_what_it_cannot_spell():
+    metadata = rwkv_metadata(tokens=["<s>", "a", "ab"], token_type=[3, 1, 1], eot_token_id=None)
+    tokenizer = load_tokenizer({key: value for key, value in metadata.items() if value is not None})
+    assert tokenizer.encode("ab?a") == [2, 1]
+    assert tokenizer.fewest_tokens("?") == 0
+
+
 def test_sentencepiece_equals_the_original_model():
     library, *_ = _trained_sentencepiece()
     tokenizer = load_tokenizer(sentencepiece_metadata())

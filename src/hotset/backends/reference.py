@@ -23,17 +23,20 @@ from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     PARTS,
+    SHIFT,
     XIELU,
     Activate,
     Add,
     AddStreams,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
     GaussianTopK,
+    HeadDot,
     Heads,
     LayerNorm,
     Linear,
@@ -54,6 +57,7 @@ from hotset.model.operations import (
     TransposedHeads,
     TransposedLinear,
     UnitNorm,
+    Wkv,
 )
 
 F32 = np.float32
@@ -189,7 +193,7 @@ class ReferenceBackend:
                 rows = slice(op.first_row, op.first_row + op.out.width)
                 weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files
                 out = values[op.x.id] @ weight[rows].T
-                return out if op.bias is None else out + self._weight(op.bias)[rows]
+                return out if op.bias is None else out + self._weight(op.bias).reshape(-1)[rows]
             case TransposedLinear():
                 out = values[op.x.id] @ self._weights.neuron_major(op)
                 return out if op.bias is None else out + self._weight(op.bias)
@@ -208,7 +212,7 @@ class ReferenceBackend:
             case Attention():
                 read = values[op.q.id], values[op.k.id], values[op.v.id]
                 return self._attend(op, *read, batch, slots)
-            case ShortConv() | DeltaNet() | SelectiveScan():
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
                 return self._recurrent(op, values, batch)
             case Activate():
                 if op.xielu is not None:
@@ -221,8 +225,9 @@ class ReferenceBackend:
             case Add():
                 return values[op.a.id] + values[op.b.id]
             case Scale():
-                scaled = values[op.x.id] * F32(op.factor)
-                return scaled if op.weight is None else scaled * self._weight(op.weight).reshape(-1)
+                return self._scaled(op, values[op.x.id])
+            case HeadDot():
+                return self._head_dot(op, values)
             case AddStreams():
                 weights = None if op.weights is None else values[op.weights.id]
                 return add_streams(op, values[op.x.id], values[op.y.id], weights)
@@ -252,12 +257,37 @@ class ReferenceBackend:
             case _:
                 assert_never(op)
 
+    def _scaled(self, op: Scale, x: np.ndarray) -> np.ndarray:
+        scaled: np.ndarray = x * F32(op.factor)
+        if op.weight is None:
+            return scaled
+        first = op.first_weight
+        return scaled * self._weight(op.weight).reshape(-1)[first : first + op.x.width]
+
+    def _head_dot(self, op: HeadDot, values: dict[int, np.ndarray]) -> np.ndarray:
+        weight = self._weight(op.weight).reshape(-1)
+        return head_dot(op, values[op.x.id], values[op.a.id], values[op.b.id], weight)
+
+    def _conv_weight(self, op: ShortConv) -> np.ndarray:
+        """Of a short convolution, [width, kernel]."""
+        if op.weight is None:
+            return np.full((op.x.width, len(SHIFT)), SHIFT, F32)
+        return self._weight(op.weight)
+
     def _recurrent(self, op: Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
         if isinstance(op, ShortConv):
-            weight = self._weight(op.weight)
-            x = values[op.x.id]
+            weight, x = self._conv_weight(op), values[op.x.id]
             out = self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight))
             return out if op.bias is None else out + self._weight(op.bias)
+        if isinstance(op, Wkv):
+            rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
+            return self._through_states(op, rows, batch, lambda row, state: wkv(op, row, state))
+        if isinstance(op, ChannelScan):
+            rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
+            rates, skip = self._weight(op.rate), self._weight(op.skip).reshape(-1)
+            return self._through_states(
+                op, rows, batch, lambda row, state: channel_scan(op, row, state, rates, skip)
+            )
         rate, step = self._weight(op.rate), self._weight(op.step)
         if isinstance(op, SelectiveScan):
             rates, skip = rate.reshape(-1), self._weight(op.skip).reshape(-1)
@@ -448,9 +478,10 @@ def normalised(
         x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
         scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
         return (x * scale * weight).reshape(-1, op.out.width)
+    x = x.reshape(len(x), op.n_head, -1)
     x = x - x.mean(axis=-1, keepdims=True)
     x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
-    x = x * weight
+    x = x.reshape(len(x), -1) * weight
     return x if bias is None else x + bias
 
 
@@ -531,6 +562,36 @@ def selective_scan(
     return out.reshape(-1), state
 
 
+def channel_scan(
+    op: ChannelScan, row: np.ndarray, state: np.ndarray, rate: np.ndarray, skip: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A token's outputs [width] and the state after it. row: its x, dt, b and c; state: before it, [dim_k,
+    width]."""
+    x, dt, b, c = np.split(row, np.cumsum([op.x.width, op.dt.width, op.b.width]))
+    state = np.exp(rate.T * dt) * state + b[:, None] * (dt * x)
+    return c @ state + skip * x, state
+
+
+def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A token's outputs [n_head * dim_v] and the state after it. row: what it reads, in the record's order;
+    state: before it, [n_head, dim_k, dim_v]."""
+    widths = [value.width for value in op.inputs]
+    r, w, k, v, *corrected = (x.reshape(op.n_head, -1) for x in np.split(row, np.cumsum(widths[:-1])))
+    after = w[:, :, None] * state + k[:, :, None] * v[:, None]
+    if corrected:
+        a, b = corrected
+        after += b[:, :, None] * np.einsum("hkv,hk->hv", state, a)[:, None]
+    out = np.einsum("hkv,hk->hv", after if corrected else state, r)
+    return out.reshape(-1), after
+
+
+def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """operations.HeadDot, of rows."""
+    n = len(x)
+    sums = (a * b * weight).reshape(n, op.n_head, -1).sum(axis=2, keepdims=True)
+    return (x.reshape(n, op.n_head, -1) * sums).reshape(n, -1)
+
+
 def add_streams(op: AddStreams, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """operations.AddStreams, of x [n, n_streams * width] and y [n, streams * width]."""
     n, width = len(x), op.x.width // op.n_streams
@@ -598,4 +659,6 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
     "relu": lambda x, _: np.maximum(x, 0),
     "relu2": lambda x, _: np.square(np.maximum(x, 0)),
     "fatrelu": lambda x, threshold: np.where(x >= threshold, x, np.float32(0)),
+    "exp": lambda x, _: np.exp(x),
+    "softplus": lambda x, _: np.logaddexp(x, F32(0)),
 }

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
+from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
 from hotset.convert.hf_embedding import (
     answer_ids,
     embedding_keys,
@@ -39,7 +39,9 @@ from hotset.convert.hf_embedding import (
     reranker_template,
     use_of,
 )
+from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
+from hotset.convert.hf_values import integer
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
@@ -73,7 +75,13 @@ ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 # The layers of mtp predict more than one token: they are left out.
-_OUTPUTS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight", "output.weight")
+_OUTPUTS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "language_model.lm_head.weight",
+    "output.weight",
+    "head.weight",
+)
 _IGNORED = re.compile(
     r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
@@ -370,11 +378,19 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     if match and int(match[1]) < config.n_layer:
         number = re.search(r"\.experts\.([0-9]{1,5})\.", match[2])
         inside = match[2] if number is None else match[2].replace(number[0], ".experts.*.", 1)
+        if config.rwkv is not None and (lerp := LERP.fullmatch(inside)) is not None:
+            target = f"blk.{match[1]}.{FUSED}.weight"
+            return _Place(int(match[1]), (target,), LERPS[config.rwkv.version].index(lerp[1]))
+        if f"{inside}.{kind}" in hf.layer_tensors:
+            inside = f"{inside}.{kind}"
         if inside in hf.layer_tensors:
             layer, expert = int(match[1]), -1 if number is None else int(number[1])
             targets = hf.layer_tensors[inside].split()
+            if config.rwkv is not None:
+                targets = config.rwkv.targets(targets[0], layer)
             bare = _BARE.union(hf.bare)
-            named = (t if t.endswith((".bias", *_PACKED)) or t in bare else f"{t}.{kind}" for t in targets)
+            whole = (".bias", ".weight", *_PACKED)
+            named = (t if t.endswith(whole) or t in bare else f"{t}.{kind}" for t in targets)
             return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
@@ -400,7 +416,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                         raise FormatError(f"the checkpoint has {stem}.weight twice, once as {name}")
                     yield f"{stem}.weight", _packed(packed.pop(stem), f"{stem}.weight", name, config)
                 continue
-            part = values if _is_grouped(target, config) else _part(values, i, len(place.targets), config)
+            part = values if _is_grouped(target, config) else _part(values, i, place, config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
                 if len(of_experts[target]) == _n_parts(config):
@@ -443,6 +459,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
     extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
+    if config.rwkv is not None:
+        extra += (f"{hf.layers}.0.attn.v_lora.",)  # the first layer's values are the others'
     found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
     if hf.is_encoder:
         prefix = hf.layers.partition(".")[0] + "."
@@ -465,12 +483,18 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
 
 
 def _n_parts(config: HFConfig) -> int:
-    """Tensors of the checkpoint that become one: an expert each, or a residual stream but the first."""
+    """Tensors of the checkpoint that become one: an expert each, a residual stream but the first, or what the
+    token before counts for."""
+    if config.rwkv is not None:
+        return len(LERPS[config.rwkv.version])
     return config.n_expert if config.altup is None else config.altup.n_streams - 1
 
 
-def _part(values: np.ndarray, i: int, n: int, config: HFConfig) -> np.ndarray:
-    """The i-th of n matrices that lie in one tensor, or in one for all experts."""
+def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.ndarray:
+    """The i-th of the matrices of a place that lie in one tensor, or in one for all experts."""
+    n = len(place.targets)
+    if config.rwkv is not None and place.layer >= 0:
+        return config.rwkv.values(values, _stem(place.targets[i]))
     if n == 1:
         return values
     if config.transposes_experts:  # column by column
@@ -541,6 +565,9 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
     row, hf = ARCHITECTURES[config.architecture], config.hf_class
     expected = _shape(target, config)
+    if config.rwkv is not None and target.startswith("blk."):
+        _check_fits(values.shape, expected, name)
+        return Origin(values, factors=config.rwkv.factors(_stem(target), int(target.split(".")[1])))
     if _stem(target) == "exp_probs_b" and values.ndim == 2 and len(values) == 1:
         values = values[0]
     by_input = hf.stores_by_input and values.ndim == 2 and target.startswith("blk.")
@@ -606,8 +633,8 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:
 def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     """What the tensor must be, outermost first; None: such a model has none of this name. ANY: the rank of a
     predictor, which config.json does not say."""
-    if ".indexer." in target:
-        return _shape_of_indexer(target, config)
+    if ".indexer." in target or (config.rwkv is not None and target.startswith("blk.")):
+        return _shape_of_its_own(target, config)
     d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
@@ -726,8 +753,11 @@ def _altup_shapes(altup: HFAltUp, config: HFConfig) -> dict[str, tuple[int, ...]
     }
 
 
-def _shape_of_indexer(target: str, config: HFConfig) -> tuple[int, ...] | None:
-    """As _shape."""
+def _shape_of_its_own(target: str, config: HFConfig) -> tuple[int, ...] | None:
+    """As _shape, of a layer of RWKV or of an indexer."""
+    if config.rwkv is not None:
+        layer = int(target.split(".")[1])
+        return config.rwkv.shape(_stem(target), layer, config.n_ff) or (config.n_embd,)
     latent = config.latent
     if not config.hf_class.indexed or latent is None:
         return None

@@ -14,6 +14,8 @@ from typing import Any, Literal, assert_never
 
 import numpy as np
 
+from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, HFRwkv
+from hotset.convert.hf_values import integer, number
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.model.config import (
@@ -1385,6 +1387,35 @@ CLASSES: dict[str, HFClass] = {
         required={"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
         state_space=("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     ),
+    "Rwkv6ForCausalLM": HFClass(
+        "rwkv6",
+        tensors={
+            "rwkv.embeddings": "token_embd",
+            "rwkv.blocks.0.pre_ln": "token_embd_norm",
+            "rwkv.ln_out": "output_norm",
+            "rwkv.head": "output",
+        },
+        layers="rwkv.blocks",
+        layer_tensors=NAMES_6,
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        defaults={"layer_norm_epsilon": 1e-5, "max_position_embeddings": 1 << 20},
+    ),
+    "RWKV7ForCausalLM": HFClass(
+        "rwkv7",
+        tensors={
+            "model.embeddings": "token_embd",
+            "model.layers.0.pre_norm": "token_embd_norm",
+            "model.norm": "output_norm",
+            "lm_head": "output",
+        },
+        layer_tensors=NAMES_7,
+        activation=None,
+        epsilon="norm_eps",
+        ff_of_width=True,
+        defaults={"norm_eps": 1e-5, "max_position_embeddings": 1 << 20},
+        required={"hidden_act": "sqrelu", "norm_first": True, "norm_bias": True, "attn": None},
+    ),
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",
         tied=True,
@@ -1982,25 +2013,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A number of config.json, below 1e30 in magnitude."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise FormatError(f"config.json has no {key}, which must be a number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # NaN too
-        raise FormatError(f"{key} in config.json must be a number, not {str(value)[:60]!r}")
-    return value
-
-
-def integer(config: dict[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
-    """An integer of config.json from 1 to `high`."""
-    value = number(config, key, default)
-    if not isinstance(value, int) or not 1 <= value <= high:
-        raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
-    return value
-
-
 class HFLatent:
     """Sizes of latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are
     rotated and those that are not, the channels of v."""
@@ -2146,6 +2158,8 @@ class HFConfig:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
         n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
+        if self.architecture == "rwkv6":
+            n_ff = self.n_embd * 7 // 2 // 32 * 32
         each: list[int] = []
         if (ff := self.hf_class.ff) is not None:
             widths = config.get(ff)
@@ -2159,6 +2173,8 @@ class HFConfig:
             self.n_ff = self._adjusted_ff()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
         self.space = self._state_space()
+        version = ARCHITECTURES[self.architecture].rwkv
+        self.rwkv = None if version is None else HFRwkv(config, version, self.n_embd)
         self.conv_kernel = (
             integer(config, "conv_L_cache", 3, MAX_CONV_KERNEL) if self.hf_class.short_conv else 0
         )
@@ -2294,7 +2310,9 @@ class HFConfig:
         return integer(self.raw, "mamba_expand", 2, 1 << 10) * self.n_embd
 
     def _state_space_keys(self) -> dict[str, Any]:
-        """The sizes of the state spaces, and what each layer is."""
+        """The sizes of the state spaces, and what each layer is; or what RWKV has in their place."""
+        if self.rwkv is not None:
+            return self.rwkv.keys()
         space = self.space
         if space is None:
             return {}

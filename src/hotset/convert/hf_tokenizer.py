@@ -8,6 +8,7 @@ What GGUF has no name for is refused: a guess would silently change the tokens.
 
 from __future__ import annotations
 
+import ast
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hotset.convert.hf_config import integer, read_json
+from hotset.convert.hf_config import read_json
+from hotset.convert.hf_values import integer
 from hotset.errors import TokenizerError
 from hotset.files import read_small_file, read_small_text
 from hotset.text.pretokenizers import PRE_TOKENIZERS
@@ -60,6 +62,12 @@ def _names() -> dict[tuple[tuple[str, ...], bool], str]:
 
 
 NAMES = _names()
+RWKV_VOCABULARY = "rwkv_vocab_v20230424.txt"
+# As the World models were trained: a name, a colon, and an empty line behind each turn.
+_RWKV_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role']|capitalize + ': ' + m['content']|trim + '\n\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 _SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
 _TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # so spelled
 # Of these every character belongs to a match, so that what lies between matches is nothing.
@@ -83,6 +91,8 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
         tokenizer = read_json(src / "tokenizer.json")
         settings = _template_settings(tokenizer.get("post_processor"), settings)
         tokens, types, keys = _of_json(tokenizer, settings)
+    elif (src / RWKV_VOCABULARY).exists():
+        tokens, types, keys = _rwkv_world(src, n_vocab)
     elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
         tokens, types, keys = _gpt2_bpe(src, settings, config)
     elif (src / "vocab.txt").exists():
@@ -266,6 +276,28 @@ def _unigram(
     if charsmap:
         keys["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(charsmap, np.uint8)
     return tokens, types, keys
+
+
+def _rwkv_world(src: Path, n_vocab: int) -> tuple[list[str], list[int], dict[str, Any]]:
+    """A line for each token: its id, it as Python spells it, its bytes. 0 is both the beginning and the end
+    of a text."""
+    tokens, lines = ["<s>"], read_small_file(src / RWKV_VOCABULARY).decode("utf-8", "replace").splitlines()
+    for line in lines[:n_vocab]:
+        id, _, rest = line.partition(" ")
+        text, _, length = rest.rpartition(" ")
+        try:
+            token = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            token = None
+        data = token.encode() if isinstance(token, str) else token
+        if not isinstance(data, bytes) or [id, length] != [str(len(tokens)), str(len(data))]:
+            raise TokenizerError(f"{RWKV_VOCABULARY} is damaged: {line[:100]!r}")
+        tokens.append(repr(data)[2:-1])
+    keys: dict[str, Any] = {"tokenizer.ggml.model": "rwkv", "tokenizer.chat_template": _RWKV_TEMPLATE}
+    keys |= dict.fromkeys(("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"), 0)
+    if (end_of_turn := "\\n\\n") in tokens:
+        keys["tokenizer.ggml.eot_token_id"] = tokens.index(end_of_turn)
+    return tokens, [CONTROL, *(NORMAL for _ in tokens[1:])], keys
 
 
 def _byte_level_bpe(

@@ -90,7 +90,7 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 # Read as floats by every engine, small, or both.
 _KEPT = re.compile(
     r"(ffn_gate_inp|token_types|ssm_conv1d|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
-    r"|per_layer_model_proj)\.weight$"
+    r"|per_layer_model_proj|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
 )
 _BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t|ffn_down_exps)\.weight")
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")

@@ -162,7 +162,8 @@ class Architecture:
     state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
       feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
       beside: every layer has attention and a state space, of the same input. attends: False: no layer has
-      attention, and all have the state space.
+      attention; all have the state space, or rwkv: the time mix of this version of RWKV.
+    ffn_tensors: names of up and down.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
     sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
@@ -227,6 +228,8 @@ class Architecture:
     state_space: bool = False
     beside: bool = False
     attends: bool = True
+    rwkv: int | None = None
+    ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
     one_part: bool = False
     delta_net: Literal["grouped", "tiled"] | None = None
     attention_gate: bool = False
@@ -243,6 +246,11 @@ class Architecture:
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
+_RWKV: dict[str, Any] = {
+    "rope": None, "norm": "layer", "norm_eps": 1e-5, "embedding_norm": True, "gated": False,
+    "activation": RELU2, "ffn_norm": "attn_norm_2", "attends": False,
+    "ffn_tensors": ("channel_mix_key", "channel_mix_value"), "compared_with": "a copy of the authors' code",
+}  # fmt: skip
 _SAME_GRAPH = "transformers' {}, of the same graph"
 
 _ENCODER: dict[str, Any] = {  # as BERT
@@ -381,6 +389,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
     "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
+    "rwkv6": Architecture(**_RWKV, rwkv=6),
+    "rwkv7": Architecture(**_RWKV, rwkv=7),
     "mamba2": Architecture(rope=None, state_space=True, attends=False),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
@@ -539,7 +549,24 @@ class StateSpaceMixer:
         return self.of_values + 2 * self.n_group * self.dim_k
 
 
-Mixer = ConvMixer | DeltaMixer | StateSpaceMixer
+@dataclass(frozen=True)
+class RwkvMixer:
+    """RWKV's time mix in place of attention: see operations.Wkv; the FFN, its channel mix, reads the token
+    before as well. version: 6 or 7. dim: channels of a head. rank_*: of the matrices that decays, learning
+    rates, shares of the first layer's values and gates are made of (of gates 0: there are none); in RWKV 6 of
+    those that decays and the shares of the token before are made of."""
+
+    version: int
+    n_head: int
+    dim: int
+    rank_decay: int
+    rank_rate: int = 0
+    rank_value: int = 0
+    rank_gate: int = 0
+    rank_mix: int = 0
+
+
+Mixer = ConvMixer | DeltaMixer | StateSpaceMixer | RwkvMixer
 
 
 REFUSED = {
@@ -559,6 +586,7 @@ class LayerConfig:
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     bare: attention reads the stream as it is, whatever the FFN does.
+    ffn_tensors: see Architecture. halved: what the layer yields is multiplied by 0.5.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends; None: its own. sub_norms, sum_norms: see Architecture.
     """
@@ -586,6 +614,8 @@ class LayerConfig:
     source: int | None = None
     sub_norms: bool = False
     sum_norms: bool = False
+    ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
+    halved: bool = False
 
     @property
     def n_neurons(self) -> int:
@@ -978,6 +1008,7 @@ def _layers(
             base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
     mixers = _mixers(gguf, keys, architecture, n_layer)
+    halves = keys.integer("rescale_every_n_layers", 0, 1 << 12, 0) if architecture.rwkv == 6 else 0
     period = architecture.unrotated_period
     if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
@@ -1006,6 +1037,8 @@ def _layers(
             source=sources[i],
             sub_norms=architecture.sub_norms,
             sum_norms=architecture.sum_norms,
+            ffn_tensors=architecture.ffn_tensors,
+            halved=halves > 0 and (i + 1) % halves == 0,
         )
         for i in range(n_layer)
     )
@@ -1056,10 +1089,31 @@ def _state_space(gguf: GGUFFile, keys: _Keys, *, beside: bool) -> StateSpaceMixe
     return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head, normed, beside)
 
 
+def _time_mix(keys: _Keys, version: int) -> RwkvMixer:
+    n_embd, most = keys.integer("embedding_length", 1, 1 << 20), 1 << 16
+    dim = keys.integer("wkv.head_size", 1, MAX_HEAD_DIM)
+    n_head = n_embd // dim
+    if n_embd % dim or n_head > MAX_STATE_HEADS:
+        raise keys.error("wkv.head_size", f"is {dim} for a width of {n_embd}")
+    if version == 6:
+        ranks = {"rank_decay": "time_decay_extra_dim", "rank_mix": "time_mix_extra_dim"}
+    else:
+        ranks = {
+            "rank_decay": "attention.decay_lora_rank",
+            "rank_rate": "attention.iclr_lora_rank",
+            "rank_value": "attention.value_residual_mix_lora_rank",
+        }
+    sizes = {field: keys.integer(key, 1, most) for field, key in ranks.items()}
+    rank_gate = keys.integer("attention.gate_lora_rank", 0, most, 0) if version == 7 else 0
+    return RwkvMixer(version, n_head, dim, **sizes, rank_gate=rank_gate)
+
+
 def _mixers(
     gguf: GGUFFile, keys: _Keys, architecture: Architecture, n_layer: int
 ) -> tuple[Mixer | None, ...]:
     """What stands in attention's place or beside it, layer by layer."""
+    if architecture.rwkv is not None:
+        return (_time_mix(keys, architecture.rwkv),) * n_layer
     if architecture.beside or not architecture.attends:
         return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
     if architecture.delta_net is not None:

@@ -20,6 +20,10 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     or of a state space:
     blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated
     [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]
+    or of RWKV, beside others of the same beginning:
+    blk.N.time_mix_shift: what the token before has more  time_mix_xr  xw  xk  xv  xa  xg: what products read
+    time_mix_receptance  time_mix_key  time_mix_value  time_mix_wkv: what the heads yield  time_mix_ln
+    time_mix_bonus  time_mix_gated  time_mix_output;  in front of the FFN channel_mix_shift  channel_mix_k
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_latent_down  ffn_latent_up: around experts]
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
@@ -62,10 +66,12 @@ from hotset.model.config import (
     Latent,
     LayerConfig,
     ModelConfig,
+    RwkvMixer,
     StateSpaceMixer,
 )
 from hotset.model.graph import Graph
 from hotset.model.operations import (
+    SHIFT,
     Activate,
     ActivationKind,
     Add,
@@ -78,6 +84,7 @@ from hotset.model.operations import (
     ExpertSum,
     Ffn,
     GaussianTopK,
+    HeadDot,
     Heads,
     LayerNorm,
     Linear,
@@ -100,6 +107,7 @@ from hotset.model.operations import (
     TransposedLinear,
     UnitNorm,
     Value,
+    Wkv,
 )
 from hotset.model.predictor import Predictor
 from hotset.model.thresholds import LayerThresholds, ThresholdName
@@ -115,7 +123,7 @@ REDUNDANT_TENSORS = re.compile(
     r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
     r"rope_freqs\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
-    r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
+    r"(ffn_down|channel_mix_value)\.weight|(ffn_down|channel_mix_value)_t\.(codes|scales))"
 )
 
 
@@ -160,6 +168,8 @@ def _describe(
         x = model.attention(i, layer, given) if layer.mixes else given
         if layer.n_ff:
             x = model.ffn(i, layer, given, x, predictor)
+        if layer.halved:
+            x = model.scaled(x, 0.5, f"blk.{i}.halved")
         if streams is not None:
             streams.correct(i, x)
     model.output(x, streams)
@@ -187,6 +197,7 @@ class _Description:
         self.config, self.weights, self.layer_thresholds = config, weights, layer_thresholds
         self.graph = Graph()
         self.where: dict[str, Any] = {}  # layer and part of what is added next
+        self.first_values: Value | None = None  # of the first layer, which others of RWKV 7 refer to
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
 
     # ---- the parts of a model
@@ -256,6 +267,8 @@ class _Description:
                 return out
             sum_ = self.value(f"blk.{i}.mixed", self.config.n_embd)
             return self.add(Add(sum_, self._heads_attend(i, layer, h), out, **self.where))
+        if isinstance(layer.mixer, RwkvMixer):
+            return _TimeMix(self, f"blk.{i}", layer.mixer, h).out()
         return self._delta_net(f"blk.{i}", layer.mixer, h)
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
@@ -391,6 +404,10 @@ class _Description:
         tensor = f"{blk}.attn_norm" if layer.parallel and f"{own}.weight" not in self.weights.tensors else own
         norm = self._norm_op(entering, tensor, f"{blk}.ffn_norm") if layer.pre_norm else None
         h = entering if norm is None else norm.out
+        share: Value | None = None
+        if isinstance(layer.mixer, RwkvMixer) and norm is not None:
+            entering, share = self._channel_mix(blk, layer.mixer, self.add(norm))
+            h, norm = entering, None
         if kind == "svd":  # it reads what the FFN reads: the norm stands apart
             if norm is not None:
                 entering, norm = self.add(norm), None
@@ -399,7 +416,34 @@ class _Description:
             self.enter(i, "ffn")
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
         out = self.add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
+        if share is not None:
+            out = self.add(Multiply(self.value(f"{blk}.ffn_shared", out.width), out, share, **self.where))
         return self._after_ffn(blk, layer, x, out)
+
+    def _channel_mix(self, blk: str, mixer: RwkvMixer, h: Value) -> tuple[Value, Value | None]:
+        """What the FFN of RWKV reads, the token's norm and what the one before it has more; in RWKV 6 also
+        what its result is multiplied by."""
+        more = self.shifted(h, f"{blk}.channel_mix_shift")
+        x = self.lerped(h, more, f"{blk}.channel_mix_lerp_k", f"{blk}.channel_mix_k")
+        if mixer.version == 7:
+            return x, None
+        r = self.lerped(h, more, f"{blk}.channel_mix_lerp_r", f"{blk}.channel_mix_r")
+        r = self.linear(r, f"{blk}.channel_mix_receptance", h.width)
+        return x, self.activated(r, "sigmoid")
+
+    def shifted(self, h: Value, name: str) -> Value:
+        """What the token before has more than the token itself."""
+        return self.add(ShortConv(self.value(name, h.width), h, None, len(SHIFT), **self.where))
+
+    def lerped(self, h: Value, more: Value, tensor: str, name: str, j: int = 0, n: int = 1) -> Value:
+        """h and a share of `more`, each channel's own: the j-th of n rows of a tensor."""
+        weight, d = self.weights.numbers(tensor, n * h.width), h.width
+        share = self.value(f"{name}_share", d)
+        share = self.add(Scale(share, more, 1.0, weight, j * d, **self.where))
+        return self.add(Add(self.value(name, d), h, share, **self.where))
+
+    def activated(self, x: Value, kind: ActivationKind) -> Value:
+        return self.add(Activate(self.value(f"{x.name}_act", x.width), x, kind, **self.where))
 
     def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
         """The stream x and what the FFN yields, as it is added."""
@@ -633,11 +677,11 @@ class _Description:
         return out
 
     def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
-        gate = self._linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
-        up = self._linear_op(h, f"{blk}.ffn_up_shexp", n)
+        gate = self.linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
+        up = self.linear_op(h, f"{blk}.ffn_up_shexp", n)
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
-        down = self._linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
+        down = self.linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
         return Ffn(
             down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
         )  # fmt: skip
@@ -681,7 +725,7 @@ class _Description:
         neurons = neurons if down_threshold is None else down_threshold.out
         sub_norm = self._norm_op(neurons, f"{blk}.ffn_sub_norm") if layer.sub_norms else None
         assert not isinstance(sub_norm, LayerNorm)  # which leaves no zeros
-        down = self._down(blk, neurons if sub_norm is None else sub_norm.out)
+        down = self._down(blk, layer, neurons if sub_norm is None else sub_norm.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
             in_threshold=in_threshold, gate_threshold=gate_threshold, down_threshold=down_threshold,
@@ -720,29 +764,29 @@ class _Description:
 
     def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
         """Two matrices, or one with the rows of the gate and then those of up; or up alone."""
-        n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.ffn_up"
+        n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.{layer.ffn_tensors[0]}"
         if not layer.gated:
-            return None, self._linear_op(h, up, n)
+            return None, self.linear_op(h, up, n, f"{blk}.ffn_up")
         both = self.weights.tensors.get(f"{up}.weight")
         if f"{gate}.weight" in self.weights.tensors or both is None or both.shape[-1] != 2 * n:
-            return self._linear_op(h, gate, n), self._linear_op(h, up, n)
+            return self.linear_op(h, gate, n), self.linear_op(h, up, n)
         first, second = self._rows_of(up, h, {gate: n, up: n})
         return first, second
 
-    def _down(self, blk: str, neurons: Value) -> Linear | TransposedLinear:
+    def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> Linear | TransposedLinear:
         """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
-        d, weights = self.config.n_embd, self.weights
-        out, transposed = self.value(f"{blk}.ffn_down", d), f"{blk}.ffn_down_t"
+        d, weights, down = self.config.n_embd, self.weights, f"{blk}.{layer.ffn_tensors[1]}"
+        out, transposed = self.value(f"{blk}.ffn_down", d), f"{down}_t"
         has_own_bias = f"{transposed}.bias" in weights.tensors
-        bias = weights.bias(transposed if has_own_bias else f"{blk}.ffn_down", d)
+        bias = weights.bias(transposed if has_own_bias else down, d)
         if f"{transposed}.weight" in weights.tensors:
             matrix = weights.matrix(transposed, d, neurons.width)
             return TransposedLinear(out, neurons, matrix, bias, **self.where)
         if f"{transposed}.codes" in weights.tensors:
             codes, scales = weights.planes(transposed, d, neurons.width)
             return TransposedLinear(out, neurons, codes, bias, scales, **self.where)
-        matrix = weights.matrix(f"{blk}.ffn_down", neurons.width, d)
-        input_major = weights.input_major(f"{blk}.ffn_down", neurons.width)
+        matrix = weights.matrix(down, neurons.width, d)
+        input_major = weights.input_major(down, neurons.width)
         return Linear(out, neurons, matrix, bias, input_major=input_major, **self.where)
 
     def _low_rank_scores(
@@ -789,13 +833,13 @@ class _Description:
     def add(self, op: Any) -> Value:
         return self.graph.add(op)
 
-    def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
+    def linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
         weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
         input_major, out = self.weights.input_major(tensor, x.width), self.value(name or tensor, width)
         return Linear(out, x, weight, bias, input_major=input_major, **self.where)
 
     def linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
-        return self.add(self._linear_op(x, tensor, width, name))
+        return self.add(self.linear_op(x, tensor, width, name))
 
     def _rows_of(self, tensor: str, x: Value, widths: Mapping[str, int]) -> list[Linear]:
         """Products that share one matrix, each with its rows, one after the other; by name of their value."""
@@ -827,6 +871,147 @@ class _Description:
         if factor == 1.0:
             return x
         return self.add(Scale(self.value(name, x.width), x, factor, **self.where))
+
+
+class _TimeMix:
+    """What stands in attention's place in RWKV, of the normed stream h."""
+
+    EPS = 64e-5  # of the norm of what heads yield
+
+    def __init__(self, model: _Description, blk: str, mixer: RwkvMixer, h: Value) -> None:
+        self._model, self._blk, self._mixer, self._h = model, blk, mixer, h
+        self._more = model.shifted(h, f"{blk}.time_mix_shift")
+
+    def out(self) -> Value:
+        """The sum's other part."""
+        y, gate = self._seventh() if self._mixer.version == 7 else self._sixth()
+        if gate is not None:
+            y = self._multiplied(y, gate, "time_mix_gated")
+        return self._linear(y, "time_mix_output", y.width)
+
+    def _sixth(self) -> tuple[Value, Value]:
+        """RWKV 6 (arXiv 2404.05892): how much of the token before counts depends on the token."""
+        model, blk, d, n = self._model, self._blk, self._h.width, self._mixer.rank_mix
+        z = model.lerped(self._h, self._more, f"{blk}.time_mix_lerp_x", f"{blk}.time_mix_x")
+        z = self._tanh(self._linear(z, "time_mix_w1", 5 * n))
+        matrices = model.weights.heads(f"{blk}.time_mix_w2", n, d, 5)
+        lerps = model.weights.numbers(f"{blk}.time_mix_lerp_fused", 5 * d)
+        x = {}
+        for j, name in enumerate("wkvrg"):
+            own = model.add(Heads(model.value(f"{blk}.time_mix_z{name}", n), z, 1, j * n, **model.where))
+            share = model.value(f"{blk}.time_mix_share_{name}", d)
+            model.add(Linear(share, own, matrices, lerps, j * d, **model.where))
+            share = self._multiplied(self._more, share, f"time_mix_more_{name}")
+            x[name] = self._added(self._h, share, f"time_mix_x{name}")
+        r, k, v, gate = (
+            self._linear(x[name[0]], f"time_mix_{tensor}", d)
+            for name, tensor in (("r", "receptance"), ("k", "key"), ("v", "value"), ("g", "gate"))
+        )
+        w = self._tanh(self._linear(x["w"], "time_mix_decay_w1", self._mixer.rank_decay))
+        w = self._linear(w, "time_mix_decay_w2", d, bias="time_mix_decay")
+        w = model.activated(self._scaled(model.activated(w, "exp"), -1.0, "time_mix_rate"), "exp")
+        y = self._wkv(r, w, k, v)
+        first = model.weights.numbers(f"{blk}.time_mix_first", d)
+        out = model.value(f"{blk}.time_mix_bonus", d)
+        bonus = model.add(HeadDot(out, v, r, k, first, self._mixer.n_head, **model.where))
+        return self._normed(self._added(y, bonus, "time_mix_read")), model.activated(gate, "silu")
+
+    def _seventh(self) -> tuple[Value, Value | None]:
+        """RWKV 7 (arXiv 2503.14456)."""
+        model, blk, mixer, d = self._model, self._blk, self._mixer, self._h.width
+        names = "rwkvag" if mixer.rank_gate else "rwkva"
+        x = {
+            name: model.lerped(
+                self._h, self._more, f"{blk}.time_mix_lerp_fused", f"{blk}.time_mix_x{name}", j, len(names)
+            )
+            for j, name in enumerate(names)
+        }
+        r, k, v = (
+            self._linear(x[tensor[0]], f"time_mix_{tensor}", d) for tensor in ("receptance", "key", "value")
+        )
+        w = self._tanh(self._linear(x["w"], "time_mix_w1", mixer.rank_decay))
+        w = model.activated(self._linear(w, "time_mix_w2", d, bias="time_mix_w0"), "sigmoid")
+        w = model.activated(self._scaled(w, -0.606531, "time_mix_rate"), "exp")
+        v = self._values(v, x["v"])
+        a = self._linear(x["a"], "time_mix_a1", mixer.rank_rate)
+        a = model.activated(self._linear(a, "time_mix_a2", d, bias="time_mix_a0"), "sigmoid")
+        kk = self._unit(self._times(k, "time_mix_k_k", "time_mix_kk"))
+        more = self._multiplied(a, k, "time_mix_ak")
+        more = self._added(more, self._scaled(k, -1.0, "time_mix_k_less"), "time_mix_k_more")
+        k = self._added(k, self._times(more, "time_mix_k_a", "time_mix_k_share"), "time_mix_k")
+        removed = self._scaled(kk, -1.0, "time_mix_kk_less")
+        y = self._wkv(r, w, k, v, removed, self._multiplied(kk, a, "time_mix_kka"))
+        weight = model.weights.numbers(f"{blk}.time_mix_r_k", d)
+        out = model.value(f"{blk}.time_mix_bonus", d)
+        bonus = model.add(HeadDot(out, v, r, k, weight, mixer.n_head, **model.where))
+        y = self._added(self._normed(y), bonus, "time_mix_sum")
+        if not mixer.rank_gate:
+            return y, None
+        gate = model.activated(self._linear(x["g"], "time_mix_g1", mixer.rank_gate), "sigmoid")
+        return y, self._linear(gate, "time_mix_g2", d)
+
+    def _values(self, v: Value, x: Value) -> Value:
+        """The layer's values, brought nearer to those of the first layer."""
+        model, d = self._model, v.width
+        first = model.first_values
+        if first is None:
+            model.first_values = v
+            for name in ("time_mix_v0", "time_mix_v1", "time_mix_v2"):  # that some files have here
+                model.weights.leave(f"{self._blk}.{name}")
+            return v
+        share = self._linear(x, "time_mix_v1", self._mixer.rank_value)
+        share = self._linear(share, "time_mix_v2", d, bias="time_mix_v0")
+        more = self._added(first, self._scaled(v, -1.0, "time_mix_v_less"), "time_mix_v_more")
+        more = self._multiplied(more, model.activated(share, "sigmoid"), "time_mix_v_share")
+        return self._added(v, more, "time_mix_v")
+
+    def _wkv(
+        self, r: Value, w: Value, k: Value, v: Value, a: Value | None = None, b: Value | None = None
+    ) -> Value:
+        model, out = self._model, self._model.value(f"{self._blk}.time_mix_wkv", v.width)
+        return model.add(Wkv(out, r, w, k, v, a, b, self._mixer.n_head, **model.where))
+
+    def _normed(self, y: Value) -> Value:
+        """Head by head."""
+        model, name = self._model, f"{self._blk}.time_mix_ln"
+        weight, bias = model.weights.vector(name, y.width), model.weights.bias(name, y.width, required=True)
+        out = model.value(name, y.width)
+        return model.add(LayerNorm(out, y, weight, bias, self.EPS, self._mixer.n_head, **model.where))
+
+    def _unit(self, x: Value) -> Value:
+        """Heads as vectors of length 1."""
+        model, dim = self._model, self._mixer.dim
+        out = model.value(f"{x.name}_unit", x.width)
+        unit = model.add(UnitNorm(out, x, 1e-24 / dim, self._mixer.n_head, **model.where))
+        return model.scaled(unit, dim**-0.5, f"{x.name}_length_1")
+
+    def _linear(self, x: Value, tensor: str, width: int, bias: str | None = None) -> Value:
+        """bias: of a name of its own."""
+        model, blk = self._model, self._blk
+        op = model.linear_op(x, f"{blk}.{tensor}", width)
+        return model.add(
+            op if bias is None else replace(op, bias=model.weights.numbers(f"{blk}.{bias}", width))
+        )
+
+    def _times(self, x: Value, tensor: str, name: str) -> Value:
+        model, weight = self._model, self._model.weights.numbers(f"{self._blk}.{tensor}", x.width)
+        out = model.value(f"{self._blk}.{name}", x.width)
+        return model.add(Scale(out, x, 1.0, weight, **model.where))
+
+    def _scaled(self, x: Value, factor: float, name: str) -> Value:
+        return self._model.scaled(x, factor, f"{self._blk}.{name}")
+
+    def _tanh(self, x: Value) -> Value:
+        model = self._model
+        return model.add(SoftCap(model.value(f"{x.name}_act", x.width), x, 1.0, **model.where))
+
+    def _multiplied(self, a: Value, b: Value, name: str) -> Value:
+        model = self._model
+        return model.add(Multiply(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
+
+    def _added(self, a: Value, b: Value, name: str) -> Value:
+        model = self._model
+        return model.add(Add(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
 
 
 class _Streams:
@@ -953,6 +1138,12 @@ class _Weights:
     def vector(self, name: str, n: int) -> str:
         """Some files lack the end of its name."""
         return self._ask(name if name in self.tensors else f"{name}.weight", (n,))
+
+    def numbers(self, name: str, n: int) -> str:
+        """A vector that files have with one dimension or more."""
+        info = self.tensors.get(f"{name}.weight")
+        fits = info is not None and math.prod(info.shape) == n
+        return self._ask(f"{name}.weight", tuple(info.shape) if info is not None and fits else (n,))
 
     def bare(self, name: str, n: int) -> str:
         """A vector whose name says all, in some files as a matrix of one column."""

@@ -153,7 +153,7 @@ class _Fusion:
 
     def _head_of_linears(self, op: Op) -> list[Op]:
         """A norm, a threshold or both, if matrix products follow and nothing else reads them; else none."""
-        is_norm = isinstance(op, LayerNorm) or (isinstance(op, RMSNorm) and op.n_head == 1)
+        is_norm = isinstance(op, LayerNorm | RMSNorm) and op.n_head == 1
         if not is_norm and not isinstance(op, Threshold):
             return []
         head, behind = [op], self._peek(1)

@@ -100,6 +100,16 @@ class Graph:
                 after = index + 1
         return [*(starts[layer] for layer in sorted(starts)), after]
 
+    @property
+    def is_layered(self) -> bool:
+        """Whether one value alone crosses from layer to layer: then the graph can be split there."""
+        readers = [set(op.inputs) for op in self.ops]
+        for start in self.layer_starts:
+            made = {op.out for op in self.ops[:start]}
+            if len(made & set[Value]().union(*readers[start:])) > 1:
+                return False
+        return True
+
     def split(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
         """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
 

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 ActivationKind = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
-    "xielu",
+    "xielu", "exp", "softplus",
 ]  # fmt: skip
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
+SHIFT = 1.0, -1.0  # weights of a token shift, of every channel (see ShortConv)
 NO_LAYER = -1  # of operations before the first layer and after the last
 
 
@@ -196,13 +197,17 @@ class UnitNorm(Operation):
 
 @dataclass(frozen=True)
 class LayerNorm(Operation):
-    """out = (x - mean) / sqrt(var + eps) * weight + bias; weight None: ones."""
+    """out = (x - mean) / sqrt(var + eps) * weight + bias; weight None: ones.
+
+    Mean and variance are of each of `n_head` equal parts of the width; weight and bias have it all.
+    """
 
     out: Value
     x: Value
     weight: Vector | None
     bias: Vector | None
     eps: float
+    n_head: int = 1
 
 
 @dataclass(frozen=True)
@@ -350,12 +355,13 @@ class ShortConv(Operation):
 
     out[t] = sum of weight[:, j] * x[t - (kernel - 1) + j] for j = 0, 1, ..., each product rounded before it
     is added, and then bias; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 =
-    kernel). State: the last kernel - 1 inputs, the oldest first.
+    kernel); None: 1 and -1, so that out is what the token before has more (RWKV's token shift). State: the
+    last kernel - 1 inputs, the oldest first.
     """
 
     out: Value
     x: Value
-    weight: Vector
+    weight: Vector | None
     kernel: int
     bias: Vector | None = None
 
@@ -430,11 +436,74 @@ class SelectiveScan(Operation):
 
 
 @dataclass(frozen=True)
+class ChannelScan(Operation):
+    """The state space of Mamba (arXiv 2312.00752): some numbers S per channel, token by token.
+
+    x, dt, out: [width]; b, c: [dim_k], of all channels. With the vectors rate [width, dim_k] and skip
+    [width], per channel: S = exp(rate * dt) * S + b * (dt * x); out = S · c + skip * x. State: S of each
+    channel, [dim_k, width].
+    """
+
+    out: Value
+    x: Value
+    dt: Value
+    b: Value
+    c: Value
+    rate: Vector
+    skip: Vector
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.b.width, self.x.width
+
+
+@dataclass(frozen=True)
+class Wkv(Operation):
+    """RWKV's linear attention: a matrix S per head, token by token, whose rows decay each by itself.
+
+    r, w, k, a, b: [n_head, dim_k]; v, out: [n_head, dim_v]. With a and b (RWKV 7, arXiv 2503.14456):
+    S = w * S + b * (S^T a)^T + k * v^T, and then out = S^T r. Without (RWKV 6, arXiv 2404.05892):
+    out = S^T r, and then S = w * S + k * v^T. State: S of each head, [dim_k, dim_v].
+    """
+
+    out: Value
+    r: Value
+    w: Value
+    k: Value
+    v: Value
+    a: Value | None
+    b: Value | None
+    n_head: int
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.n_head, self.k.width // self.n_head, self.v.width // self.n_head
+
+
+@dataclass(frozen=True)
+class HeadDot(Operation):
+    """out = x times, head by head, the sum of a * b * weight, in order; x may have other heads' widths."""
+
+    out: Value
+    x: Value
+    a: Value
+    b: Value
+    weight: Vector
+    n_head: int
+
+
+@dataclass(frozen=True)
 class Activate(Operation):
     """out = f(x), elementwise.
 
     threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
-    clamped_plus_one is 1 + x, x brought into [-t, t]. xielu: see XIELU.
+    clamped_plus_one is 1 + x, x brought into [-t, t]. xielu: see XIELU. softplus is ln(1 + e^x).
     """
 
     out: Value
@@ -479,12 +548,17 @@ class Add(Operation):
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """out = x * factor, elementwise, and then times `weight`, a number for each channel."""
+    """out = x * factor, elementwise, and then times `weight`, a number for each channel: those of the tensor
+    from first_weight on."""
 
     out: Value
     x: Value
     factor: float
     weight: Vector | None = None
+    first_weight: int = 0
+
+    def bytes_of(self, _: Weight, info: TensorInfo) -> int:
+        return info.nbytes * self.x.width // math.prod(info.shape)
 
 
 @dataclass(frozen=True)
@@ -851,6 +925,9 @@ Primitive = (
     | ShortConv
     | DeltaNet
     | SelectiveScan
+    | ChannelScan
+    | Wkv
+    | HeadDot
     | Activate
     | GaussianTopK
     | Multiply
@@ -869,4 +946,4 @@ Primitive = (
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/internals/engine.md).
-Recurrent = ShortConv | DeltaNet | SelectiveScan
+Recurrent = ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv

@@ -51,6 +51,7 @@ def _kind(row: Architecture) -> str:
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
         "state spaces": row.state_space,
+        "RWKV": row.rwkv is not None,
         "AltUp": row.altup,
     }
     named = [name for name, has in attention.items() if has][-1:]

@@ -43,7 +43,11 @@ if TYPE_CHECKING:
 # on, reading a neuron for every token, at the head, is cheaper than predicting and gathering it.
 HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
-_NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down|ffn_sub_norm)\.(weight|bias)")
+_NEURONS = re.compile(
+    r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down|ffn_sub_norm|channel_mix_key|channel_mix_value(?:_t)?)"
+    r"\.(weight|bias)"
+)
+_DOWN = "ffn_down", "channel_mix_value"  # whose neurons are columns
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,9 @@ def add_order(
 def neurons_of(name: str) -> tuple[int, bool] | None:
     """The layer of a tensor that has neurons, and whether they are its columns (else rows, or a bias)."""
     match = _NEURONS.fullmatch(name)
-    if match is None or (match[3] == "bias" and match[2] in ("ffn_down", "ffn_down_t")):
+    if match is None or (match[3] == "bias" and match[2].removesuffix("_t") in _DOWN):
         return None
-    return int(match[1]), match[2] == "ffn_down"
+    return int(match[1]), match[2] in _DOWN
 
 
 def order_of_rows(order: np.ndarray, n_rows: int) -> np.ndarray:
@@ -196,7 +200,7 @@ def _refuse_quantised_columns(gguf: GGUFFile) -> None:
         if info.type not in TYPES:
             gguf.data(info.name)  # says why it cannot be read
         match = _NEURONS.fullmatch(info.name)
-        if match and match[2] == "ffn_down" and match[3] == "weight" and TYPES[info.type].block_size > 1:
+        if match and match[2] in _DOWN and match[3] == "weight" and TYPES[info.type].block_size > 1:
             raise InvalidRequestError(
                 f"{gguf.path} cannot be reordered: {info.name} is {info.type.name}, where "
                 f"{TYPES[info.type].block_size} neurons share a scale; reorder and quantise its F16 model"

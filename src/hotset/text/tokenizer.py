@@ -1,10 +1,10 @@
 """From text to token ids and back, with nothing but the metadata of a GGUF file.
 
 The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and WordPiece
-("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram ("t5"). What is here is what a GGUF file
-leaves to its reader: building the library's model from pieces, scores, merges and types; splitting the text
-at special tokens; BOS and EOS; and turning ids back into bytes, which may split a character and so are
-decoded with care.
+("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram ("t5"); RWKV's longest matches ("rwkv")
+are found here. What is here is what a GGUF file leaves to its reader: building the library's model from
+pieces, scores, merges and types; splitting the text at special tokens; BOS and EOS; and turning ids back into
+bytes, which may split a character and so are decoded with care.
 """
 
 import codecs
@@ -553,6 +553,48 @@ class WordPieceTokenizer(Tokenizer):
         return _utf8(piece.replace(_SPACE, " "))
 
 
+class RwkvTokenizer(Tokenizer):
+    """RWKV's World vocabulary: byte strings, of which the longest that fits is taken again and again.
+
+    The file spells a piece as Python would: letters, and the others as escapes such as \\n and \\xe4.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__(metadata, bos=None, eos=None, add_bos=False)
+        self._ids: dict[bytes, int] = {}
+        for id, piece in enumerate(self.tokens):
+            if self.types[id] not in (_CONTROL, _UNKNOWN, _UNUSED) and (data := _unescaped(piece)):
+                self._ids.setdefault(data, id)
+        # Of the first two bytes of a piece the lengths that there are, the longest first.
+        lengths: dict[bytes, set[int]] = {}
+        for data in self._ids:
+            lengths.setdefault(data[:2], set()).add(len(data))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
+        data, at, ids = text.encode(), 0, []
+        while at < len(data):
+            for n in (*self._lengths.get(data[at : at + 2], ()), 1):
+                id = self._ids.get(data[at : at + n])
+                if id is not None and at + n <= len(data):
+                    ids.append(id)
+                    break
+            else:
+                if self.unk_id is not None:
+                    ids.append(self.unk_id)
+            at += n
+        return ids
+
+    def _spellings(self, piece: str) -> list[bytes]:
+        return [_unescaped(piece)]
+
+    def _spelled_bytes(self) -> Collection[int]:
+        return [data[0] for data in self._ids if len(data) == 1]
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+        return _utf8(piece) if user_defined else _unescaped(piece)
+
+
 class StreamDecoder:
     """Turns ids into text as they come, holding back the bytes of a character that is not complete yet."""
 
@@ -581,6 +623,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {
     "llama": SentencePieceTokenizer,
     "t5": UnigramTokenizer,
     "bert": WordPieceTokenizer,
+    "rwkv": RwkvTokenizer,
 }
 
 
@@ -601,7 +644,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise TokenizerError(
             f"The file's tokenizer is of kind {shown(kind)} (tokenizer.ggml.model), which this version "
             f"cannot run: it knows {', '.join(map(repr, _KINDS))} (byte-level BPE, SentencePiece BPE and "
-            "unigram, WordPiece)."
+            "unigram, WordPiece, RWKV's)."
         )
     return make(metadata)
 
@@ -690,6 +733,15 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
+
+
+_ESCAPED = re.compile(rb"\\(?:x([0-9a-f]{2})|(.))", re.DOTALL)
+_ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def _unescaped(piece: str) -> bytes:
+    """The bytes of a piece that is spelled as Python spells bytes."""
+    return _ESCAPED.sub(lambda m: bytes([int(m[1], 16)]) if m[1] else _ESCAPES.get(m[2], m[2]), _utf8(piece))
 
 
 def _utf8(piece: str) -> bytes:

@@ -30,8 +30,10 @@ from hotset.model.graph import Graph
 from hotset.model.operations import (
     NO_LAYER,
     PARTS,
+    SHIFT,
     Activate,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -49,12 +51,14 @@ from hotset.model.operations import (
     Rope,
     Rotate,
     Route,
+    Scale,
     SelectiveScan,
     ShortConv,
     Threshold,
     TransposedLinear,
     Value,
     WeightKind,
+    Wkv,
     one_matrix,
 )
 from hotset.model.read_order import look_ahead
@@ -62,6 +66,7 @@ from hotset.offload.streaming import Streamed
 from hotset.offload.weight_store import StoredWeights
 
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type of csrc/types.h
+_NOT_NATIVE = "layer", "part", "site", "input_major", "source", "xielu", "first_weight"  # fields of records
 Facts = dict[str, Any]  # of an operation, by name; what is None is absent
 FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows that operations behind it read
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
@@ -384,8 +389,15 @@ class _Emission:
                 self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
             case Attention():
                 self._attention(main, group.ops[:-1])
-            case ShortConv() | DeltaNet() | SelectiveScan():
+            case ShortConv() if main.weight is None:
+                self._plain(
+                    main, states=self._states(main), weight=np.tile(np.array(SHIFT, np.float32), main.x.width)
+                )
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
                 self._plain(main, states=self._states(main))
+            case Scale() if main.weight is not None:
+                start, weight = main.first_weight, decoded_vector(self._weights, main.weight)
+                self._plain(main, weight=weight[start : start + main.x.width])
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
             case ExpertLinear():
@@ -411,7 +423,7 @@ class _Emission:
                     facts[field.name] = rope_facts(value)
                 case str() if value in kinds:
                     facts[field.name] = self._weight(value, kinds[value])
-                case _ if field.name not in ("layer", "part", "site", "input_major", "source", "xielu"):
+                case _ if field.name not in _NOT_NATIVE:
                     facts[field.name] = value
         self._add(native_name(type(op)), **{**facts, **more})
 

@@ -41,12 +41,14 @@ from hotset.model.operations import (
     Add,
     AddStreams,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
     GaussianTopK,
+    HeadDot,
     Heads,
     LayerNorm,
     Linear,
@@ -67,6 +69,7 @@ from hotset.model.operations import (
     TransposedLinear,
     UnitNorm,
     Value,
+    Wkv,
     has_zeros,
     one_matrix,
 )
@@ -312,7 +315,7 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case ShortConv() | DeltaNet() | SelectiveScan():
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | HeadDot():
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id
@@ -384,6 +387,8 @@ class Program:
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
         """A norm, and a threshold behind it."""
         k, eps = self._kernels, op.eps
+        if isinstance(op, LayerNorm) and op.n_head > 1:
+            raise UnsupportedModelError("layer norms of heads are computed on the CPU; use --no-gpu")
         if op.weight is None:
             weight = self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
         else:

@@ -21,6 +21,7 @@ from hotset.model.operations import (
     RopeKind,
     Route,
     SelectiveScan,
+    Wkv,
 )
 
 
@@ -46,6 +47,10 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             return torch.relu(x).square()
         case "fatrelu":
             return torch.where(x >= threshold, x, 0.0)
+        case "exp":
+            return x.exp()
+        case "softplus":
+            return F.softplus(x)
         case "xielu":
             raise AssertionError("xIELU has numbers of its own")
 
@@ -84,9 +89,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
     return out.reshape(x.shape)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, n_head: int = 1) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over each of n_head equal parts of the width."""
+    if n_head == 1:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    return F.group_norm(x, n_head, None if weight is None else weight.flatten(), bias, eps)
 
 
 def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
@@ -227,6 +234,31 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
         off = (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * strength[:, t, :, None]
         state = state + k[:, t, :, :, None] * off[:, :, None]
         out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+    return torch.stack(out, dim=1).flatten(2)
+
+
+def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip: Tensor) -> Tensor:
+    """The state space of Mamba, token by token; of texts [n_texts, n_tokens, width]. See
+    operations.ChannelScan."""
+    state, out = x.new_zeros(len(x), *rate.shape), []
+    for t in range(x.shape[1]):
+        added = (dt[:, t] * x[:, t])[:, :, None] * b[:, t, None]
+        state = (rate * dt[:, t, :, None]).exp() * state + added
+        out.append((state * c[:, t, None]).sum(2) + skip * x[:, t])
+    return torch.stack(out, dim=1)
+
+
+def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor) -> Tensor:
+    """RWKV's linear attention, token by token; of texts [n_texts, n_tokens, width]. See operations.Wkv."""
+    r, w, k, v, *ab = (x.unflatten(-1, (op.n_head, -1)) for x in (r, w, k, v, *corrected))
+    state, out = r.new_zeros(len(r), *op.state_shape), []
+    for t in range(r.shape[1]):
+        after = w[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        if ab:
+            a, b = ab
+            after = after + b[:, t, :, :, None] * torch.einsum("nhkv,nhk->nhv", state, a[:, t])[:, :, None]
+        out.append(torch.einsum("nhkv,nhk->nhv", after if ab else state, r[:, t]))
+        state = after
     return torch.stack(out, dim=1).flatten(2)
 
 

@@ -27,6 +27,7 @@ from hotset.backends.torch.functions import (
     activate,
     add_streams,
     attend,
+    channel_scan,
     delta_rule,
     gaussian_top_k,
     join_heads,
@@ -37,19 +38,23 @@ from hotset.backends.torch.functions import (
     route,
     selective_scan,
     short_conv,
+    wkv,
     xielu,
 )
 from hotset.model.graph import Graph
 from hotset.model.operations import (
+    SHIFT,
     Activate,
     Add,
     AddStreams,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     GaussianTopK,
+    HeadDot,
     Heads,
     LayerNorm,
     Linear,
@@ -71,6 +76,7 @@ from hotset.model.operations import (
     TransposedLinear,
     UnitNorm,
     Value,
+    Wkv,
 )
 
 if TYPE_CHECKING:
@@ -114,8 +120,7 @@ class TorchGraph:
     ) -> None:
         self.weights, self.graph, self.device = weights, graph, torch.device(device)
         # Where more than one value crosses from layer to layer, all of them are one part.
-        is_layered = not any(isinstance(op, AddStreams) for op in graph.ops)
-        starts = graph.layer_starts if is_layered else [1]
+        starts = graph.layer_starts if graph.is_layered else [1]
         ends = [*starts, len(graph.ops)]
         self.parts = [
             Part(graph, first, last) for first, last in zip([0, *starts], ends, strict=True) if last > first
@@ -213,7 +218,7 @@ class TorchGraph:
                 return rms_norm(step[op.x], ones, op.eps, op.n_head)
             case LayerNorm():
                 weight = None if op.weight is None else self.weight(op.weight)
-                return layer_norm(step[op.x], weight, self.bias(op.bias), op.eps)
+                return layer_norm(step[op.x], weight, self.bias(op.bias), op.eps, op.n_head)
             case Linear():
                 return F.linear(step[op.x], *self.rows_of(op))
             case TransposedLinear():
@@ -229,8 +234,7 @@ class TorchGraph:
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
             case ShortConv():
-                out = short_conv(step.by_text(op.x), self.weight(op.weight)).flatten(0, 1)
-                return out if op.bias is None else out + self.weight(op.bias)
+                return self._convolved(op, step)
             case DeltaNet():
                 x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
                 rate, bias = self.weight(op.rate), self.weight(op.step)
@@ -238,6 +242,13 @@ class TorchGraph:
             case SelectiveScan():
                 vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
                 return selective_scan(op, step.by_text(op.x), step.by_text(op.dt), *vectors).flatten(0, 1)
+            case ChannelScan():
+                x, dt, b, c = (step.by_text(value) for value in op.inputs)
+                return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
+            case Wkv():
+                return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
+            case HeadDot():
+                return self._head_dot(op, step)
             case Activate():
                 if op.xielu is not None:
                     return xielu(step[op.x], op.xielu)
@@ -250,7 +261,10 @@ class TorchGraph:
                 return step[op.a] + step[op.b]
             case Scale():
                 scaled = step[op.x] * op.factor
-                return scaled if op.weight is None else scaled * self.weight(op.weight).flatten()
+                if op.weight is None:
+                    return scaled
+                first = op.first_weight
+                return scaled * self.weight(op.weight).flatten()[first : first + op.x.width]
             case AddStreams():
                 weights = None if op.weights is None else step[op.weights]
                 return add_streams(op, step[op.x], step[op.y], weights)
@@ -269,6 +283,17 @@ class TorchGraph:
                 return step[op.x]
             case _:
                 assert_never(op)
+
+    def _convolved(self, op: ShortConv, step: Step) -> Tensor:
+        weight = torch.tensor([SHIFT], device=self.device) if op.weight is None else self.weight(op.weight)
+        out = short_conv(step.by_text(op.x), weight).flatten(0, 1)
+        return out if op.bias is None else out + self.weight(op.bias)
+
+    def _head_dot(self, op: HeadDot, step: Step) -> Tensor:
+        a, b, x = (step[value].unflatten(1, (op.n_head, -1)) for value in (op.a, op.b, op.x))
+        weight = self.weight(op.weight).view(op.n_head, -1)
+        dots: Tensor = x * (a * b * weight).sum(2, keepdim=True)
+        return dots.flatten(1)
 
     def _turns_of(self, rope: Rope, tokens: Tensor) -> Tensor:
         """Cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
@@ -337,7 +362,7 @@ class TorchGraph:
         """The rows [out.width, x.width] of a product, and their biases."""
         rows, bias = slice(op.first_row, op.first_row + op.out.width), self.bias(op.bias)
         matrix = self.weight(op.weight).reshape(-1, op.x.width)  # files have one row as a vector
-        return matrix[rows], None if bias is None else bias[rows]
+        return matrix[rows], None if bias is None else bias.flatten()[rows]
 
 
 class Part:

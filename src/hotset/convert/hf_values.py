@@ -1,0 +1,27 @@
+"""Entries of a config.json, checked: what reads one goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hotset.errors import FormatError
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number of config.json, below 1e30 in magnitude."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise FormatError(f"config.json has no {key}, which must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # NaN too
+        raise FormatError(f"{key} in config.json must be a number, not {str(value)[:60]!r}")
+    return value
+
+
+def integer(config: Mapping[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
+    """An integer of config.json from 1 to `high`."""
+    value = number(config, key, default)
+    if not isinstance(value, int) or not 1 <= value <= high:
+        raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
+    return value
