@@ -48,6 +48,8 @@ RECIPES = [
     "mamba2",
     "rwkv6",
     "rwkv7",
+    "mamba",
+    "jamba",
 ]
 N_CTX = 256
 

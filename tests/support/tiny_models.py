@@ -386,6 +386,15 @@ MAMBA2: dict[str, Any] = {
     "num_heads": 8, "head_dim": 24, "n_groups": 2, "state_size": 20, "chunk_size": 32,
     "layer_norm_epsilon": 1e-2,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "state_size": 12, "conv_kernel": 4, "time_step_rank": 10, "layer_norm_epsilon": 1e-2,
+    "intermediate_size": 192,
+}  # fmt: skip
+JAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 3, "mamba_d_state": 12,
+    "mamba_dt_rank": 10,
+}  # fmt: skip
 RWKV6 = {"head_size": 16, "layer_norm_epsilon": 1e-2, "rescale_every": 2, "num_hidden_layers": 5}
 RWKV7 = {
     "head_dim": 24, "norm_eps": 1e-2, "decay_low_rank_dim": 32, "a_low_rank_dim": 16, "v_low_rank_dim": 8,
@@ -771,6 +780,10 @@ RECIPES: dict[str, TinyModel] = {
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
         | {"tie_word_embeddings": True, "mamba_n_groups": 3, "num_key_value_heads": 2},
     ),
+    "mamba": TinyModel("Mamba", MAMBA),
+    "mamba-falcon": TinyModel(
+        "FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-2, "conv_kernel": 3, "tie_word_embeddings": False}
+    ),
     "rwkv6": TinyModel("Rwkv6", RWKV6),
     "rwkv6-unscaled": TinyModel("Rwkv6", {**RWKV6, "head_size": 32, "rescale_every": 0}),
     "rwkv7": TinyModel("Rwkv7", RWKV7),
@@ -1105,6 +1118,12 @@ EXPERTS: dict[str, TinyModel] = {
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_attention_heads": 3}
         | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
+    ),
+    "jamba": TinyModel("Jamba", JAMBA),
+    "jamba-tied": TinyModel(
+        "Jamba",
+        {**JAMBA, "attn_layer_period": 2, "expert_layer_period": 3, "expert_layer_offset": 0}
+        | {"tie_word_embeddings": True, "mamba_d_conv": 3},
     ),
     "granitehybrid": TinyModel("GraniteMoeHybrid", GRANITE_HYBRID),
     "granitehybrid-rope": TinyModel(

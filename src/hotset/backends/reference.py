@@ -186,9 +186,7 @@ class ReferenceBackend:
             case UnitNorm():
                 return normalised(op, values[op.x.id], np.ones(1, F32), None)
             case LayerNorm():
-                bias = None if op.bias is None else self._weight(op.bias)
-                weight = np.ones(1, F32) if op.weight is None else self._weight(op.weight)
-                return normalised(op, values[op.x.id], weight, bias)
+                return self._layer_normed(op, values[op.x.id])
             case Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
                 weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files
@@ -256,6 +254,10 @@ class ReferenceBackend:
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
+
+    def _layer_normed(self, op: LayerNorm, x: np.ndarray) -> np.ndarray:
+        bias = None if op.bias is None else self._weight(op.bias)
+        return normalised(op, x, np.ones(1, F32) if op.weight is None else self._weight(op.weight), bias)
 
     def _scaled(self, op: Scale, x: np.ndarray) -> np.ndarray:
         scaled: np.ndarray = x * F32(op.factor)

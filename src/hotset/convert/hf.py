@@ -67,7 +67,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.config import DeltaMixer, StateSpaceMixer
+    from hotset.model.config import ChannelMixer, DeltaMixer, StateSpaceMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
@@ -577,6 +577,8 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, transposed=True)
     if config.delta is not None and stem in _OF_DELTA:
         return _delta_source(values, stem, config.delta)
+    if config.channels is not None and stem == "ssm_a":
+        return Origin(values, decays=True)
     if config.space is not None and stem in ("ssm_a", "ssm_d", "ssm_norm"):
         rows = config.space.n_group if stem == "ssm_norm" else config.space.n_head
         return Origin(values.reshape(rows, -1), decays=stem == "ssm_a")
@@ -714,7 +716,26 @@ def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     """Of the tensors that only models with residual streams or with state spaces have."""
     if config.altup is not None:
         return _altup_shapes(config.altup, config)
+    if config.channels is not None:
+        return _channel_space_shapes(config.channels, config.n_embd)
     return {} if config.space is None else _state_space_shapes(config.space, config)
+
+
+def _channel_space_shapes(mixer: ChannelMixer, d: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of Mamba's state spaces."""
+    n, dim_k, rank = mixer.inner, mixer.dim_k, mixer.rank
+    return {
+        "ssm_in": (2 * n, d),
+        "ssm_conv1d": (n, mixer.kernel),
+        "ssm_x": (rank + 2 * dim_k, n),
+        "ssm_dt": (n, rank),
+        "ssm_a": (n, dim_k),
+        "ssm_d": (n,),
+        "ssm_out": (d, n),
+        "ssm_dt_norm": (rank,),
+        "ssm_b_norm": (dim_k,),
+        "ssm_c_norm": (dim_k,),
+    }
 
 
 def _state_space_shapes(space: StateSpaceMixer, config: HFConfig) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,7 @@ from hotset.model.config import (
     SHORT_FACTORS,
     UP_ACTIVATION_KEY,
     YARN_LOG_MULTIPLIER,
+    ChannelMixer,
     DeltaMixer,
     FFNActivation,
     StateSpaceMixer,
@@ -169,6 +170,8 @@ class HFClass:
     parts: layers_block_type (or hybrid_override_pattern) says what a layer is: a state space, attention, an
     FFN or experts; without experts the class is another row. state_space: entries of the number of its heads,
     their channels, groups, numbers of B and C, and the kernel of the convolution.
+    channel_space: of Mamba, entries of its channels over the model's, its numbers of B and C, the kernel of
+    the convolution, and the rank of dt.
     bare: targets whose names in the file say all. multiplied: config.json has Falcon-H1's multipliers, which
     become part of matrices.
     padded_positions: the first rows of the learned positions, up to pad_token_id, are of no token.
@@ -218,6 +221,7 @@ class HFClass:
     ternary: bool = False
     parts: bool = False
     state_space: tuple[str, str, str, str, str] | None = None
+    channel_space: tuple[str, str, str, str] | None = None
     bare: tuple[str, ...] = ()
     multiplied: bool = False
     padded_positions: bool = False
@@ -382,6 +386,38 @@ _SSM_NAMES = {
     "mixer.D": "ssm_d",
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
+}
+_MAMBA_NAMES = {
+    "mixer.in_proj": "ssm_in",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.x_proj": "ssm_x",
+    "mixer.dt_proj": "ssm_dt",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.out_proj": "ssm_out",
+}
+_MAMBA: dict[str, Any] = {
+    "tensors": {
+        "backbone.embeddings": "token_embd",
+        "backbone.norm_f": "output_norm",
+        "lm_head": "output",
+    },
+    "layers": "backbone.layers",
+    "layer_tensors": _MAMBA_NAMES | {"norm": "attn_norm"},
+    "ff": None,
+    "activation": None,
+    "epsilon": "layer_norm_epsilon",
+    "tied": True,
+    "defaults": {
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 1 << 20,  # there is no limit
+        "expand": 2,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "time_step_rank": "auto",
+    },
+    "required": {"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
+    "channel_space": ("expand", "state_size", "conv_kernel", "time_step_rank"),
 }
 _NEMOTRON_H_NAMES = {
     **_SSM_NAMES,
@@ -1387,6 +1423,43 @@ CLASSES: dict[str, HFClass] = {
         required={"hidden_act": "silu", "use_conv_bias": True, "use_bias": False},
         state_space=("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     ),
+    "MambaForCausalLM": HFClass("mamba", **_MAMBA),
+    "FalconMambaForCausalLM": HFClass("mamba", **_MAMBA),
+    "JambaForCausalLM": HFClass(
+        "jamba",
+        tensors=_LLAMA_TENSORS | {"model.final_layernorm": "output_norm"},
+        layer_tensors={
+            **{name.replace("mlp.", "feed_forward."): to for name, to in _LLAMA_NAMES.items()},
+            "pre_ff_layernorm": "ffn_norm",
+            **{name.replace("mixer.", "mamba."): target for name, target in _MAMBA_NAMES.items()},
+            "mamba.dt_layernorm": "ssm_dt_norm",
+            "mamba.b_layernorm": "ssm_b_norm",
+            "mamba.c_layernorm": "ssm_c_norm",
+            "feed_forward.router": "ffn_gate_inp",
+            "feed_forward.experts.*.gate_proj": "ffn_gate_exps",
+            "feed_forward.experts.*.up_proj": "ffn_up_exps",
+            "feed_forward.experts.*.down_proj": "ffn_down_exps",
+            "feed_forward.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
+            "feed_forward.experts.down_proj": "ffn_down_exps",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+        },
+        required={"hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
+        channel_space=("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
+        experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
+    ),
     "Rwkv6ForCausalLM": HFClass(
         "rwkv6",
         tensors={
@@ -2173,6 +2246,7 @@ class HFConfig:
             self.n_ff = self._adjusted_ff()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
         self.space = self._state_space()
+        self.channels = self._channel_space()
         version = ARCHITECTURES[self.architecture].rwkv
         self.rwkv = None if version is None else HFRwkv(config, version, self.n_embd)
         self.conv_kernel = (
@@ -2309,10 +2383,42 @@ class HFConfig:
             return integer(self.raw, "mamba_d_ssm", high=1 << 22)
         return integer(self.raw, "mamba_expand", 2, 1 << 10) * self.n_embd
 
+    def _channel_space(self) -> ChannelMixer | None:
+        """The sizes of Mamba's state spaces."""
+        if self.hf_class.channel_space is None:
+            return None
+        expand, dim_k, kernel, rank = self.hf_class.channel_space
+        if self.raw.get(rank) == "auto":
+            self.raw[rank] = -(-self.n_embd // 16)
+        return ChannelMixer(
+            integer(self.raw, kernel, high=MAX_CONV_KERNEL),
+            integer(self.raw, expand, high=1 << 10) * self.n_embd,
+            integer(self.raw, dim_k, high=MAX_HEAD_DIM),
+            integer(self.raw, rank, high=1 << 16),
+            None,
+        )
+
+    def _channel_space_keys(self, channels: ChannelMixer) -> dict[str, Any]:
+        keys: dict[str, Any] = {
+            "ssm.conv_kernel": channels.kernel,
+            "ssm.inner_size": channels.inner,
+            "ssm.state_size": channels.dim_k,
+            "ssm.time_step_rank": channels.rank,
+        }
+        if self.n_head == 0:
+            falcon = self.raw["architectures"] == ["FalconMambaForCausalLM"]
+            return keys | {"ssm.dt_b_c_rms": falcon}
+        period = integer(self.raw, "attn_layer_period", high=1 << 12)
+        offset = number(self.raw, "attn_layer_offset")
+        kv = [self.n_head_kv if i % period == offset else 0 for i in range(self.n_layer)]
+        return keys | {"attention.head_count_kv": kv}
+
     def _state_space_keys(self) -> dict[str, Any]:
         """The sizes of the state spaces, and what each layer is; or what RWKV has in their place."""
         if self.rwkv is not None:
             return self.rwkv.keys()
+        if self.channels is not None:
+            return self._channel_space_keys(self.channels)
         space = self.space
         if space is None:
             return {}

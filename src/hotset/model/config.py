@@ -161,8 +161,9 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution in place of attention.
     state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
       feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
-      beside: every layer has attention and a state space, of the same input. attends: False: no layer has
-      attention; all have the state space, or rwkv: the time mix of this version of RWKV.
+      by_channel: it is that of Mamba, the first. beside: every layer has attention and a state space, of the
+      same input. attends: False: no layer has attention; all have the state space, or rwkv: the time mix of
+      this version of RWKV.
     ffn_tensors: names of up and down.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
@@ -226,6 +227,7 @@ class Architecture:
     output_norm: str | None = "output_norm"
     short_conv: bool = False
     state_space: bool = False
+    by_channel: bool = False
     beside: bool = False
     attends: bool = True
     rwkv: int | None = None
@@ -389,6 +391,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
     "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
+    "mamba": Architecture(rope=None, state_space=True, by_channel=True, attends=False),
+    "jamba": Architecture(
+        rope=None, state_space=True, by_channel=True,
+        experts=ExpertDefaults(normalised=False, where_routed=True),
+    ),
     "rwkv6": Architecture(**_RWKV, rwkv=6),
     "rwkv7": Architecture(**_RWKV, rwkv=7),
     "mamba2": Architecture(rope=None, state_space=True, attends=False),
@@ -550,6 +557,19 @@ class StateSpaceMixer:
 
 
 @dataclass(frozen=True)
+class ChannelMixer:
+    """The state space of Mamba in place of attention: see operations.ChannelScan. kernel: of the convolution
+    before it; inner: its channels; dim_k: numbers of B and C; rank: of what dt is made of. norms: of dt, B
+    and C, with weights or without; None: there are none."""
+
+    kernel: int
+    inner: int
+    dim_k: int
+    rank: int
+    norms: Literal["weights", "plain"] | None
+
+
+@dataclass(frozen=True)
 class RwkvMixer:
     """RWKV's time mix in place of attention: see operations.Wkv; the FFN, its channel mix, reads the token
     before as well. version: 6 or 7. dim: channels of a head. rank_*: of the matrices that decays, learning
@@ -566,7 +586,7 @@ class RwkvMixer:
     rank_mix: int = 0
 
 
-Mixer = ConvMixer | DeltaMixer | StateSpaceMixer | RwkvMixer
+Mixer = ConvMixer | DeltaMixer | StateSpaceMixer | ChannelMixer | RwkvMixer
 
 
 REFUSED = {
@@ -1089,6 +1109,18 @@ def _state_space(gguf: GGUFFile, keys: _Keys, *, beside: bool) -> StateSpaceMixe
     return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head, normed, beside)
 
 
+def _channel_mixer(gguf: GGUFFile, keys: _Keys, layer: int) -> ChannelMixer:
+    plain = keys.flag("ssm.dt_b_c_rms", False)
+    weights = f"blk.{layer}.ssm_dt_norm.weight" in gguf.tensors
+    return ChannelMixer(
+        keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
+        keys.integer("ssm.inner_size", 1, 1 << 20),
+        keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        keys.integer("ssm.time_step_rank", 1, 1 << 16),
+        "weights" if weights else "plain" if plain else None,
+    )
+
+
 def _time_mix(keys: _Keys, version: int) -> RwkvMixer:
     n_embd, most = keys.integer("embedding_length", 1, 1 << 20), 1 << 16
     dim = keys.integer("wkv.head_size", 1, MAX_HEAD_DIM)
@@ -1114,6 +1146,9 @@ def _mixers(
     """What stands in attention's place or beside it, layer by layer."""
     if architecture.rwkv is not None:
         return (_time_mix(keys, architecture.rwkv),) * n_layer
+    if architecture.by_channel:
+        heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 0)
+        return tuple(None if n else _channel_mixer(gguf, keys, i) for i, n in enumerate(heads))
     if architecture.beside or not architecture.attends:
         return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
     if architecture.delta_net is not None:

@@ -19,7 +19,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     yield  delta_norm  delta_gate_act  delta_gated  delta_out
     or of a state space:
     blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated
-    [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]
+    [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]; of Mamba
+    also ssm_x_in  ssm_dt_in  ssm_b  ssm_c  ssm_dt_out
     or of RWKV, beside others of the same beginning:
     blk.N.time_mix_shift: what the token before has more  time_mix_xr  xw  xk  xv  xa  xg: what products read
     time_mix_receptance  time_mix_key  time_mix_value  time_mix_wkv: what the heads yield  time_mix_ln
@@ -59,6 +60,7 @@ from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import (
     AltUp,
+    ChannelMixer,
     ConvMixer,
     DeltaMixer,
     Experts,
@@ -78,6 +80,7 @@ from hotset.model.operations import (
     AddStreams,
     All,
     Attention,
+    ChannelScan,
     DeltaNet,
     Embed,
     ExpertLinear,
@@ -267,6 +270,8 @@ class _Description:
                 return out
             sum_ = self.value(f"blk.{i}.mixed", self.config.n_embd)
             return self.add(Add(sum_, self._heads_attend(i, layer, h), out, **self.where))
+        if isinstance(layer.mixer, ChannelMixer):
+            return self._channel_space(f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, RwkvMixer):
             return _TimeMix(self, f"blk.{i}", layer.mixer, h).out()
         return self._delta_net(f"blk.{i}", layer.mixer, h)
@@ -376,6 +381,32 @@ class _Description:
             y = self.add(UnitNorm(out, y, eps, mixer.n_group, **self.where))
             y = self.add(Scale(self.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **self.where))
         return self.linear(y, f"{blk}.ssm_out", self.config.n_embd)
+
+    def _channel_space(self, blk: str, mixer: ChannelMixer, h: Value) -> Value:
+        """The state space of Mamba on convolved values, of which dt, B and C are made too; gated."""
+        n = mixer.inner
+        both = dict.fromkeys((f"{blk}.ssm_x_in", f"{blk}.ssm_z"), n)
+        x, z = (self.add(op) for op in self._rows_of(f"{blk}.ssm_in", h, both))
+        weight = self.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, n)
+        bias, out = self.weights.bias(f"{blk}.ssm_conv1d", n), self.value(f"{blk}.conv", n)
+        x = self.activated(self.add(ShortConv(out, x, weight, mixer.kernel, bias, **self.where)), "silu")
+        widths = {f"{blk}.ssm_dt_in": mixer.rank, f"{blk}.ssm_b": mixer.dim_k, f"{blk}.ssm_c": mixer.dim_k}
+        parts = [self.add(op) for op in self._rows_of(f"{blk}.ssm_x", x, widths)]
+        if mixer.norms is not None:
+            names = f"{blk}.ssm_dt_norm", f"{blk}.ssm_b_norm", f"{blk}.ssm_c_norm"
+            parts = [self._small_norm(part, name, mixer) for part, name in zip(parts, names, strict=True)]
+        dt, b, c = parts
+        dt = self.activated(self.linear(dt, f"{blk}.ssm_dt", n, f"{blk}.ssm_dt_out"), "softplus")
+        rate, skip = self.weights.plain(f"{blk}.ssm_a", mixer.dim_k, n), self.weights.bare(f"{blk}.ssm_d", n)
+        y = self.add(ChannelScan(self.value(f"{blk}.ssm", n), x, dt, b, c, rate, skip, **self.where))
+        gate = self.activated(z, "silu")
+        y = self.add(Multiply(self.value(f"{blk}.ssm_gated", n), y, gate, **self.where))
+        return self.linear(y, f"{blk}.ssm_out", self.config.n_embd)
+
+    def _small_norm(self, x: Value, name: str, mixer: ChannelMixer) -> Value:
+        if mixer.norms == "weights":
+            return self.norm(x, name)
+        return self.add(UnitNorm(self.value(name, x.width), x, self.config.norm_eps, 1, **self.where))
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
@@ -1149,6 +1180,10 @@ class _Weights:
         """A vector whose name says all, in some files as a matrix of one column."""
         info = self.tensors.get(name)
         return self._ask(name, (1, n) if info is not None and len(info.shape) == 2 else (n,))
+
+    def plain(self, name: str, n_in: int, n_out: int) -> str:
+        """A matrix whose name says all."""
+        return self._ask(name, (n_in, n_out))
 
     def row(self, name: str, n: int) -> str:
         """A matrix of one row: files have it as a vector."""

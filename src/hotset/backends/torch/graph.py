@@ -62,6 +62,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     Multiply,
     Primitive,
+    Recurrent,
     RMSNorm,
     Rope,
     Rotate,
@@ -233,20 +234,8 @@ class TorchGraph:
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
-            case ShortConv():
-                return self._convolved(op, step)
-            case DeltaNet():
-                x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
-                rate, bias = self.weight(op.rate), self.weight(op.step)
-                return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
-            case SelectiveScan():
-                vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
-                return selective_scan(op, step.by_text(op.x), step.by_text(op.dt), *vectors).flatten(0, 1)
-            case ChannelScan():
-                x, dt, b, c = (step.by_text(value) for value in op.inputs)
-                return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
-            case Wkv():
-                return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+                return self._recurrent(op, step)
             case HeadDot():
                 return self._head_dot(op, step)
             case Activate():
@@ -281,6 +270,25 @@ class TorchGraph:
                 return self._of_experts(op, step[op.x], step[op.route])
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
+            case _:
+                assert_never(op)
+
+    def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
+        match op:
+            case ShortConv():
+                return self._convolved(op, step)
+            case DeltaNet():
+                x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
+                rate, bias = self.weight(op.rate), self.weight(op.step)
+                return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
+            case SelectiveScan():
+                vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
+                return selective_scan(op, step.by_text(op.x), step.by_text(op.dt), *vectors).flatten(0, 1)
+            case ChannelScan():
+                x, dt, b, c = (step.by_text(value) for value in op.inputs)
+                return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
+            case Wkv():
+                return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
             case _:
                 assert_never(op)
 
