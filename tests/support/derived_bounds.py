@@ -338,7 +338,7 @@ class Oracle(ReferenceBackend):
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
             case LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
-                weight = np.ones(op.x.width) if op.weight is None else self._weight(op.weight)
+                weight = np.ones(op.x.width) if op.weight is None else self._weight(op.weight).reshape(-1)
                 x, bound = taps[op.x.id], np.empty(expected.shape)
                 for head in np.split(np.arange(op.x.width), op.n_head):
                     own = None if bias is None else bias[head]

@@ -560,6 +560,7 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "command-r": TinyModel("Cohere", COHERE),
     "command-r-biases": TinyModel("Cohere", {**COHERE, "attention_bias": True, "num_key_value_heads": 6}),
+    "command-r-plus": TinyModel("Cohere", {**COHERE, "use_qk_norm": True}),
     "command-r-heads": TinyModel("Cohere", {**COHERE, "num_attention_heads": 3, **ONE_KV_HEAD}),
     "cohere2": TinyModel("Cohere2", {**COHERE, "num_hidden_layers": 5, "sliding_window": 24}),
     "cohere2-full": TinyModel("Cohere2", {**COHERE, "layer_types": ["full_attention"] * 3}),

@@ -257,7 +257,9 @@ class ReferenceBackend:
 
     def _layer_normed(self, op: LayerNorm, x: np.ndarray) -> np.ndarray:
         bias = None if op.bias is None else self._weight(op.bias)
-        return normalised(op, x, np.ones(1, F32) if op.weight is None else self._weight(op.weight), bias)
+        return normalised(
+            op, x, np.ones(1, F32) if op.weight is None else self._weight(op.weight).reshape(-1), bias
+        )
 
     def _scaled(self, op: Scale, x: np.ndarray) -> np.ndarray:
         scaled: np.ndarray = x * F32(op.factor)

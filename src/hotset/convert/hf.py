@@ -707,9 +707,16 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     if latent is not None and stem in ("attn_q_a_norm", "attn_kv_a_norm"):
         return (latent.rank_q if stem == "attn_q_a_norm" else latent.rank,)
     if stem in ("attn_q_norm", "attn_k_norm"):
-        width = heads if stem == "attn_q_norm" else kv
-        return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
+        return _shape_of_head_norm(heads if stem == "attn_q_norm" else kv, config)
     return None if kind == "bias" and row.norm == "rms" else (d,)
+
+
+def _shape_of_head_norm(width: int, config: HFConfig) -> tuple[int, ...] | None:
+    """As _shape, of the norm of queries or keys."""
+    row = ARCHITECTURES[config.architecture]
+    if row.norm == "layer":
+        return width // config.head_dim, config.head_dim
+    return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
 
 
 def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:

@@ -860,7 +860,6 @@ CLASSES: dict[str, HFClass] = {
         "command-r",
         **_COHERE,
         defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5},
-        required={"use_qk_norm": False},
     ),
     "Cohere2ForCausalLM": HFClass(
         "cohere2",

@@ -120,9 +120,9 @@ class Architecture:
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
     norm_eps: where the file has no key for it; None: it must have one. norm_weights: layer norms have them.
-    qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
-      or all heads as one row; None: they do not. optional_qk_norm: where a layer has the tensors for it.
-      qk_norm_last: the norm follows the rotation.
+    qk_norm: q and k pass a norm (RMS; in models with layer norms such a one of each head) before the rotation
+      (`attn_q_norm`, `attn_k_norm`), each head by itself or all heads as one row; None: they do not.
+      optional_qk_norm: where a layer has the tensors for it. qk_norm_last: the norm follows the rotation.
     gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
     parallel: the FFN reads what enters the layer, through `ffn_norm` or, in layers without one, through
       `attn_norm`, which attention reads too where there is no `attn_norm_2`; elsewhere it reads the sum after
@@ -291,7 +291,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture(rope="neox", norm="layer", gated=False, activation=GELU_TANH),
     "stablelm": Architecture(rope="neox", norm="layer", parallel="without_ffn_norm"),
-    "command-r": Architecture(norm="layer", norm_bias=False, parallel="always", multiplies_logits=True),
+    "command-r": Architecture(  # and R+, whose queries and keys have norms
+        norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, qk_norm="head",
+        optional_qk_norm=True,
+    ),
     "cohere2": Architecture(
         norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, window_period=4,
         rotates_windows="always",

@@ -559,8 +559,11 @@ class _Description:
 
     def _head_norm(self, x: Value, name: str, n_head: int, kind: HeadNorm) -> Value:
         parts = n_head if kind == "head" else 1
-        weight = self.weights.vector(f"{name}_norm", x.width // parts)
         out = self.value(f"{name}_norm", x.width)
+        if self.config.norm == "layer":
+            own = self.weights.matrix(f"{name}_norm", x.width // parts, parts)
+            return self.add(LayerNorm(out, x, own, None, self.config.norm_eps, parts, **self.where))
+        weight = self.weights.vector(f"{name}_norm", x.width // parts)
         return self.add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
 
     def _latent_heads(
