@@ -25,7 +25,7 @@ constexpr uint64_t kReferenceHash = 0x255d82da7594a03d;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
-constexpr uint64_t kLaterHash = 0xd7842ea49d9e2165;
+constexpr uint64_t kLaterHash = 0x09646eccc0434eaf;
 
 std::mt19937 random_engine;
 int failures = 0;
