@@ -210,8 +210,8 @@ def test_activations() -> None:
 
 
 def test_an_unknown_architecture_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; 'hotset list"):
-        config_from_gguf(file("mamba"))
+    with pytest.raises(UnsupportedModelError, match="'plamo2' is not supported; 'hotset list"):
+        config_from_gguf(file("plamo2"))
     with pytest.raises(FormatError, match=r"general\.architecture"):
         config_from_gguf(SimpleNamespace(metadata={}, tensors={}))
 
