@@ -693,6 +693,70 @@ _ROBERTA_SCORES = replace(
     tensors=_ROBERTA.tensors
     | {"roberta.classifier.dense": "cls", "roberta.classifier.out_proj": "cls.output"},
 )
+_NOMIC = HFClass(
+    "nomic-bert",
+    tensors={
+        "encoder.embeddings.word_embeddings": "token_embd",
+        "encoder.embeddings.token_type_embeddings": "token_types",
+        "encoder.emb_ln": "token_embd_norm",
+    },
+    layers="encoder.layers",
+    layer_tensors={
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "norm1": "attn_output_norm",
+        "mlp.fc11": "ffn_up",
+        "mlp.fc12": "ffn_gate",
+        "mlp.fc2": "ffn_down",
+        "norm2": "layer_output_norm",
+    },
+    kv_heads="every",
+    epsilon="layer_norm_eps",
+    tied=True,
+    defaults={
+        "hidden_act": "silu",
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 2048,
+        "rope_theta": 1000.0,
+        "type_vocab_size": 2,
+    },
+)
+_PUBLISHED_NOMIC = replace(  # the configuration of the authors' own code
+    _NOMIC,
+    own_names={
+        "intermediate_size": "n_inner",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+        "rope_theta": "rotary_emb_base",
+    },
+    means={"swiglu": "silu"},
+    required={
+        "prenorm": False,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "causal": False,
+    },
+)
+_NOMIC_MOE = replace(
+    _PUBLISHED_NOMIC,
+    architecture="nomic-bert-moe",
+    layer_tensors={
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "norm1": "attn_output_norm",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+        "mlp.router.layer": "ffn_gate_inp",
+        "mlp.experts.mlp.w1": "ffn_up_exps",
+        "mlp.experts.mlp.w2": "ffn_down_exps",
+        "norm2": "layer_output_norm",
+    },
+    required=_PUBLISHED_NOMIC.required
+    | {"moe_every_n_layers": 2, "moe_normalize_expert_weights": False, "expert_choice_router": False},
+    integers={"moe_every_n_layers": "moe_every_n_layers"},
+    experts=HFExperts(ff="intermediate_size", n_used="moe_top_k", normalised=None, says_ff=False),
+)
 _MODERN_BERT = HFClass(
     "modern-bert",
     tensors={
@@ -1910,34 +1974,7 @@ CLASSES: dict[str, HFClass] = {
         tensors=_MODERN_BERT.tensors
         | {"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
     ),
-    "NomicBertModel": HFClass(
-        "nomic-bert",
-        tensors={
-            "encoder.embeddings.word_embeddings": "token_embd",
-            "encoder.embeddings.token_type_embeddings": "token_types",
-            "encoder.emb_ln": "token_embd_norm",
-        },
-        layers="encoder.layers",
-        layer_tensors={
-            "attn.Wqkv": "attn_qkv",
-            "attn.out_proj": "attn_output",
-            "norm1": "attn_output_norm",
-            "mlp.fc11": "ffn_up",
-            "mlp.fc12": "ffn_gate",
-            "mlp.fc2": "ffn_down",
-            "norm2": "layer_output_norm",
-        },
-        kv_heads="every",
-        epsilon="layer_norm_eps",
-        tied=True,
-        defaults={
-            "hidden_act": "silu",
-            "layer_norm_eps": 1e-12,
-            "max_position_embeddings": 2048,
-            "rope_theta": 1000.0,
-            "type_vocab_size": 2,
-        },
-    ),
+    "NomicBertModel": _NOMIC,
     "JinaEmbeddingsV3Model": HFClass(
         "jina-bert-v3",
         tensors={
@@ -2106,6 +2143,8 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         raise UnsupportedModelError(
             f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
         )
+    if name == "NomicBertModel" and "activation_function" in config:
+        return _NOMIC_MOE if config.get("moe_every_n_layers") else _PUBLISHED_NOMIC
     return CLASSES[name]
 
 
@@ -2173,6 +2212,8 @@ class HFConfig:
                 self.n_ff_shared = integer(config, experts.n_shared, high=1 << 10) * self.n_ff_expert
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         self.n_ctx = integer(config, "max_position_embeddings")
+        if config.get("max_trained_positions") is not None:  # beyond them the rotation is another
+            self.n_ctx = min(self.n_ctx, integer(config, "max_trained_positions"))
         self.n_unused_positions = 0
         if self.hf_class.padded_positions:
             self.n_unused_positions = 1 + int(number(config, "pad_token_id"))
@@ -2470,13 +2511,7 @@ class HFConfig:
             keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
         if self.activation.up is not None and self.hf_class.activation is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
-        return keys | self._text_keys()
-
-    def _text_keys(self) -> dict[str, Any]:
-        """Of encoders: how many types of tokens there are."""
-        if "type_vocab_size" not in self.raw or not self.hf_class.is_encoder:
-            return {}
-        return {"tokenizer.ggml.token_type_count": integer(self.raw, "type_vocab_size", high=1 << 16)}
+        return keys
 
     def _indexer_keys(self) -> dict[str, Any]:
         """Of what chooses the keys that a token sees (model/config.py, Architecture.indexed)."""

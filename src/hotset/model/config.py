@@ -450,6 +450,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "jina-bert-v3": Architecture(
         rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER
     ),
+    "nomic-bert-moe": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER,
+        compared_with="a copy of the authors' code",
+        experts=ExpertDefaults(normalised=False, where_routed=True),
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
