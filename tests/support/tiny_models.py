@@ -8,6 +8,7 @@ import it inside a fixture or after `pytest.importorskip`.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -142,6 +143,58 @@ class SwiGLU(torch.nn.Module):
 def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) -> None:
     for layer in model.model.layers[1:]:
         layer.mlp = DeepseekExperts(model.config.hidden_size, normalised=normalised)
+
+
+class NoPositions(torch.nn.Module):
+    def forward(self, positions: torch.Tensor) -> float:
+        return 0.0
+
+
+class GatedGelu(torch.nn.Module):
+    """What Jina's BERT has in place of the first half of an FFN."""
+
+    def __init__(self, n_embd: int, n: int) -> None:
+        super().__init__()
+        self.gated_layers = torch.nn.Linear(n_embd, 2 * n, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gated_layers(x).chunk(2, -1)
+        return torch.nn.functional.gelu(gate) * up
+
+
+def use_jina_bert(model: torch.nn.Module) -> None:
+    """ALiBi by distance in place of positions, and gated FFNs."""
+    config, forward = model.config, model.forward
+    model.embeddings.position_embeddings = NoPositions()
+    for layer in model.encoder.layer:
+        layer.intermediate = GatedGelu(config.hidden_size, config.intermediate_size)
+    slopes = torch.tensor(jina_slopes(config.num_attention_heads)).view(-1, 1, 1)
+
+    def with_alibi(ids: torch.Tensor) -> Any:
+        at = torch.arange(ids.shape[1])
+        return forward(ids, attention_mask=(-slopes * (at[:, None] - at).abs())[None])
+
+    model.forward = with_alibi
+
+
+def jina_slopes(n: int) -> list[float]:
+    """As in the authors' code."""
+    if n & (n - 1) == 0:
+        first = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [first * first**i for i in range(n)]
+    whole = 2 ** math.floor(math.log2(n))
+    return jina_slopes(whole) + jina_slopes(2 * whole)[0::2][: n - whole]
+
+
+def published_jina(tensors: Tensors) -> Tensors:
+    names = {"intermediate.gated_layers": "mlp.gated_layers", "output.dense": "mlp.wo"}
+    names["output.LayerNorm"] = "mlp.layernorm"
+    found = {}
+    for name, tensor in tensors.items():
+        for part, other in names.items():
+            name = re.sub(rf"(layer\.\d+)\.{re.escape(part)}\.", rf"\1.{other}.", name)
+        found[name] = tensor
+    return found
 
 
 class GeluFfn(torch.nn.Module):
@@ -1237,6 +1290,18 @@ ENCODERS: dict[str, TinyModel] = {
         of="ModernBertModel",
     ),
     "modern-bert-scores": TinyModel("ModernBert", MODERN, of="ModernBertForSequenceClassification"),
+    "jina-bert-v2": TinyModel(
+        "Bert",
+        BERT,
+        patch=use_jina_bert,
+        written_as={
+            "architectures": ["JinaBertForMaskedLM"],
+            "position_embedding_type": "alibi",
+            "feed_forward_type": "geglu",
+        },
+        published=(published_jina,),
+        of="BertModel",
+    ),
     "jina-bert-v3": TinyModel(
         "JinaEmbeddingsV3",
         BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 2000.0}, "type_vocab_size": 1},

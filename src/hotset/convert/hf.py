@@ -461,8 +461,10 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
     """What the file has of a tensor."""
     if place.targets == ("position_embd.weight",):
         return values[config.n_unused_positions :]
-    if place.targets[0].endswith("_exps.weight") and values.ndim == 2:  # one under the other, as by input
-        experts = values.reshape(-1, config.n_ff_expert, config.n_embd)
+    n, d = config.n_ff_expert, config.n_embd
+    of_all = place.expert < 0 and place.targets[0].endswith("_exps.weight")
+    if of_all and values.ndim == 2 and values.shape[1] == d and len(values) % n == 0:
+        experts = values.reshape(-1, n, d)  # one under the other, as by input
         return experts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else experts
     if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
         return values[:, 0]

@@ -757,6 +757,23 @@ _NOMIC_MOE = replace(
     integers={"moe_every_n_layers": "moe_every_n_layers"},
     experts=HFExperts(ff="intermediate_size", n_used="moe_top_k", normalised=None, says_ff=False),
 )
+_JINA_BERT = replace(
+    _BERT,
+    architecture="jina-bert-v2",
+    tensors={name: target for name, target in _BERT.tensors.items() if target != "position_embd"},
+    layer_tensors={
+        "attention.self.query": "attn_q",
+        "attention.self.key": "attn_k",
+        "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output",
+        "attention.output.LayerNorm": "attn_output_norm",
+        "mlp.gated_layers": "ffn_up",
+        "mlp.wo": "ffn_down",
+        "mlp.layernorm": "layer_output_norm",
+    },
+    required={"is_decoder": False, "position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+    fused_gate=True,
+)
 _MODERN_BERT = HFClass(
     "modern-bert",
     tensors={
@@ -1975,6 +1992,8 @@ CLASSES: dict[str, HFClass] = {
         | {"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
     ),
     "NomicBertModel": _NOMIC,
+    "JinaBertModel": _JINA_BERT,
+    "JinaBertForMaskedLM": _JINA_BERT,
     "JinaEmbeddingsV3Model": HFClass(
         "jina-bert-v3",
         tensors={

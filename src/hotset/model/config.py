@@ -455,6 +455,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         compared_with="a copy of the authors' code",
         experts=ExpertDefaults(normalised=False, where_routed=True),
     ),
+    "jina-bert-v2": Architecture(
+        rope=None, norm="layer", activation=GELU, alibi=8.0, **_ENCODER,
+        compared_with="a copy of the authors' code",
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
