@@ -2530,7 +2530,13 @@ class HFConfig:
             keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
         if self.activation.up is not None and self.hf_class.activation is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
-        return keys
+        return keys | self._text_keys()
+
+    def _text_keys(self) -> dict[str, Any]:
+        """Of encoders: how many types of tokens there are."""
+        if "type_vocab_size" not in self.raw or not self.hf_class.is_encoder:
+            return {}
+        return {"tokenizer.ggml.token_type_count": integer(self.raw, "type_vocab_size", high=1 << 16)}
 
     def _indexer_keys(self) -> dict[str, Any]:
         """Of what chooses the keys that a token sees (model/config.py, Architecture.indexed)."""
