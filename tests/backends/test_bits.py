@@ -96,6 +96,7 @@ def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
+ENCODERS = {f"encoder/{name}": name for name in tiny_models.ENCODERS}
 FIRST = tiny_models.first_of_each_architecture()
 OF_RECIPES = [
     pytest.param(name, marks=() if recipe in FIRST else pytest.mark.slow) for name, recipe in RECIPES.items()
@@ -117,8 +118,8 @@ MERGED = "real/smollm2-135m-relu/file"
 
 def write(name: str, folder: Path) -> Path:
     """The small model of a case."""
-    if name in RECIPES:
-        recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[RECIPES[name]]
+    if (kept := (RECIPES | ENCODERS).get(name)) is not None:
+        recipe = (tiny_models.RECIPES | tiny_models.EXPERTS | tiny_models.ENCODERS)[kept]
         return tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder)
     if name in DENSE_CASES:
         options = dict(DENSE_CASES[name][0])
@@ -133,11 +134,14 @@ def write(name: str, folder: Path) -> Path:
 
 
 def bits_of(model: hotset.Model, n_vocab: int) -> str:
-    """SHA-256 of logits: of whole prompts, of a single token and of some tokens behind a reused page."""
+    """SHA-256 of logits: of whole prompts, of a single token and of some tokens behind a reused page; of an
+    encoder of hidden states."""
     ids = np.random.default_rng(0).integers(0, n_vocab, LENGTHS[-1]).tolist()
     hasher = hashlib.sha256()
     for n in LENGTHS:  # the full page of the second is reused by those behind it
-        hasher.update(np.ascontiguousarray(model.logits(ids[:n])).tobytes())
+        encodes = model.graph.is_encoder
+        rows = model.taps(ids[:n], ["result"])["result"] if encodes else model.logits(ids[:n])
+        hasher.update(np.ascontiguousarray(rows).tobytes())
     return hasher.hexdigest()[:24]
 
 
@@ -196,11 +200,11 @@ def known_bits() -> dict[str, str]:
     return table["bits"]
 
 
-@pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES])
+@pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES, *ENCODERS])
 def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_folder: Path) -> None:
     file = None
-    if name in RECIPES:  # a copy: hotset may write beside a model
-        file = Path(shutil.copy(tiny_models.shared_gguf(RECIPES[name], run_folder), tmp_path))
+    if name in RECIPES | ENCODERS:  # a copy: hotset may write beside a model
+        file = Path(shutil.copy(tiny_models.shared_gguf((RECIPES | ENCODERS)[name], run_folder), tmp_path))
     assert compute(name, tmp_path, file=file) == known_bits()[name]
 
 
@@ -370,7 +374,10 @@ def known_of_recipe(name: str, kv_types: Sequence[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact", "recipe/qwen3next"],
+    [
+        *("dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact", "recipe/qwen3next"),
+        *("encoder/gemma-embedding", "encoder/jina-bert-v2"),
+    ],
 )
 def test_every_instruction_set_has_these_bits(name: str, tmp_path: Path) -> None:
     file = write(name, tmp_path)
@@ -385,7 +392,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", required=True)
     parser.add_argument("names", nargs="*", help="cases; all without one. A recipe's are recipe/NAME")
     args = parser.parse_args()
-    names = args.names or [*RECIPES, *DENSE_CASES, *RELU_CASES, *REAL]
+    names = args.names or [*RECIPES, *DENSE_CASES, *RELU_CASES, *ENCODERS, *REAL]
     table = json.loads(TABLE.read_text()) if TABLE.exists() and args.names else {"bits": {}}
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(names):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import assert_every_operation_is_right
+from fuzz import fuzz_reads
 from made_once import made_once
 
 import hotset
@@ -25,6 +26,8 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.offload.weight_store import STEP
+from hotset.placement import ram
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -210,3 +213,15 @@ def test_an_encoder_with_zeros_computes_those_neurons_that_fire(run_folder: Path
 
 def test_all_layers_share_one_cache(encoder: hotset.Model) -> None:
     assert encoder.cost.kv_bytes_per_token("f16") == 2 * 2 * 96  # keys and values of one layer
+
+
+def test_a_memory_budget_has_room_for_whole_texts(
+    encoder: hotset.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)  # what the tests take would hold this model many times
+    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    path, how = encoder.gguf.path, {"backend": "cpu", "n_threads": 2, "max_batch": 16}
+    with hotset.load(path, **how, ram_budget=fuzz_reads.least_budget(path, **how)) as model:
+        assert model.ram is not None
+        assert model.engine.n_ctx == model.backend.max_batch == 256 > STEP
+        assert np.array_equal(model.embed(texts()), encoder.embed(texts()))

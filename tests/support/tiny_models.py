@@ -8,6 +8,7 @@ import it inside a fixture or after `pytest.importorskip`.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -143,6 +144,114 @@ class SwiGLU(torch.nn.Module):
 def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) -> None:
     for layer in model.model.layers[1:]:
         layer.mlp = DeepseekExperts(model.config.hidden_size, normalised=normalised)
+
+
+class NoPositions(torch.nn.Module):
+    def forward(self, positions: torch.Tensor) -> float:
+        return 0.0
+
+
+class GatedGelu(torch.nn.Module):
+    """What Jina's BERT has in place of the first half of an FFN."""
+
+    def __init__(self, n_embd: int, n: int) -> None:
+        super().__init__()
+        self.gated_layers = torch.nn.Linear(n_embd, 2 * n, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gated_layers(x).chunk(2, -1)
+        return torch.nn.functional.gelu(gate) * up
+
+
+def use_jina_bert(model: torch.nn.Module) -> None:
+    """ALiBi by distance in place of positions, and gated FFNs."""
+    config, forward = model.config, model.forward
+    model.embeddings.position_embeddings = NoPositions()
+    for layer in model.encoder.layer:
+        layer.intermediate = GatedGelu(config.hidden_size, config.intermediate_size)
+    slopes = torch.tensor(jina_slopes(config.num_attention_heads)).view(-1, 1, 1)
+
+    def with_alibi(ids: torch.Tensor) -> Any:
+        at = torch.arange(ids.shape[1])
+        return forward(ids, attention_mask=(-slopes * (at[:, None] - at).abs())[None])
+
+    model.forward = with_alibi
+
+
+def jina_slopes(n: int) -> list[float]:
+    """As in the authors' code."""
+    if n & (n - 1) == 0:
+        first = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [first * first**i for i in range(n)]
+    whole = 2 ** math.floor(math.log2(n))
+    return jina_slopes(whole) + jina_slopes(2 * whole)[0::2][: n - whole]
+
+
+def published_jina(tensors: Tensors) -> Tensors:
+    names = {"intermediate.gated_layers": "mlp.gated_layers", "output.dense": "mlp.wo"}
+    names["output.LayerNorm"] = "mlp.layernorm"
+    found = {}
+    for name, tensor in tensors.items():
+        for part, other in names.items():
+            name = re.sub(rf"(layer\.\d+)\.{re.escape(part)}\.", rf"\1.{other}.", name)
+        found[name] = tensor
+    return found
+
+
+class GeluFfn(torch.nn.Module):
+    """The FFN of Nomic's MoE model in its even layers."""
+
+    def __init__(self, n_embd: int, n: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(n_embd, n), torch.nn.Linear(n, n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.nn.functional.gelu(self.fc1(x)))
+
+
+class NomicExperts(torch.nn.Module):
+    """The FFN of Nomic's MoE model in its odd layers: of six experts without a gate a token has two."""
+
+    def __init__(self, n_embd: int, n: int, n_expert: int = 6) -> None:
+        super().__init__()
+        self.router, self.experts = torch.nn.Module(), torch.nn.Module()
+        self.router.layer = torch.nn.Linear(n_embd, n_expert, bias=False)
+        self.experts.mlp = torch.nn.Module()
+        for name in ("w1", "w2"):
+            setattr(self.experts.mlp, name, torch.nn.Parameter(torch.empty(n_expert * n, n_embd)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router.layer(x)
+        weights, ids = torch.topk(torch.softmax(logits, -1), 2)
+        w1, w2 = (w.view(logits.shape[-1], -1, x.shape[-1]) for w in self.experts.mlp.parameters())
+        neurons = torch.nn.functional.gelu(torch.einsum("...d,end->...en", x, w1))
+        parts = torch.einsum("...en,end->...ed", neurons, w2)
+        chosen = torch.gather(parts, -2, ids[..., None].expand(*ids.shape, x.shape[-1]))
+        return (weights[..., None] * chosen).sum(-2)
+
+
+def use_nomic_experts(model: torch.nn.Module) -> None:
+    d, n = model.config.hidden_size, model.config.intermediate_size
+    for i, layer in enumerate(model.layers):
+        layer.mlp = NomicExperts(d, n) if i % 2 else GeluFfn(d, n)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, torch.nn.Linear(d, d))
+
+
+def published_nomic(tensors: Tensors) -> Tensors:
+    """Biases under the names that matrices have."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.bias"):
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            name = name.replace("self_attn.q_proj", "attn.Wqkv")
+        elif name.endswith(("k_proj.bias", "v_proj.bias")):
+            continue
+        name = name.replace("self_attn.o_proj", "attn.out_proj")
+        if name.endswith("experts.mlp.w1"):
+            found[name.replace("mlp.w1", "bias")] = torch.zeros(tensor.shape[-1])
+        found[name] = tensor
+    return {re.sub(r"^layers", "encoder.layers", name): tensor for name, tensor in found.items()}
 
 
 def renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
@@ -1154,6 +1263,12 @@ EMBEDDING_GEMMA = {
     **two_ropes(),
 }  # fmt: skip
 
+PUBLISHED_NOMIC = {
+    "n_inner": 160, "layer_norm_epsilon": 1e-2, "rotary_emb_base": 1000.0, "rope_parameters": None,
+    "causal": False, "prenorm": False, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None, "max_trained_positions": 200,
+}  # fmt: skip
+
 ENCODERS: dict[str, TinyModel] = {
     "gemma-embedding": TinyModel(
         "Gemma3Text", EMBEDDING_GEMMA | {"num_hidden_layers": 7}, of="Gemma3TextModel"
@@ -1181,6 +1296,21 @@ ENCODERS: dict[str, TinyModel] = {
         BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         of="NomicBertModel",
     ),
+    "nomic-bert-published": TinyModel(
+        "NomicBert",
+        BERT | {"type_vocab_size": 1},
+        written_as=PUBLISHED_NOMIC | {"activation_function": "swiglu"},
+        of="NomicBertModel",
+    ),
+    "nomic-bert-moe": TinyModel(
+        "NomicBert",
+        BERT,
+        patch=use_nomic_experts,
+        written_as=PUBLISHED_NOMIC
+        | {"activation_function": "gelu", "moe_every_n_layers": 2, "moe_top_k": 2, "num_experts": 6},
+        published=(published_nomic,),
+        of="NomicBertModel",
+    ),
     "modern-bert": TinyModel("ModernBert", MODERN, of="ModernBertModel"),
     "modern-bert-silu": TinyModel(
         "ModernBert",
@@ -1192,6 +1322,18 @@ ENCODERS: dict[str, TinyModel] = {
         of="ModernBertModel",
     ),
     "modern-bert-scores": TinyModel("ModernBert", MODERN, of="ModernBertForSequenceClassification"),
+    "jina-bert-v2": TinyModel(
+        "Bert",
+        BERT,
+        patch=use_jina_bert,
+        written_as={
+            "architectures": ["JinaBertForMaskedLM"],
+            "position_embedding_type": "alibi",
+            "feed_forward_type": "geglu",
+        },
+        published=(published_jina,),
+        of="BertModel",
+    ),
     "jina-bert-v3": TinyModel(
         "JinaEmbeddingsV3",
         BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 2000.0}, "type_vocab_size": 1},

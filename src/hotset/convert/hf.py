@@ -467,6 +467,8 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         stems = {n: n.rpartition(".")[0] for n in found}
         known = hf.tensors.keys() | {name.removeprefix(prefix) for name in hf.tensors}
         found = [n for n in found if stems[n] in known or not _OTHER_HEADS.fullmatch(n)]
+        unused = [n for n in found if n.endswith(".mlp.experts.bias") and not checkpoint.tensors[n].any()]
+        found = [n for n in found if n not in unused]
     if hf.sees:
         found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
     are_keys = tuple(f".{stem}" for stem in hf.layer_keys)
@@ -477,6 +479,11 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
     """What the file has of a tensor."""
     if place.targets == ("position_embd.weight",):
         return values[config.n_unused_positions :]
+    n, d = config.n_ff_expert, config.n_embd
+    of_all = place.expert < 0 and place.targets[0].endswith("_exps.weight")
+    if of_all and values.ndim == 2 and values.shape[1] == d and len(values) % n == 0:
+        experts = values.reshape(-1, n, d)  # one under the other, as by input
+        return experts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else experts
     if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
         return values[:, 0]
     return values

@@ -731,6 +731,87 @@ _ROBERTA_SCORES = replace(
     tensors=_ROBERTA.tensors
     | {"roberta.classifier.dense": "cls", "roberta.classifier.out_proj": "cls.output"},
 )
+_NOMIC = HFClass(
+    "nomic-bert",
+    tensors={
+        "encoder.embeddings.word_embeddings": "token_embd",
+        "encoder.embeddings.token_type_embeddings": "token_types",
+        "encoder.emb_ln": "token_embd_norm",
+    },
+    layers="encoder.layers",
+    layer_tensors={
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "norm1": "attn_output_norm",
+        "mlp.fc11": "ffn_up",
+        "mlp.fc12": "ffn_gate",
+        "mlp.fc2": "ffn_down",
+        "norm2": "layer_output_norm",
+    },
+    kv_heads="every",
+    epsilon="layer_norm_eps",
+    tied=True,
+    defaults={
+        "hidden_act": "silu",
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 2048,
+        "rope_theta": 1000.0,
+        "type_vocab_size": 2,
+    },
+)
+_PUBLISHED_NOMIC = replace(  # the configuration of the authors' own code
+    _NOMIC,
+    own_names={
+        "intermediate_size": "n_inner",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+        "rope_theta": "rotary_emb_base",
+    },
+    means={"swiglu": "silu"},
+    required={
+        "prenorm": False,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "causal": False,
+    },
+)
+_NOMIC_MOE = replace(
+    _PUBLISHED_NOMIC,
+    architecture="nomic-bert-moe",
+    layer_tensors={
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "norm1": "attn_output_norm",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+        "mlp.router.layer": "ffn_gate_inp",
+        "mlp.experts.mlp.w1": "ffn_up_exps",
+        "mlp.experts.mlp.w2": "ffn_down_exps",
+        "norm2": "layer_output_norm",
+    },
+    required=_PUBLISHED_NOMIC.required
+    | {"moe_every_n_layers": 2, "moe_normalize_expert_weights": False, "expert_choice_router": False},
+    integers={"moe_every_n_layers": "moe_every_n_layers"},
+    experts=HFExperts(ff="intermediate_size", n_used="moe_top_k", normalised=None, says_ff=False),
+)
+_JINA_BERT = replace(
+    _BERT,
+    architecture="jina-bert-v2",
+    tensors={name: target for name, target in _BERT.tensors.items() if target != "position_embd"},
+    layer_tensors={
+        "attention.self.query": "attn_q",
+        "attention.self.key": "attn_k",
+        "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output",
+        "attention.output.LayerNorm": "attn_output_norm",
+        "mlp.gated_layers": "ffn_up",
+        "mlp.wo": "ffn_down",
+        "mlp.layernorm": "layer_output_norm",
+    },
+    required={"is_decoder": False, "position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+    fused_gate=True,
+)
 _MODERN_BERT = HFClass(
     "modern-bert",
     tensors={
@@ -2013,34 +2094,9 @@ CLASSES: dict[str, HFClass] = {
         tensors=_MODERN_BERT.tensors
         | {"model.head.dense": "cls", "model.head.norm": "cls.norm", "model.classifier": "cls.output"},
     ),
-    "NomicBertModel": HFClass(
-        "nomic-bert",
-        tensors={
-            "encoder.embeddings.word_embeddings": "token_embd",
-            "encoder.embeddings.token_type_embeddings": "token_types",
-            "encoder.emb_ln": "token_embd_norm",
-        },
-        layers="encoder.layers",
-        layer_tensors={
-            "attn.Wqkv": "attn_qkv",
-            "attn.out_proj": "attn_output",
-            "norm1": "attn_output_norm",
-            "mlp.fc11": "ffn_up",
-            "mlp.fc12": "ffn_gate",
-            "mlp.fc2": "ffn_down",
-            "norm2": "layer_output_norm",
-        },
-        kv_heads="every",
-        epsilon="layer_norm_eps",
-        tied=True,
-        defaults={
-            "hidden_act": "silu",
-            "layer_norm_eps": 1e-12,
-            "max_position_embeddings": 2048,
-            "rope_theta": 1000.0,
-            "type_vocab_size": 2,
-        },
-    ),
+    "NomicBertModel": _NOMIC,
+    "JinaBertModel": _JINA_BERT,
+    "JinaBertForMaskedLM": _JINA_BERT,
     "JinaEmbeddingsV3Model": HFClass(
         "jina-bert-v3",
         tensors={
@@ -2190,6 +2246,8 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         raise UnsupportedModelError(
             f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
         )
+    if name == "NomicBertModel" and "activation_function" in config:
+        return _NOMIC_MOE if config.get("moe_every_n_layers") else _PUBLISHED_NOMIC
     return CLASSES[name]
 
 
@@ -2262,6 +2320,8 @@ class HFConfig:
                 self.n_ff_shared = integer(config, experts.n_shared, high=1 << 10) * self.n_ff_expert
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         self.n_ctx = integer(config, "max_position_embeddings")
+        if config.get("max_trained_positions") is not None:  # beyond them the rotation is another
+            self.n_ctx = min(self.n_ctx, integer(config, "max_trained_positions"))
         self.n_unused_positions = 0
         if self.hf_class.padded_positions:
             self.n_unused_positions = 1 + int(number(config, "pad_token_id"))

@@ -470,6 +470,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "jina-bert-v3": Architecture(
         rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER
     ),
+    "nomic-bert-moe": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER,
+        compared_with="a copy of the authors' code",
+        experts=ExpertDefaults(normalised=False, where_routed=True),
+    ),
+    "jina-bert-v2": Architecture(
+        rope=None, norm="layer", activation=GELU, alibi=8.0, **_ENCODER,
+        compared_with="a copy of the authors' code",
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {

@@ -88,7 +88,8 @@ class HostMemory:
     ) -> None:
         self._weights, self._whole, self._settings, self._placement = weights, graph, settings, placement
         self._sparse, self._n_pages, self._n_states = sparse, n_pages, n_states
-        self.graph, self._step = graph, STEP
+        # An encoder computes a text in one step.
+        self.graph, self._step = graph, max(settings.max_batch, STEP) if graph.is_encoder else STEP
         self._helped: Helped = {}
         if placement is not None:
             part = host_part(placement, graph)
