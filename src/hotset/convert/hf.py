@@ -45,7 +45,7 @@ from hotset.errors import FormatError, HotsetError, InvalidRequestError, Unsuppo
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.formats.requantize import PlannedTensor, TypedModel, assign_types, target_of
+from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
 from hotset.formats.torch_file import map_torch, to_floats
 from hotset.model.config import (
     ARCHITECTURES,
@@ -245,7 +245,8 @@ def convert_hf(
         for n, source in sources.items()
     ]
     packed = {n: GGMLType.MXFP4 for n, source in sources.items() if isinstance(source, Packed)}
-    facts = TypedModel(architecture, dialect, "output.weight" in sources, config.n_layer)
+    metadata = writer.planned().metadata
+    facts = typed_model(metadata, architecture, dialect, has_output="output.weight" in sources)
     planned = assign_types(facts, infos, name, tensor_types, packed)
     for tensor in planned:
 

@@ -16,6 +16,7 @@ version; all numbers are little-endian:
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ class ImportanceMatrix:
         inputs = self.inputs.get(name)
         if inputs is None:
             return None
-        width, n_matrices = shape[0], shape[2] if len(shape) > 2 else 1
+        width, n_matrices = shape[0], math.prod(shape[2:])
         n_counts = inputs.counts.size
         if inputs.sums.size not in (width, width * n_matrices) or n_counts not in (1, n_matrices):
             raise InvalidRequestError(
