@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert.fp8 import Scaled, block_of
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
 from hotset.convert.hf_embedding import (
@@ -125,7 +126,9 @@ class Origin:
         found = self.values[:, rows].T if self.transposed else self.values[rows]
         if self.columns is not None:
             found = found[:, self.columns]
-        values: np.ndarray = to_floats(np.ascontiguousarray(found))
+        values: np.ndarray = (
+            found.floats() if isinstance(found, Scaled) else to_floats(np.ascontiguousarray(found))
+        )
         if self.decays:
             values = -np.exp(values)
         if self.factors is not None:
@@ -206,10 +209,11 @@ def convert_hf(
     src = Path(src_dir)
     name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
     target = target_of(name)
-    config = HFConfig(read_json(src / "config.json"), activation)
+    raw = read_json(src / "config.json")
+    config = HFConfig(raw, activation)
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
-    checkpoint = Checkpoint(src)
+    checkpoint = Checkpoint(src, block_of(raw.get("quantization_config")))
     tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}

@@ -14,6 +14,7 @@ from typing import Any, Literal, assert_never
 
 import numpy as np
 
+from hotset.convert.fp8 import is_fp8
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.model.config import (
@@ -2123,7 +2124,7 @@ class HFConfig:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)
         is_packed = self.hf_class.packed and method == "mxfp4"
-        if quantised is not None and not (is_packed or self.is_ternary):
+        if quantised is not None and not (is_packed or self.is_ternary or is_fp8(quantised)):
             raise UnsupportedModelError(
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
