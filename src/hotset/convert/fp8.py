@@ -1,9 +1,9 @@
 """Matrices that a checkpoint holds as FP8 (E4M3) under scales, decoded while they are read.
 
 DeepSeek, Qwen and MiniMax publish blocks of 128 rows and columns with a scale each (`weight_scale_inv`, which
-is multiplied with in spite of its name); compressed-tensors, FBGEMM and ModelOpt one scale for a matrix or for
-each of its rows (`weight_scale`). Scales of activations belong to an engine that computes in FP8 and are left
-out.
+is multiplied with in spite of its name); compressed-tensors, FBGEMM and ModelOpt one scale for a matrix or
+for each of its rows (`weight_scale`). Scales of activations belong to an engine that computes in FP8 and are
+left out.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ _IGNORED = re.compile(
 )
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
 _OTHER_PARTS = re.compile(
-    r"(model\.)?((visual|vit|vision_tower|vision_model|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
+    r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
     r"|image_newline|view_seperator)"
 )
 # Of encoders: what was trained with them and is no part of their hidden states.

@@ -731,6 +731,19 @@ _MODERN_BERT = HFClass(
     windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     fused_gate=True,
 )
+_GEMMA3N = HFClass(
+    "gemma3n",
+    tensors=_LLAMA_TENSORS | _ALTUP_TENSORS,
+    layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
+    activation="hidden_activation",
+    tied=True,
+    defaults=_GEMMA3N_DEFAULTS,
+    required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    windows=("sliding_window", "layer_types"),
+    altup=True,
+)
+
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
@@ -1414,18 +1427,8 @@ CLASSES: dict[str, HFClass] = {
         numbers={"final_logit_softcapping": "final_logit_softcapping"},
         windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     ),
-    "Gemma3nForCausalLM": HFClass(
-        "gemma3n",
-        tensors=_LLAMA_TENSORS | _ALTUP_TENSORS,
-        layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
-        activation="hidden_activation",
-        tied=True,
-        defaults=_GEMMA3N_DEFAULTS,
-        required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
-        numbers={"final_logit_softcapping": "final_logit_softcapping"},
-        windows=("sliding_window", "layer_types"),
-        altup=True,
-    ),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, sees=True),
     "SmallThinkerForCausalLM": HFClass(
         "smallthinker",
         layer_tensors={
