@@ -249,8 +249,7 @@ def convert_hf(
         for n, source in sources.items()
     ]
     packed = {n: GGMLType.MXFP4 for n, source in sources.items() if isinstance(source, Packed)}
-    metadata = writer.planned().metadata
-    facts = typed_model(metadata, architecture, dialect, has_output="output.weight" in sources)
+    facts = typed_model(writer.planned().metadata, architecture, dialect, "output.weight" in sources)
     planned = assign_types(facts, infos, name, tensor_types, packed)
     for tensor in planned:
 
@@ -568,7 +567,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=order) if stem == "attn_q" else Origin(values, columns=order)
     if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
         return Origin(values, plus=1.0)
-    if config.altup is not None and stem == "per_layer_token_embd":
+    if stem == "per_layer_token_embd":
         # As many rows as there are tokens; of those without one transformers takes the first.
         ids = np.arange(config.n_vocab)
         return Origin(values, rows=np.where(ids < len(values), ids, 0))
@@ -613,7 +612,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     predictor, which config.json does not say."""
     if ".indexer." in target:
         return _shape_of_indexer(target, config)
-    d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
+    n_head_kv, head_dim = config.heads_of(int(target.split(".")[1]) if target.startswith("blk.") else 0)
+    d, heads, kv = config.n_embd, config.n_head * head_dim, n_head_kv * head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
         "token_embd": (config.n_vocab, d),
@@ -684,7 +684,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         return (latent.rank_q if stem == "attn_q_a_norm" else latent.rank,)
     if stem in ("attn_q_norm", "attn_k_norm"):
         width = heads if stem == "attn_q_norm" else kv
-        return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
+        return {"head": (head_dim,), "width": (width,), None: None}[row.qk_norm]
     return None if kind == "bias" and row.norm == "rms" else (d,)
 
 
@@ -692,6 +692,16 @@ def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     """Of the tensors that only models with residual streams or with state spaces have."""
     if config.altup is not None:
         return _altup_shapes(config.altup, config)
+    if (own := config.window_heads) is not None:
+        of_layers = own.width * config.n_layer
+        return {
+            "per_layer_token_embd": (own.n_vocab, of_layers),
+            "per_layer_model_proj": (of_layers, config.n_embd),
+            "per_layer_proj_norm": (own.width,),
+            "inp_gate": (own.width, config.n_embd),
+            "proj": (config.n_embd, own.width),
+            "layer_output_scale": (1,),
+        }
     return {} if config.space is None else _state_space_shapes(config.space, config)
 
 

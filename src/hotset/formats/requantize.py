@@ -204,8 +204,7 @@ def types_of(
             gguf.data(info.name)  # says why it cannot be read
     important = () if importance is None else importance.inputs
     facts = typed_model(
-        gguf.metadata, gguf.architecture, gguf.dialect, has_output="output.weight" in gguf.tensors,
-        important=important,
+        gguf.metadata, gguf.architecture, gguf.dialect, "output.weight" in gguf.tensors, important
     )  # fmt: skip
     if importance is not None:
         _check_importance(gguf, importance)
@@ -232,7 +231,6 @@ def typed_model(
     metadata: Mapping[str, object],
     architecture: str,
     dialect: Dialect,
-    *,
     has_output: bool,
     important: Iterable[str] = (),
 ) -> TypedModel:
