@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hotset.convert.fp8 import Scaled, block_of
+from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFAltUp, HFConfig, integer, read_json
 from hotset.convert.hf_embedding import (
@@ -209,11 +209,10 @@ def convert_hf(
     src = Path(src_dir)
     name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
     target = target_of(name)
-    raw = read_json(src / "config.json")
-    config = HFConfig(raw, activation)
+    config = HFConfig(read_json(src / "config.json"), activation)
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
-    checkpoint = Checkpoint(src, block_of(raw.get("quantization_config")))
+    checkpoint = Checkpoint(src, config.fp8_block)
     tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}

@@ -14,7 +14,7 @@ from typing import Any, Literal, assert_never
 
 import numpy as np
 
-from hotset.convert.fp8 import is_fp8
+from hotset.convert.fp8 import block_of, is_fp8
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.model.config import (
@@ -2217,6 +2217,7 @@ class HFConfig:
         self.class_name: str = config["architectures"][0]
         quantised = config.get("quantization_config")
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        self.fp8_block = block_of(quantised)
         self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)
         is_packed = self.hf_class.packed and method == "mxfp4"
         if quantised is not None and not (is_packed or self.is_ternary or is_fp8(quantised)):
