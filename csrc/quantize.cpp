@@ -18,7 +18,8 @@ constexpr int64_t kClaim = int64_t(1) << 16;  // weights that a thread takes at 
 
 }  // namespace
 
-int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uint8_t* out, int n_threads) {
+int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uint8_t* out, int n_threads,
+                        const Importance& importance) {
     const TypeFacts facts = type_facts(to);
     const EncodeKernel encode = kernels.encode[int(to)];
     const DecodeKernel decode = kernels.decode[int(from.type)];
@@ -31,16 +32,19 @@ int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uin
         while (bad.load(std::memory_order_relaxed) < 0) {
             const int64_t first = next.fetch_add(claim), last = std::min(first + claim, from.rows);
             if (first >= from.rows) return;
-            for (int64_t row = first; row < last; row++)
+            for (int64_t row = first; row < last; row++) {
+                const int64_t matrix = (importance.first_row + row) / importance.rows_per_matrix;
+                const float* weights = importance.weights ? importance.weights + matrix * from.cols : nullptr;
                 for (int64_t col = 0; col < from.cols; col += kStrip) {
                     const int64_t n = std::min(kStrip, from.cols - col);
                     decode(from, row, col, n, strip);
                     uint8_t* to_bytes = out + row * row_bytes + col / facts.block_size * facts.block_bytes;
-                    if (!encode(strip, n, to_bytes)) {
+                    if (!encode(strip, weights ? weights + col : nullptr, n, to_bytes)) {
                         bad = row;
                         return;
                     }
                 }
+            }
         }
     };
     std::vector<std::thread> threads;

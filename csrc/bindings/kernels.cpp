@@ -55,7 +55,8 @@ nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
 
 // Encodes a matrix of one type as another into `out`; -1, or the row that cannot be stored.
 int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to, const WritableBytes& out,
-                 int n_threads) {
+                 int n_threads, const std::optional<FloatMatrix>& importance, int64_t rows_per_matrix,
+                 int64_t first_row) {
     const Matrix matrix = make_matrix(from, data, rows, cols);
     const Kernels& kernels = chosen_kernels(std::nullopt);
     require(to >= 0 && to < kTypeCount && can_encode(kernels, Type(to)),
@@ -66,8 +67,15 @@ int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to
     require(cols % facts.block_size == 0 &&
                 out.size() == size_t(rows) * size_t(cols / facts.block_size) * facts.block_bytes,
             "the result takes whole blocks of " + std::string(facts.name));
+    Importance weights;
+    if (importance) {
+        require(rows_per_matrix > 0 && first_row >= 0 && int64_t(importance->shape(1)) == cols &&
+                    (first_row + rows - 1) / rows_per_matrix < int64_t(importance->shape(0)),
+                "importance has a number for each column of each matrix");
+        weights = {importance->data(), rows_per_matrix, first_row};
+    }
     nb::gil_scoped_release release;
-    return quantize_matrix(kernels, matrix, Type(to), out.data(), n_threads);
+    return quantize_matrix(kernels, matrix, Type(to), out.data(), n_threads, weights);
 }
 
 double measured_read_bandwidth(const Bytes& data, int n_threads) {
@@ -103,9 +111,9 @@ void bind_kernels(nb::module_& m) {
           "Decodes a matrix to float32 [rows, cols].");
     m.def(
         "quantize", &quantize, "from_type"_a, "data"_a, "rows"_a, "cols"_a, "to_type"_a, "out"_a,
-        "n_threads"_a,
+        "n_threads"_a, "importance"_a = nb::none(), "rows_per_matrix"_a = 1, "first_row"_a = 0,
         "Encodes a matrix of one GGML type as another into `out`; -1, or a row that holds a value which the "
-        "type cannot store.");
+        "type cannot store. importance: of each column, float32 [n_matrices, cols].");
 }
 
 }  // namespace hotset::bindings

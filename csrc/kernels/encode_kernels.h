@@ -5,9 +5,9 @@
 // remembers the first largest value is split here into reductions of integers, which compilers vectorise.
 //
 // K types are fitted: of some trial scales per group of 16 or 32 the best by weighted least squares, then
-// integer scales, then the codes under the scales that will be read. The weight of a value is its magnitude
-// plus the group's root mean square: errors of large weights cost more. Lanes are groups, so that no sum goes
-// across lanes.
+// integer scales, then the codes under the scales that will be read. The weight of a value is that of an
+// importance matrix; without one its magnitude plus the group's root mean square: errors of large weights
+// cost more. Lanes are groups, so that no sum goes across lanes.
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 
@@ -186,7 +186,7 @@ struct Groups {
     alignas(64) float low[16], high[16];  // of the lane's group
     int lanes;                            // that make a group: 1 or 2
 
-    Groups(const float* values, int group) : lanes(group / 16) {
+    Groups(const float* values, const float* importance, int group) : lanes(group / 16) {
         for (int l = 0; l < 16; l++)
             for (int i = 0; i < 16; i++) x[i][l] = values[16 * l + i];
         V lowest = V::load(x[0]), highest = lowest, squares = V::zero();
@@ -205,6 +205,16 @@ struct Groups {
         for (int l = 0; l < 16; l++) sum[l] = sqrtf(sum[l] / float(16 * lanes));
         const V rms = V::load(sum);
         for (int i = 0; i < 16; i++) (rms + abs(V::load(x[i]))).store(w[i]);
+        if (importance) weigh(importance);
+    }
+
+    // Importance in place of weights, but in groups without any.
+    void weigh(const float* importance) {
+        for (int l = 0; l < 16; l++) {
+            const float* of_group = importance + 16 * (l / lanes * lanes);
+            if (!largest_bits(of_group, 16 * lanes)) continue;
+            for (int i = 0; i < 16; i++) w[i][l] = importance[16 * l + i];
+        }
     }
 };
 
@@ -297,9 +307,10 @@ inline int to_integer(float value, float unit, int low, int high) {
 }
 
 // Sixteen scales as integers in [-half, half) under one f16, and the codes in [-codes, codes) under those.
-inline bool encode_signed_groups(const float* x, int half, int codes, uint8_t* d, int* integers, int8_t* q) {
+inline bool encode_signed_groups(const float* x, const float* importance, int half, int codes, uint8_t* d,
+                                 int* integers, int8_t* q) {
     alignas(64) float scale[16];
-    fit_scales(Groups(x, 16), codes, scale);
+    fit_scales(Groups(x, importance, 16), codes, scale);
     float largest = 0.0f;
     for (float s : scale)
         if (fabsf(s) > fabsf(largest)) largest = s;
@@ -312,11 +323,85 @@ inline bool encode_signed_groups(const float* x, int half, int codes, uint8_t* d
     return true;
 }
 
+// The error of each group under scales and minimums of its lanes.
+inline void affine_errors(const Groups& groups, int last, const float* scale, const float* minimum,
+                          float* out) {
+    alignas(64) float inverse[16], sums[16];
+    for (int l = 0; l < 16; l++) inverse[l] = inverse_of(scale[l]);
+    const V s = V::load(scale), m = V::load(minimum), inv = V::load(inverse);
+    V total = V::zero();
+    for (int i = 0; i < 16; i++) {
+        const V x = V::load(groups.x[i]) + m;
+        const V miss = x - s * clamp(round(x * inv), 0.0f, float(last));
+        total = fma(V::load(groups.w[i]) * miss, miss, total);
+    }
+    total.store(sums);
+    for (int g = 0; g < 16 / groups.lanes; g++)
+        out[g] = groups.lanes == 2 ? sums[2 * g] + sums[2 * g + 1] : sums[g];
+}
+
+// Integers for scales and minimums, the nearest or one beside it, of least error; returns the error of all.
+inline float choose_integers(const Groups& groups, int largest, int last, const uint8_t* d,
+                             const float* scale, const float* minimum, int* scales, int* mins) {
+    const int n = 16 / groups.lanes;
+    const float unit = load_f16(d), min_unit = load_f16(d + 2);
+    float least[16], found[16], total = 0.0f;
+    for (int g = 0; g < n; g++) least[g] = INFINITY;
+    for (int step = 0; step < 9; step++) {
+        alignas(64) float s[16], m[16];
+        int ints[16], min_ints[16];
+        for (int g = 0; g < n; g++) {
+            ints[g] = to_integer(scale[g] + unit * float(step % 3 - 1), unit, 0, largest);
+            min_ints[g] = to_integer(minimum[g] + min_unit * float(step / 3 - 1), min_unit, 0, largest);
+            for (int l = g * groups.lanes; l < (g + 1) * groups.lanes; l++)
+                s[l] = unit * float(ints[g]), m[l] = min_unit * float(min_ints[g]);
+        }
+        affine_errors(groups, last, s, m, found);
+        for (int g = 0; g < n; g++)
+            if (found[g] < least[g]) least[g] = found[g], scales[g] = ints[g], mins[g] = min_ints[g];
+    }
+    for (int g = 0; g < n; g++) total += least[g];
+    return total;
+}
+
+// The two units that are best for the codes under these integers, if with them the error is less.
+inline void refit_units(const Groups& groups, int largest, int last, uint8_t* d, const float* scale,
+                        const float* minimum, int* scales, int* mins) {
+    float error = choose_integers(groups, largest, last, d, scale, minimum, scales, mins);
+    for (int turn = 0; turn < 3; turn++) {
+        const float unit = load_f16(d), min_unit = load_f16(d + 2);
+        float aa = 0.0f, ab = 0.0f, bb = 0.0f, ax = 0.0f, bx = 0.0f;
+        for (int l = 0; l < 16; l++) {
+            const int g = l / groups.lanes;
+            const float s = float(scales[g]), m = float(mins[g]), inverse = inverse_of(unit * s);
+            for (int i = 0; i < 16; i++) {
+                const float x = groups.x[i][l], w = groups.w[i][l];
+                const float code = nearbyintf((x + min_unit * m) * inverse);
+                const float a = s * (code < 0.0f ? 0.0f : code > float(last) ? float(last) : code);
+                aa += w * a * a, ab += w * a * m, bb += w * m * m, ax += w * a * x, bx += w * m * x;
+            }
+        }
+        const float determinant = aa * bb - ab * ab;
+        float a = aa > 0.0f ? ax / aa : 0.0f, b = 0.0f;
+        if (determinant > 0.0f) a = (ax * bb - bx * ab) / determinant, b = (ax * ab - bx * aa) / determinant;
+        uint8_t other[4];
+        int ints[16], min_ints[16];
+        if (!(a > 0.0f && b >= 0.0f) || !store_half(a, other) || !store_half(b, other + 2)) return;
+        const float found = choose_integers(groups, largest, last, other, scale, minimum, ints, min_ints);
+        if (!(found < error)) return;
+        error = found;
+        std::memcpy(d, other, 4);
+        std::copy(ints, ints + 16 / groups.lanes, scales);
+        std::copy(min_ints, min_ints + 16 / groups.lanes, mins);
+    }
+}
+
 // Scales and minimums as integers in [0, largest] under two f16, and the codes in [0, last] under those.
-inline bool encode_affine_groups(const float* x, int group, int largest, int last, uint8_t* d, int* scales,
-                                 int* mins, int8_t* q) {
+inline bool encode_affine_groups(const float* x, const float* importance, int group, int largest, int last,
+                                 uint8_t* d, int* scales, int* mins, int8_t* q) {
     alignas(64) float scale[16], minimum[16];
-    fit_scales_and_minimums(Groups(x, group), last, scale, minimum);
+    const Groups groups(x, importance, group);
+    fit_scales_and_minimums(groups, last, scale, minimum);
     float top_scale = 0.0f, top_min = 0.0f;
     for (int g = 0; g < 256 / group; g++) {
         top_scale = scale[g] > top_scale ? scale[g] : top_scale;
@@ -328,9 +413,11 @@ inline bool encode_affine_groups(const float* x, int group, int largest, int las
     for (int g = 0; g < 256 / group; g++) {
         scales[g] = to_integer(scale[g], unit, 0, largest);
         mins[g] = to_integer(minimum[g], min_unit, 0, largest);
-        fill_codes(x + g * group, group, unit * float(scales[g]), min_unit * float(mins[g]), 0, last,
-                   q + g * group);
     }
+    if (importance) refit_units(groups, largest, last, d, scale, minimum, scales, mins);
+    for (int g = 0; g < 256 / group; g++)
+        fill_codes(x + g * group, group, load_f16(d) * float(scales[g]), load_f16(d + 2) * float(mins[g]), 0,
+                   last, q + g * group);
     return true;
 }
 
@@ -344,19 +431,19 @@ inline void pack_two_bits(const int8_t* q, uint8_t* p) {
         }
 }
 
-inline bool encode_q2_k(const float* x, uint8_t* p) {
+inline bool encode_q2_k(const float* x, const float* importance, uint8_t* p) {
     int scales[16], mins[16];
     int8_t q[256];
-    if (!encode_affine_groups(x, 16, 15, 3, p + 80, scales, mins, q)) return false;
+    if (!encode_affine_groups(x, importance, 16, 15, 3, p + 80, scales, mins, q)) return false;
     for (int g = 0; g < 16; g++) p[g] = uint8_t(scales[g] | mins[g] << 4);
     pack_two_bits(q, p + 16);
     return true;
 }
 
-inline bool encode_q3_k(const float* x, uint8_t* p) {
+inline bool encode_q3_k(const float* x, const float* importance, uint8_t* p) {
     int scales[16];
     int8_t q[256];
-    if (!encode_signed_groups(x, 32, 4, p + 108, scales, q)) return false;
+    if (!encode_signed_groups(x, importance, 32, 4, p + 108, scales, q)) return false;
     std::memset(p, 0, 32);
     for (int i = 0; i < 256; i++) {
         p[i % 32] |= uint8_t((q[i] >= 0) << (i / 32));
@@ -382,10 +469,10 @@ inline void pack_scales_mins(const int* scales, const int* mins, uint8_t* p) {
 }
 
 template <int kLast>  // 15: Q4_K, 31: Q5_K
-inline bool encode_q45_k(const float* x, uint8_t* p) {
+inline bool encode_q45_k(const float* x, const float* importance, uint8_t* p) {
     int scales[8], mins[8];
     int8_t q[256];
-    if (!encode_affine_groups(x, 32, 63, kLast, p, scales, mins, q)) return false;
+    if (!encode_affine_groups(x, importance, 32, 63, kLast, p, scales, mins, q)) return false;
     pack_scales_mins(scales, mins, p + 4);
     if (kLast == 31)
         for (int j = 0; j < 32; j++) {
@@ -400,10 +487,10 @@ inline bool encode_q45_k(const float* x, uint8_t* p) {
     return true;
 }
 
-inline bool encode_q6_k(const float* x, uint8_t* p) {
+inline bool encode_q6_k(const float* x, const float* importance, uint8_t* p) {
     int scales[16];
     int8_t q[256];
-    if (!encode_signed_groups(x, 128, 32, p + 208, scales, q)) return false;
+    if (!encode_signed_groups(x, importance, 128, 32, p + 208, scales, q)) return false;
     for (int g = 0; g < 16; g++) p[192 + g] = uint8_t(scales[g]);
     for (int i = 0; i < 256; i++) q[i] = int8_t(q[i] + 32);
     for (int h = 0; h < 2; h++) {
@@ -419,22 +506,30 @@ inline bool encode_q6_k(const float* x, uint8_t* p) {
 // ---- rows ----------------------------------------------------------------------------------------------
 
 template <Type kType, bool (*kBlock)(const float*, uint8_t*)>
-bool encode_blocks(const float* x, int64_t n, uint8_t* out) {
+bool encode_blocks(const float* x, const float*, int64_t n, uint8_t* out) {
+    constexpr TypeFacts facts = type_facts(kType);
+    for (int64_t i = 0; i < n; i += facts.block_size, out += facts.block_bytes)
+        if (!kBlock(x + i, out)) return false;
+    return true;
+}
+
+// The same for types that are fitted: none reaches 1e9, and squares of what is below do not overflow.
+template <Type kType, bool (*kBlock)(const float*, const float*, uint8_t*)>
+bool encode_fitted(const float* x, const float* importance, int64_t n, uint8_t* out) {
     constexpr TypeFacts facts = type_facts(kType);
     for (int64_t i = 0; i < n; i += facts.block_size, out += facts.block_bytes) {
-        // No K type reaches 1e9, and squares of what is below do not overflow.
-        if (facts.block_size == 256 && largest_bits(x + i, 256) > std::bit_cast<uint32_t>(1e9f)) return false;
-        if (!kBlock(x + i, out)) return false;
+        if (largest_bits(x + i, facts.block_size) > std::bit_cast<uint32_t>(1e9f)) return false;
+        if (!kBlock(x + i, importance ? importance + i : nullptr, out)) return false;
     }
     return true;
 }
 
-inline bool encode_f32(const float* x, int64_t n, uint8_t* out) {
+inline bool encode_f32(const float* x, const float*, int64_t n, uint8_t* out) {
     std::memcpy(out, x, size_t(n) * 4);
     return true;
 }
 
-inline bool encode_f16(const float* x, int64_t n, uint8_t* out) {
+inline bool encode_f16(const float* x, const float*, int64_t n, uint8_t* out) {
     uint32_t infinite = 0;
     for (int64_t i = 0; i < n; i += 16) {
         uint16_t half[16];
@@ -446,7 +541,7 @@ inline bool encode_f16(const float* x, int64_t n, uint8_t* out) {
     return !infinite;
 }
 
-inline bool encode_bf16(const float* x, int64_t n, uint8_t* out) {
+inline bool encode_bf16(const float* x, const float*, int64_t n, uint8_t* out) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = std::bit_cast<uint32_t>(x[i]);
         const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -469,9 +564,9 @@ inline void add_encoders(Kernels& table) {
     table.encode[int(Type::MXFP4)] = encode_blocks<Type::MXFP4, encode_mxfp4>;
     table.encode[int(Type::TQ1_0)] = encode_blocks<Type::TQ1_0, encode_tq1_0>;
     table.encode[int(Type::TQ2_0)] = encode_blocks<Type::TQ2_0, encode_tq2_0>;
-    table.encode[int(Type::Q2_K)] = encode_blocks<Type::Q2_K, encode_q2_k>;
-    table.encode[int(Type::Q3_K)] = encode_blocks<Type::Q3_K, encode_q3_k>;
-    table.encode[int(Type::Q4_K)] = encode_blocks<Type::Q4_K, encode_q45_k<15>>;
-    table.encode[int(Type::Q5_K)] = encode_blocks<Type::Q5_K, encode_q45_k<31>>;
-    table.encode[int(Type::Q6_K)] = encode_blocks<Type::Q6_K, encode_q6_k>;
+    table.encode[int(Type::Q2_K)] = encode_fitted<Type::Q2_K, encode_q2_k>;
+    table.encode[int(Type::Q3_K)] = encode_fitted<Type::Q3_K, encode_q3_k>;
+    table.encode[int(Type::Q4_K)] = encode_fitted<Type::Q4_K, encode_q45_k<15>>;
+    table.encode[int(Type::Q5_K)] = encode_fitted<Type::Q5_K, encode_q45_k<31>>;
+    table.encode[int(Type::Q6_K)] = encode_fitted<Type::Q6_K, encode_q6_k>;
 }

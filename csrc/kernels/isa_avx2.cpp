@@ -13,6 +13,7 @@
 #include <immintrin.h>
 
 #include <bit>
+#include <memory>
 #include <utility>
 
 #include "codebooks.h"
@@ -1542,6 +1543,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 #include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
+#include "codebook_encoders.h"
 
 }  // namespace hotset::avx2
 
@@ -1557,6 +1559,7 @@ const Kernels* avx2_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_codebook_encoders(t);
         add_channel_kernels(t);
         return t;
     }();

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include <bit>
+#include <memory>
 #include <utility>
 
 #include "codebooks.h"
@@ -1475,6 +1476,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out
 #include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
+#include "codebook_encoders.h"
 
 }  // namespace hotset::avx512
 
@@ -1487,6 +1489,7 @@ const Kernels* avx512_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_codebook_encoders(t);
         add_channel_kernels(t);
         return t;
     }();

@@ -8,6 +8,7 @@
 // Compile with -ffp-contract=off: vmulq_f32 and vaddq_f32 are ordinary operators to the compiler.
 #include <arm_neon.h>
 
+#include <memory>
 #include <utility>
 
 #include "codebooks.h"
@@ -986,6 +987,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 #include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
+#include "codebook_encoders.h"
 
 }  // namespace hotset::neon
 
@@ -998,6 +1000,7 @@ const Kernels* neon_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_codebook_encoders(t);
         add_channel_kernels(t);
         return t;
     }();

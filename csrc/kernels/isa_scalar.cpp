@@ -1,5 +1,6 @@
 // The readable reference: every other instruction set must give these bits.
 #include <bit>
+#include <memory>
 #include <utility>
 
 #include "codebooks.h"
@@ -91,6 +92,7 @@ void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 #include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
+#include "codebook_encoders.h"
 
 }  // namespace hotset::scalar
 
@@ -102,6 +104,7 @@ const Kernels* scalar_kernels() {
         scalar::add_formats(t);
         scalar::add_sparse_kernels(t);
         scalar::add_encoders(t);
+        scalar::add_codebook_encoders(t);
         scalar::add_channel_kernels(t);
         return t;
     }();

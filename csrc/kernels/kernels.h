@@ -235,7 +235,7 @@ using AxpyKernel = void (*)(const Matrix& w, const int32_t* rows, const float* v
 using DecodeKernel = void (*)(const Matrix& w, int64_t row, int64_t col0, int64_t n_cols, float* out);
 
 // Writes n floats, whole blocks, as a type stores them; false: one of them cannot be stored (quantize.h).
-using EncodeKernel = bool (*)(const float* x, int64_t n, uint8_t* out);
+using EncodeKernel = bool (*)(const float* x, const float* importance, int64_t n, uint8_t* out);
 
 // Up to this many tokens a linear kernel may read its rows as for one token, so that chunks may be split
 // alike.

@@ -442,12 +442,18 @@ void test_encode(const Kernels& kernels, Type type, int64_t n) {
     }
     const TypeFacts facts = type_facts(type);
     std::vector<uint8_t> got(size_t(n / facts.block_size) * facts.block_bytes), want = got;
-    if (!kernels.encode[int(type)](x.data(), n, got.data()) ||
-        !reference.encode[int(type)](x.data(), n, want.data()))
-        failures++;
-    expect_equal("encode", kernels.isa, facts.name, got, want, false);
+    std::vector<float> importance(x);
+    for (int64_t i = 0; i < n; i++) importance[i] = i / 32 % 5 == 3 ? 0.0f : fabsf(x[n - 1 - i]);
+    for (const float* w :
+         {static_cast<const float*>(nullptr), static_cast<const float*>(importance.data())}) {
+        if (!kernels.encode[int(type)](x.data(), w, n, got.data()) ||
+            !reference.encode[int(type)](x.data(), w, n, want.data()))
+            failures++;
+        expect_equal("encode", kernels.isa, facts.name, got, want, false);
+    }
     x[n / 2] = NAN;
-    if (type != Type::F32 && type != Type::BF16 && kernels.encode[int(type)](x.data(), n, got.data())) {
+    if (type != Type::F32 && type != Type::BF16 &&
+        kernels.encode[int(type)](x.data(), nullptr, n, got.data())) {
         std::printf("FAIL encode %s %s: takes a NaN\n", kernels.isa, facts.name);
         failures++;
     }

@@ -13,7 +13,16 @@ def read_bandwidth(data: np.ndarray, n_threads: int) -> float: ...
 def linear(type: int, data: np.ndarray, rows: int, x: np.ndarray, isa: str | None = None) -> np.ndarray: ...
 def dequantize(type: int, data: np.ndarray, rows: int, cols: int) -> np.ndarray: ...
 def quantize(
-    from_type: int, data: np.ndarray, rows: int, cols: int, to_type: int, out: np.ndarray, n_threads: int
+    from_type: int,
+    data: np.ndarray,
+    rows: int,
+    cols: int,
+    to_type: int,
+    out: np.ndarray,
+    n_threads: int,
+    importance: np.ndarray | None = None,
+    rows_per_matrix: int = 1,
+    first_row: int = 0,
 ) -> int: ...
 
 class StoredRows:

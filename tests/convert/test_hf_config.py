@@ -431,8 +431,18 @@ def incomplete(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{entry}.{name}", config | {entry: smaller}
 
 
-@pytest.mark.parametrize("spelling", ["", "older"])
-@pytest.mark.parametrize("name", FULL_CONFIGS)
+NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [
+        (name, spelling)
+        for name in FULL_CONFIGS
+        for spelling in ("", "older")
+        if not (spelling and name in NEWER)
+    ],
+)
 def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
     """config.json without an entry gives what it gives with the value that transformers' class puts there."""
     seen, refused = set(), {}

@@ -109,7 +109,7 @@ def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) ->
         with pytest.raises((FormatError, UnsupportedModelError), match=message):
             convert_hf(tmp_path, tmp_path / "m.gguf", "f32")
     config = json.loads((folder / "config.json").read_text())
-    for entry in ({"quant_method": "fp8"}, {}, "mxfp4", None):
+    for entry in ({"quant_method": "gptq"}, {}, "mxfp4", None):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
         safetensors.save_file(tensors, tmp_path / "model.safetensors")
         if entry is None:  # as if it were not there

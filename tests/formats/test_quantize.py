@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,15 +27,18 @@ from hotset import _core
 from hotset.cli.main import app
 from hotset.errors import HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats import quants, requantize
-from hotset.formats.encode import WRITABLE, encode, recode
+from hotset.formats.encode import WRITABLE, Importance, encode, recode
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.imatrix import ImportanceMatrix, Inputs
 from hotset.formats.quants import DECODABLE, ENCODABLE, TYPES, GGMLType, dequantize, row_bytes
 
 T = GGMLType
 K_TYPES = [T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K]
+IQ_TYPES = [type for type in WRITABLE if type.name.startswith("IQ")]
 named = pytest.mark.parametrize("type", WRITABLE, ids=lambda type: type.name)
 round_to_nearest = pytest.mark.parametrize("type", sorted(ENCODABLE), ids=lambda type: type.name)
 k_types = pytest.mark.parametrize("type", K_TYPES, ids=lambda type: type.name)
+fitted = pytest.mark.parametrize("type", K_TYPES + IQ_TYPES, ids=lambda type: type.name)
 
 
 def weights(n_rows: int, ne0: int, seed: int = 0) -> np.ndarray:
@@ -70,12 +75,79 @@ def test_native_bytes_are_those_of_the_reference_for_any_values(values: np.ndarr
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bytes(
     type: GGMLType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = weights(150, 1024)
+    values = weights(12 if type in IQ_TYPES else 150, 1024)
     expected = encode(values, type, n_threads=1)
     assert np.array_equal(encode(values, type, n_threads=5), expected)
     for isa in _core.available_isas():
         monkeypatch.setenv("HOTSET_ISA", isa)
         assert np.array_equal(encode(values, type), expected), isa
+
+
+def weighted(values: np.ndarray, type: GGMLType, importance: Importance, n_threads: int = 2) -> np.ndarray:
+    return recode(values.view(np.uint8).reshape(-1), T.F32, values.shape[1], type, n_threads, importance)
+
+
+@fitted
+def test_importance_is_of_each_matrix_whatever_threads_and_instruction_set(
+    type: GGMLType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three matrices, from the second row of the first one on."""
+    values = weights(10, 256)
+    of = np.random.default_rng(5).lognormal(0, 1.5, (3, 256)).astype(np.float32)
+    expected = np.concatenate(
+        [
+            weighted(rows, type, Importance(of[i : i + 1], 4))
+            for i, rows in enumerate((values[:3], values[3:7], values[7:]))
+        ]
+    )
+    # The mean of all is 1 in the one case, that of each in the other: a power of two changes no code.
+    scale = (of.mean(dtype=np.float64) / of.mean(axis=1, dtype=np.float64)).astype(np.float32)
+    everywhere = Importance(of, 4, first_row=1)
+    got = weighted(values, type, everywhere, 1)
+    assert np.mean(got != expected) < 0.02, scale
+    assert np.array_equal(weighted(values, type, everywhere, 5), got)
+    for isa in _core.available_isas():
+        monkeypatch.setenv("HOTSET_ISA", isa)
+        assert np.array_equal(weighted(values, type, everywhere), got), isa
+
+
+@fitted
+def test_importance_lowers_the_error_that_it_weighs(type: GGMLType) -> None:
+    values = weights(32, 1024)
+    importance = np.random.default_rng(6).lognormal(0, 1.5, (1, 1024)).astype(np.float32)
+    errors = []
+    for stored in (weighted(values, type, Importance(importance, 32)), encode(values, type)):
+        found = oracle_dequantize(stored, gguf.GGMLQuantizationType(int(type)))
+        assert np.array_equal(found, dequantize(stored, type, (1024, 32)))
+        errors.append(float(np.sum(importance * (found - values) ** 2)))
+    assert errors[0] < 0.97 * errors[1]
+
+
+@fitted
+def test_columns_without_importance(type: GGMLType) -> None:
+    """An input that was always zero decides nothing beside others, and is not lost where all are such."""
+    values = weights(8, 512)
+    importance = np.ones((1, 512), np.float32)
+    importance[0, :256] = 0
+    importance[0, 256::2] = 0
+    stored = weighted(values, type, Importance(importance, 8))
+    found = dequantize(stored, type, (512, 8))
+    plain = dequantize(encode(values, type), type, (512, 8))
+    assert np.isfinite(found).all()
+    if type != T.IQ4_NL:
+        lost = [float(np.mean((each[:, :256] - values[:, :256]) ** 2)) for each in (found, plain)]
+        assert lost[0] < 1.2 * lost[1]
+    kept = [float(np.mean((each[:, 257::2] - values[:, 257::2]) ** 2)) for each in (found, plain)]
+    assert kept[0] < kept[1]
+
+
+@pytest.mark.parametrize("type", IQ_TYPES, ids=lambda type: type.name)
+def test_iq_types_decode_to_nearly_the_values(type: GGMLType) -> None:
+    """Within twice the error of the best possible code of as many bits for a normal distribution."""
+    values = np.random.default_rng(0).standard_normal((32, 1024)).astype(np.float32)
+    found = oracle_dequantize(encode(values, type), gguf.GGMLQuantizationType(int(type)))
+    error = float(np.sqrt(np.mean((found - values) ** 2)) / np.sqrt(np.mean(values**2)))
+    assert error < 2 * 2 ** -(8 * row_bytes(type, 256) / 256)
 
 
 @k_types
@@ -93,8 +165,8 @@ def test_k_types_decode_with_the_gguf_package_to_nearly_the_values(type: GGMLTyp
         assert error < float(np.sqrt(np.mean((theirs - values) ** 2)) / np.sqrt(np.mean(values**2)))
 
 
-@k_types
-def test_k_types_of_odd_blocks(type: GGMLType) -> None:
+@fitted
+def test_fitted_types_of_odd_blocks(type: GGMLType) -> None:
     rng = np.random.default_rng(3)
     rows = np.zeros((7, 256), np.float32)
     rows[1] = 3.25  # all alike
@@ -106,8 +178,10 @@ def test_k_types_of_odd_blocks(type: GGMLType) -> None:
     found = dequantize(encode(rows, type), type, (256, 7))
     assert np.isfinite(found).all()
     assert not found[0].any()
-    assert not found[6].reshape(8, 32)[::2].any()
-    step = {T.Q2_K: 1 / 3, T.Q3_K: 1 / 4, T.Q4_K: 1 / 15, T.Q5_K: 1 / 31, T.Q6_K: 1 / 32}[type]
+    if type in K_TYPES or "IQ4" in type.name:  # the points of the other codebooks are not zero
+        assert not found[6].reshape(8, 32)[::2].any()
+    steps = {T.Q2_K: 1 / 3, T.Q3_K: 1 / 4, T.Q4_K: 1 / 15, T.Q5_K: 1 / 31, T.Q6_K: 1 / 32}
+    step = steps.get(type, 0.15 if "IQ4" in type.name else 0.75)
     largest = np.abs(rows).max(axis=1, keepdims=True)
     assert (np.abs(found - rows) <= step * largest + 1e-7).all()
 
@@ -133,10 +207,12 @@ def test_values_that_cannot_be_stored(type: GGMLType, value: float) -> None:
 
 
 def test_mistakes_of_a_caller() -> None:
-    with pytest.raises(InvalidRequestError, match=r"IQ4_NL.*F32, F16"):
-        encode(np.zeros((1, 32), np.float32), T.IQ4_NL)
+    with pytest.raises(InvalidRequestError, match=r"Q8_1.*F32, F16"):
+        encode(np.zeros((1, 32), np.float32), T.Q8_1)
     with pytest.raises(ValueError, match="no encoder"):
-        _core.quantize(0, np.zeros(128, np.uint8), 1, 32, 20, np.zeros(18, np.uint8), 1)
+        _core.quantize(0, np.zeros(128, np.uint8), 1, 32, 9, np.zeros(18, np.uint8), 1)
+    with pytest.raises(ValueError, match="each column of each matrix"):
+        weighted(weights(5, 256), T.Q4_K, Importance(np.ones((1, 256), np.float32), 4))
     with pytest.raises(ValueError, match="whole blocks of Q4_0"):
         _core.quantize(0, np.zeros(128, np.uint8), 1, 32, 2, np.zeros(17, np.uint8), 1)
     with pytest.raises(ValueError, match="number of threads"):
@@ -254,7 +330,10 @@ def test_rules_for_some_tensors(f16: Path, tmp_path: Path) -> None:
         ("q4_0", ["ffn_dwon=q8_0"], "no matrix .* 'ffn_dwon' is found"),
         ("q4_0", ["attn_norm=f16"], "no matrix"),
         ("q4_0", ["ffn_up"], "not PATTERN=TYPE"),
-        ("q4_0", ["ffn_up=iq4_nl"], "not PATTERN=TYPE"),
+        ("q4_0", ["ffn_up=q8_1"], "not PATTERN=TYPE"),
+        ("q4_0", ["ffn_up=iq2_s"], "IQ2_S .of blk.0.ffn_up.weight. .* importance matrix .*hotset imatrix"),
+        ("iq3_xxs", [], "importance matrix"),
+        ("q2_k_s", [], "importance matrix"),
         ("q4_0", ["*up=q8_0"], "not a regular expression"),
         (None, [], "nothing is to be done"),
     ],
@@ -475,3 +554,89 @@ def test_sizes_of_types() -> None:
     assert {target.type for target in requantize.TARGETS.values()} == set(WRITABLE)
     bits = [TYPES[type].bits_per_value for type in WRITABLE]
     assert bits == sorted(bits, reverse=True) or WRITABLE[1:3] == (T.F16, T.BF16)
+
+
+# ---- mixes and importance matrices ---------------------------------------------------------------------
+
+
+def importance_of(path: Path, *, without: str = "-") -> ImportanceMatrix:
+    rng = np.random.default_rng(0)
+    with open_gguf(path) as file:
+        shapes = {name: info.shape for name, info in file.tensors.items() if requantize.is_matrix(info)}
+    inputs = {
+        name: Inputs(rng.lognormal(0, 1, (math.prod(shape[2:]), shape[0])).astype(np.float32), np.ones(1))
+        for name, shape in shapes.items()
+        if without not in name
+    }
+    return ImportanceMatrix(inputs, ("text.txt",), 3, 512)
+
+
+def mix_of(path: Path, type: str, **how: Any) -> dict[str, set[str]]:
+    """The types of each kind of matrix, in any layer."""
+    found: dict[str, set[str]] = {}
+    with open_gguf(path) as file:
+        for p in requantize.types_of(file, type, **how):
+            found.setdefault(re.sub(r"^blk\.\d+\.|\.weight$", "", p.info.name), set()).add(p.type.name)
+    return found
+
+
+def test_mixes_are_llama_cpps(tmp_path: Path) -> None:
+    """What llama_model_quantize of llama.cpp (0.3.36 of its Python bindings) writes for these models."""
+    shape = {"n_layer": 16, "n_embd": 256, "n_ff": 256, "n_head": 8, "type_of": lambda name: T.F16}
+    path = write_llama(tmp_path / "grouped.gguf", n_head_kv=2, **shape)
+    mix = mix_of(path, "iq2_xs", importance=importance_of(path))
+    assert mix["attn_v"] == {"Q4_K"}
+    assert mix["ffn_down"] == {"Q2_K", "IQ2_XS"}
+    assert mix["output"] == {"Q5_K"}
+    assert mix["token_embd"] == {"Q2_K"}
+    mix = mix_of(path, "q3_k")
+    assert (mix["attn_v"], mix["attn_output"], mix["ffn_down"]) == (
+        {"Q5_K", "Q4_K"},
+        {"Q4_K"},
+        {"Q5_K", "Q4_K"},
+    )
+    mix = mix_of(path, "iq4_xs")
+    assert (mix["attn_v"], mix["ffn_down"], mix["ffn_up"]) == ({"Q5_K"}, {"Q5_K", "IQ4_XS"}, {"IQ4_XS"})
+    assert mix_of(path, "iq4_xs", importance=importance_of(path))["ffn_down"] == {"IQ4_XS"}
+    path = write_llama(tmp_path / "experts.gguf", n_head_kv=8, experts=(8, 2), **shape)
+    mix = mix_of(path, "q4_k_m")
+    assert (mix["attn_v"], mix["attn_k"], mix["attn_output"]) == ({"Q8_0"}, {"Q8_0"}, {"Q5_K"})
+    assert mix["ffn_down_exps"] == {"Q4_K", "Q6_K"}
+
+
+def test_a_file_with_an_importance_matrix(tmp_path: Path) -> None:
+    path = write_llama(
+        tmp_path / "f16.gguf", n_embd=256, n_head=8, n_ff=256, experts=(4, 2), type_of=lambda name: T.F16
+    )
+    importance = importance_of(path)
+    importance.save(tmp_path / "i.gguf")
+    code, _, told = run(path, tmp_path / "out.gguf", "--type", "q4_k_s", "--imatrix", tmp_path / "i.gguf")
+    assert code == 0, told
+    name = "blk.1.ffn_up_exps.weight"
+    with open_gguf(path) as old, open_gguf(tmp_path / "out.gguf") as new:
+        weights_of = importance.weights(name, old.tensors[name].shape)
+        assert weights_of is not None
+        rows = decoded(old, name).reshape(-1, 256)
+        expected = weighted(rows, T.Q4_K, Importance(weights_of, len(rows) // 4))
+        assert np.array_equal(new.data(name), expected.reshape(-1))
+        found = {key: value for key, value in new.metadata.items() if key.startswith("quantize.")}
+    assert found == {
+        "quantize.imatrix.file": "i.gguf",
+        "quantize.imatrix.dataset": "text.txt",
+        "quantize.imatrix.entries_count": len(importance.inputs),
+        "quantize.imatrix.chunks_count": 3,
+    }
+
+
+def test_importance_that_is_missing_or_of_another_model(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "f16.gguf", n_embd=256, n_head=8, n_ff=256, type_of=lambda name: T.F16)
+    with pytest.raises(InvalidRequestError, match=r"that of blk\.0\.ffn_up\.weight is not in the file"):
+        mix_of(path, "iq3_xxs", importance=importance_of(path, without="ffn_up"))
+    assert mix_of(
+        path, "iq3_xxs", importance=importance_of(path, without="token_embd")
+    )  # rows are not summed
+    other = write_llama(tmp_path / "other.gguf", type_of=lambda name: T.F16)
+    with pytest.raises(InvalidRequestError, match="of another model"):
+        mix_of(path, "q4_k_m", importance=importance_of(other))
+    with pytest.raises(InvalidRequestError, match="of another model"):
+        mix_of(path, "q4_k_m", importance=ImportanceMatrix({"v.weight": Inputs(np.ones((1, 4)), np.ones(1))}))

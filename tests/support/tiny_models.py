@@ -146,6 +146,12 @@ def use_deepseek_experts(model: torch.nn.Module, *, normalised: bool = False) ->
         layer.mlp = DeepseekExperts(model.config.hidden_size, normalised=normalised)
 
 
+def scale_results(model: torch.nn.Module) -> None:
+    """Gemma 4's layers multiply their results by numbers of their own."""
+    for i, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.5 + 0.25 * i)
+
+
 class NoPositions(torch.nn.Module):
     def forward(self, positions: torch.Tensor) -> float:
         return 0.0
@@ -410,6 +416,11 @@ GEMMA3N = {
     "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 12, "pad_token_id": 0,
     "activation_sparsity_pattern": [0.95, 0.8, 0.9, 0.0, 0.0, 0.0, 0.0],
 }  # fmt: skip
+GEMMA4 = {
+    "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "pad_token_id": 0, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 ORION = {**LAYER_NORMS, **rope("linear", factor=1.0, partial_rotary_factor=1.0)}
 INTERNLM2 = (
     partial(one_qkv, groups=SHAPE["num_key_value_heads"]),
@@ -632,6 +643,20 @@ RECIPES: dict[str, TinyModel] = {
         {**GEMMA3N, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "num_key_value_heads": 1}
         | {"activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2, "hidden_activation": "silu"},
         config="Gemma3nText",
+    ),
+    "gemma4": TinyModel(  # as the dense one: some layers take keys for values
+        "Gemma4",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1},
+        config="Gemma4Text",
+        patch=scale_results,
+    ),
+    "gemma4-embedded": TinyModel(  # as E2B: layers embed tokens, and the last ones share keys and values
+        "Gemma4",
+        {**GEMMA4, "hidden_size_per_layer_input": 24, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True},
+        config="Gemma4Text",
+        patch=scale_results,
     ),
     "gemma": TinyModel("Gemma", {"head_dim": 32}),
     "gemma-narrow": TinyModel("Gemma", {"head_dim": 16, "tie_word_embeddings": False, **ONE_KV_HEAD}),

@@ -45,6 +45,7 @@ SUBCOMMANDS = {
     "report": ("report", "report"),
     "trace": ("trace", "trace"),
     "convert": ("convert", "convert"),
+    "imatrix": ("imatrix", "imatrix"),
     "quantize": ("quantize", "quantize"),
     "sparsify": ("sparsify", "sparsify"),
     "plan": ("plan", "plan"),

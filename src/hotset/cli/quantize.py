@@ -15,6 +15,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.files import check_target
 from hotset.formats import requantize
 from hotset.formats.gguf import open_gguf
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.storage import resolve
 from hotset.units import human_size
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hotset.formats.requantize import PlannedTensor
 
 
-def quantize(
+def quantize(  # noqa: PLR0913 - options of a subcommand
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[
         Path | None, typer.Argument(metavar="OUT.gguf", help="The file to write; not with --dry-run.")
@@ -31,8 +32,9 @@ def quantize(
         str | None,
         typer.Option(
             "--type",
-            help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, mxfp4, q3_k, q2_k, "
-            "tq2_0, tq1_0, f16, bf16, f32; default: q4_0, or, with --tensor-type, what they are.",
+            help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, iq4_xs, mxfp4, "
+            "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
+            "(docs/GGUF.md); default: q4_0, or, with --tensor-type, what they are.",
         ),
     ] = None,
     tensor_type: Annotated[
@@ -46,6 +48,12 @@ def quantize(
     allow_requantize: Annotated[
         bool, typer.Option("--allow-requantize", help="Quantise again what has been quantised.")
     ] = False,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix", help="Weigh errors by this file of 'hotset imatrix'.", exists=True, dir_okay=False
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print types and sizes; write nothing.")] = False,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -58,10 +66,13 @@ def quantize(
         raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
     rules = tensor_type or []
     type = type or (None if rules else "q4_0")
+    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(path) as gguf:
         if target is not None:
             check_target(target, gguf.paths)
-        tensors = requantize.types_of(gguf, type, rules, allow_requantize=allow_requantize)
+        tensors = requantize.types_of(
+            gguf, type, rules, allow_requantize=allow_requantize, importance=importance
+        )
         before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
     after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)
     began = time.monotonic()
@@ -69,8 +80,8 @@ def quantize(
         assert target is not None
         with ProgressBar() as bar:
             requantize.quantize(
-                path, target, type, tensor_types=rules, allow_requantize=allow_requantize, n_threads=threads,
-                progress=bar,
+                path, target, type, tensor_types=rules, allow_requantize=allow_requantize, imatrix=imatrix,
+                n_threads=threads, progress=bar,
             )  # fmt: skip
         after = target.stat().st_size
     seconds = time.monotonic() - began

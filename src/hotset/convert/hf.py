@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
 from hotset.convert.hf_embedding import (
@@ -47,7 +48,7 @@ from hotset.errors import FormatError, HotsetError, InvalidRequestError, Unsuppo
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.formats.requantize import PlannedTensor, TypedModel, assign_types, target_of
+from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
 from hotset.formats.torch_file import map_torch, to_floats
 from hotset.model.config import (
     ARCHITECTURES,
@@ -87,7 +88,7 @@ _IGNORED = re.compile(
 )
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
 _OTHER_PARTS = re.compile(
-    r"(model\.)?((visual|vit|vision_tower|vision_model|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
+    r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
     r"|image_newline|view_seperator)"
 )
 # Of encoders: what was trained with them and is no part of their hidden states.
@@ -133,7 +134,9 @@ class Origin:
         found = self.values[:, rows].T if self.transposed else self.values[rows]
         if self.columns is not None:
             found = found[:, self.columns]
-        values: np.ndarray = to_floats(np.ascontiguousarray(found))
+        values: np.ndarray = (
+            found.floats() if isinstance(found, Scaled) else to_floats(np.ascontiguousarray(found))
+        )
         if self.decays:
             values = -np.exp(values)
         if self.factors is not None:
@@ -217,7 +220,7 @@ def convert_hf(
     config = HFConfig(read_json(src / "config.json"), activation)
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
-    checkpoint = Checkpoint(src)
+    checkpoint = Checkpoint(src, config.fp8_block)
     tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
@@ -253,7 +256,7 @@ def convert_hf(
         for n, source in sources.items()
     ]
     packed = {n: GGMLType.MXFP4 for n, source in sources.items() if isinstance(source, Packed)}
-    facts = TypedModel(architecture, dialect, "output.weight" in sources, config.n_layer)
+    facts = typed_model(writer.planned().metadata, architecture, dialect, "output.weight" in sources)
     planned = assign_types(facts, infos, name, tensor_types, packed)
     for tensor in planned:
 
@@ -599,7 +602,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=order) if stem == "attn_q" else Origin(values, columns=order)
     if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
         return Origin(values, plus=1.0)
-    if config.altup is not None and stem == "per_layer_token_embd":
+    if stem == "per_layer_token_embd":
         # As many rows as there are tokens; of those without one transformers takes the first.
         ids = np.arange(config.n_vocab)
         return Origin(values, rows=np.where(ids < len(values), ids, 0))
@@ -644,7 +647,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     predictor, which config.json does not say."""
     if ".indexer." in target or (config.rwkv is not None and target.startswith("blk.")):
         return _shape_of_its_own(target, config)
-    d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
+    n_head_kv, head_dim = config.heads_of(int(target.split(".")[1]) if target.startswith("blk.") else 0)
+    d, heads, kv = config.n_embd, config.n_head * head_dim, n_head_kv * head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
         "token_embd": (config.n_vocab, d),
@@ -714,16 +718,16 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     if latent is not None and stem in ("attn_q_a_norm", "attn_kv_a_norm"):
         return (latent.rank_q if stem == "attn_q_a_norm" else latent.rank,)
     if stem in ("attn_q_norm", "attn_k_norm"):
-        return _shape_of_head_norm(heads if stem == "attn_q_norm" else kv, config)
+        return _shape_of_head_norm(heads if stem == "attn_q_norm" else kv, head_dim, config)
     return None if kind == "bias" and row.norm == "rms" else (d,)
 
 
-def _shape_of_head_norm(width: int, config: HFConfig) -> tuple[int, ...] | None:
+def _shape_of_head_norm(width: int, head_dim: int, config: HFConfig) -> tuple[int, ...] | None:
     """As _shape, of the norm of queries or keys."""
     row = ARCHITECTURES[config.architecture]
     if row.norm == "layer":
-        return width // config.head_dim, config.head_dim
-    return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
+        return width // head_dim, head_dim
+    return {"head": (head_dim,), "width": (width,), None: None}[row.qk_norm]
 
 
 def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
@@ -732,6 +736,16 @@ def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
         return _altup_shapes(config.altup, config)
     if config.channels is not None:
         return _channel_space_shapes(config.channels, config.n_embd)
+    if (own := config.window_heads) is not None:
+        of_layers = own.width * config.n_layer
+        return {
+            "per_layer_token_embd": (own.n_vocab, of_layers),
+            "per_layer_model_proj": (of_layers, config.n_embd),
+            "per_layer_proj_norm": (own.width,),
+            "inp_gate": (own.width, config.n_embd),
+            "proj": (config.n_embd, own.width),
+            "layer_output_scale": (1,),
+        }
     return {} if config.space is None else _state_space_shapes(config.space, config)
 
 

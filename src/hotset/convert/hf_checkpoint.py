@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hotset.convert import fp8
 from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import SMALL_FILE, open_regular
@@ -32,6 +33,7 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
+    "F8_E4M3": fp8.CODES,
 }
 PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
 BYTES = {"U8": np.dtype("u1")}
@@ -41,11 +43,12 @@ class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
     embeds: it is one of sentence-transformers, which makes vectors of texts and needs no output matrix.
+    Matrices in FP8 lie under their scales (fp8.Scaled); block: rows and columns that share one.
     Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
     tensors that are not floats, nor bytes where weights are packed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128)) -> None:
         self.tensors: dict[str, np.ndarray] = {}
         self._maps: list[MappedFile] = []
         self.embeds = (folder / "modules.json").exists()
@@ -62,6 +65,8 @@ class Checkpoint:
                 if name in self.tensors:
                     raise FormatError(f"the tensor {name} stands twice in {folder}; download it again")
                 self.tensors[name] = values
+        if any(values.dtype == fp8.CODES for values in self.tensors.values()):
+            self.tensors = fp8.scaled(self.tensors, block)
 
     def release(self) -> None:
         """Takes what has been read out of the process's memory (the system may keep it)."""

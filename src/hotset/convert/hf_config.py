@@ -14,6 +14,7 @@ from typing import Any, Literal, assert_never
 
 import numpy as np
 
+from hotset.convert.fp8 import block_of, is_fp8
 from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, HFRwkv
 from hotset.convert.hf_values import integer, number
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
@@ -163,7 +164,8 @@ class HFClass:
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
-    is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own.
+    is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own. window_heads: see
+    HFWindowHeads.
     layer_keys: tensors of a layer of one number each, which are a key of the file, without an architecture.
     ternary: quantization_config may say that matrices of layers count as -s, 0 and s, s being their mean
     magnitude.
@@ -217,6 +219,7 @@ class HFClass:
     short_conv: bool = False
     adjusted_ff: bool = False
     altup: bool = False
+    window_heads: bool = False
     layer_keys: dict[str, str] = field(default_factory=dict)
     ternary: bool = False
     parts: bool = False
@@ -849,6 +852,52 @@ _MODERN_BERT = HFClass(
     windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     fused_gate=True,
 )
+_GEMMA4 = HFClass(  # those with experts are refused
+    "gemma4",
+    tensors=_LLAMA_TENSORS
+    | {name: stem for name, stem in _ALTUP_TENSORS.items() if stem.startswith("per_layer_")},
+    layer_tensors=_GEMMA["layer_tensors"]
+    | {name: stem for name, stem in _ALTUP_NAMES.items() if stem in ("inp_gate", "proj", "post_norm")}
+    | {"layer_scalar": "layer_output_scale"},
+    activation="hidden_activation",
+    tied=True,
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+        },
+    },
+    required={"attention_bias": False, "enable_moe_block": False},
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    windows=("sliding_window", "layer_types"),
+    window_heads=True,
+)
+_GEMMA3N = HFClass(
+    "gemma3n",
+    tensors=_LLAMA_TENSORS | _ALTUP_TENSORS,
+    layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
+    activation="hidden_activation",
+    tied=True,
+    defaults=_GEMMA3N_DEFAULTS,
+    required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    windows=("sliding_window", "layer_types"),
+    altup=True,
+)
+
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
     "GPT2LMHeadModel": HFClass(
@@ -1597,18 +1646,10 @@ CLASSES: dict[str, HFClass] = {
         numbers={"final_logit_softcapping": "final_logit_softcapping"},
         windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     ),
-    "Gemma3nForCausalLM": HFClass(
-        "gemma3n",
-        tensors=_LLAMA_TENSORS | _ALTUP_TENSORS,
-        layer_tensors=_GEMMA["layer_tensors"] | _ALTUP_NAMES,
-        activation="hidden_activation",
-        tied=True,
-        defaults=_GEMMA3N_DEFAULTS,
-        required={"use_bidirectional_attention": False, "altup_active_idx": 0, "altup_correct_scale": True},
-        numbers={"final_logit_softcapping": "final_logit_softcapping"},
-        windows=("sliding_window", "layer_types"),
-        altup=True,
-    ),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, sees=True),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, sees=True),
     "SmallThinkerForCausalLM": HFClass(
         "smallthinker",
         layer_tensors={
@@ -2204,6 +2245,61 @@ class HFAltUp:
         }
 
 
+class HFWindowHeads:
+    """Gemma 4's layers: heads of keys and values and the channels of one, of layers with a window and of the
+    others; which take keys for values; the width of the embedding that each layer adds and its tokens; how
+    many layers at the end attend the keys and values of others, whose FFNs may be twice as wide."""
+
+    def __init__(self, config: dict[str, Any], n_layer: int, n_head: int) -> None:
+        if config.get("use_bidirectional_attention") not in (None, "vision", False):
+            raise UnsupportedModelError("use_bidirectional_attention in config.json is not supported")
+        types = config.get("layer_types")
+        if types is None:
+            types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(n_layer)]
+            types[-1] = "full_attention"
+        types = _checked_types(types, n_layer, ("full_attention", "sliding_attention"))
+        self.windowed = [kind == "sliding_attention" for kind in types]
+        of_layers = config.get("per_layer_config")
+        of_layers = of_layers if isinstance(of_layers, dict) else {}
+        self.key_is_value = config.get("attention_k_eq_v") is True
+        self.dim = integer(config, "head_dim", high=MAX_HEAD_DIM)
+        first_full = next((i for i, windowed in enumerate(self.windowed) if not windowed), 0)
+        own = of_layers.get(str(first_full))
+        own = own if isinstance(own, dict) else {}
+        # transformers writes what differs layer by layer; checkpoints have two entries for it.
+        self.dim_full = integer(
+            config | own if own else config, "head_dim" if own else "global_head_dim", 512
+        )
+        self.n_kv = integer(config, "num_key_value_heads", high=n_head)
+        self.n_kv_full = integer(own, "num_key_value_heads", self.n_kv)
+        if not own and self.key_is_value:
+            self.n_kv_full = integer(config, "num_global_key_value_heads", self.n_kv)
+        self.width = int(number(config, "hidden_size_per_layer_input"))
+        self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
+        self.n_shared = int(number(config, "num_kv_shared_layers"))
+        self.doubles_ff = config.get("use_double_wide_mlp") is True
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Heads of keys and values, and the channels of one."""
+        return (self.n_kv, self.dim) if self.windowed[layer] else (self.n_kv_full, self.dim_full)
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file."""
+        n_kv = [self.heads_of(i)[0] for i in range(len(self.windowed))]
+        return {
+            "attention.head_count_kv": n_kv if len(set(n_kv)) > 1 else n_kv[0],
+            "attention.key_length": self.dim_full,
+            "attention.value_length": self.dim_full,
+            "attention.key_length_swa": self.dim,
+            "attention.value_length_swa": self.dim,
+            "rope.dimension_count": self.dim_full,
+            "rope.dimension_count_swa": self.dim,
+            "attention.sliding_window_pattern": self.windowed,
+            "attention.shared_kv_layers": self.n_shared,
+            "embedding_length_per_layer_input": self.width,
+        }
+
+
 def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     """The entries of the model that generates, under one name each, with the class's defaults."""
     if hf_class.sees and isinstance(text := config.get("text_config", config.get("language_config")), dict):
@@ -2263,9 +2359,10 @@ class HFConfig:
         self.class_name: str = config["architectures"][0]
         quantised = config.get("quantization_config")
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        self.fp8_block = block_of(quantised)
         self.is_ternary = self.hf_class.ternary and _is_online_bitnet(quantised)
         is_packed = self.hf_class.packed and method == "mxfp4"
-        if quantised is not None and not (is_packed or self.is_ternary):
+        if quantised is not None and not (is_packed or self.is_ternary or is_fp8(quantised)):
             raise UnsupportedModelError(
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
@@ -2287,20 +2384,11 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
-        n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
-        if self.architecture == "rwkv6":
-            n_ff = self.n_embd * 7 // 2 // 32 * 32
-        each: list[int] = []
-        if (ff := self.hf_class.ff) is not None:
-            widths = config.get(ff)
-            if self.altup is None or not isinstance(widths, list):
-                widths = [integer(config, ff, n_ff, 1 << 22)]
-            each = [integer({ff: width}, ff, high=1 << 22) for width in widths]
-        self.n_ff, self.n_ff_of_layers = each[0] if each else 0, each if len(set(each)) > 1 else None
-        if ARCHITECTURES[self.architecture].halved_ff:
-            self.n_ff //= 2
-        if self.hf_class.adjusted_ff:
-            self.n_ff = self._adjusted_ff()
+        self.window_heads = None
+        if self.hf_class.window_heads:
+            self.window_heads = HFWindowHeads(config, self.n_layer, self.n_head)
+            self.head_dim = self.window_heads.dim_full
+        self.n_ff, self.n_ff_of_layers = self._neurons()
         self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
         self.space = self._state_space()
         self.channels = self._channel_space()
@@ -2344,10 +2432,36 @@ class HFConfig:
         has = self.parts is not None and self.n_expert and self.raw.get("moe_latent_size") is not None
         return integer(self.raw, "moe_latent_size", high=1 << 20) if has else 0
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Heads of keys and values of a layer, and the channels of one."""
+        own = self.window_heads
+        return (self.n_head_kv, self.head_dim) if own is None else own.heads_of(layer)
+
     @property
     def transposes_experts(self) -> bool:
         """See HFExperts.transposed."""
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
+
+    def _neurons(self) -> tuple[int, list[int] | None]:
+        """Of an FFN, and of each layer's where they differ."""
+        config = self.raw
+        n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
+        if self.architecture == "rwkv6":
+            n_ff = self.n_embd * 7 // 2 // 32 * 32
+        each: list[int] = []
+        if (ff := self.hf_class.ff) is not None:
+            widths = config.get(ff)
+            if self.altup is None or not isinstance(widths, list):
+                widths = [integer(config, ff, n_ff, 1 << 22)]
+            if (own := self.window_heads) is not None and own.doubles_ff:
+                widths = widths * (self.n_layer - own.n_shared) + [2 * widths[0]] * own.n_shared
+            each = [integer({ff: width}, ff, high=1 << 22) for width in widths]
+        first = each[0] if each else 0
+        if ARCHITECTURES[self.architecture].halved_ff:
+            first //= 2
+        if self.hf_class.adjusted_ff:
+            first = self._adjusted_ff(first)
+        return first, each if len(set(each)) > 1 else None
 
     def _heads(self) -> tuple[int, int, int]:
         """Heads, those of keys and values, and the channels of one; without attention zeros."""
@@ -2378,10 +2492,10 @@ class HFConfig:
                 return of_all
         assert_never(self.hf_class.kv_heads)
 
-    def _adjusted_ff(self) -> int:
+    def _adjusted_ff(self, n_ff: int) -> int:
         """LFM2's neurons: two thirds of what config.json says, times a factor, in whole multiples."""
         config = self.raw
-        n_ff = integer(config, "block_ff_dim", self.n_ff, 1 << 22)
+        n_ff = integer(config, "block_ff_dim", n_ff, 1 << 22)
         if config.get("block_auto_adjust_ff_dim", True) is False:
             return n_ff
         n_ff = 2 * n_ff // 3
@@ -2621,7 +2735,7 @@ class HFConfig:
                 "attention.key_length": self.head_dim,
                 "attention.value_length": self.head_dim,
             }
-        for part in (self.latent, self.altup):
+        for part in (self.latent, self.altup, self.window_heads):
             keys |= {} if part is None else part.keys()
         if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
             keys[EPSILON_KEYS[row.norm]] = 1e-5
@@ -2898,6 +3012,8 @@ class HFConfig:
         """Channels of a head that are rotated."""
         if self.latent is not None:
             return self.latent.n_rot
+        if self.window_heads is not None:  # those that are not rotated have no frequency
+            return self.head_dim
         factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
         if self.hf_class.partial and self.raw.get("rotary_dim") is not None:
             factor = integer(self.raw, "rotary_dim", high=self.head_dim) / self.head_dim
@@ -2921,7 +3037,8 @@ class HFConfig:
             keys["rope.scaling.alpha"] = float(rope["alpha"])
         if self.latent is not None and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
             raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
-        if kind in ("default", "llama3"):  # llama3's scaling is the tensor rope_freqs.weight
+        if kind in ("default", "llama3") or (kind == "proportional" and self.window_heads is not None):
+            # The scaling is the tensor rope_freqs.weight.
             return keys
         if kind not in ("linear", "yarn", "longrope"):
             raise UnsupportedModelError(
@@ -3003,6 +3120,10 @@ class HFConfig:
             return {}
         if rope["rope_type"] == "llama3":
             return {LLAMA3_FACTORS: self._llama3_divisors(rope)}
+        if rope["rope_type"] == "proportional":  # the first pairs turn, the others stay
+            pairs, n = np.arange(self.head_dim // 2), self.head_dim
+            turn = pairs < int(number(rope, "partial_rotary_factor", 1.0) * n // 2)
+            return {LLAMA3_FACTORS: np.where(turn, np.float32(1), np.float32(1e30))}
         if rope["rope_type"] == "longrope":
             names = {SHORT_FACTORS: "short_factor", LONG_FACTORS: "long_factor"}
             return {name: self._factors(rope, entry) for name, entry in names.items()}

@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face checkpoint as the keys `tokenizer.*` of a GGUF file.
 
-Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE, WordPiece or
-unigram), vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone), vocab.txt
-(WordPiece).
+Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE, BPE over
+characters, WordPiece or unigram), vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships
+alone), vocab.txt (WordPiece).
 What GGUF has no name for is refused: a guess would silently change the tokens.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ _RWKV_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role']|capitalize + ': ' + m['content']|trim + '\n\n' }}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+_SPACES = [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]  # a normalizer
 _SPECIAL_KINDS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}  # of keys
 _TEXT_KINDS = {"cls": "cls", "sep": "seperator", "mask": "mask"}  # so spelled
 # Of these every character belongs to a match, so that what lies between matches is nothing.
@@ -304,13 +306,16 @@ def _byte_level_bpe(
     tokenizer: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+    of_text = model.get("byte_fallback") and _steps(tokenizer.get("normalizer"), "normalizers") == _SPACES
+    if model.get("type", "BPE") != "BPE" or (model.get("byte_fallback") and not of_text):
         raise TokenizerError(
             "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
         )
     for entry in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(entry):
             raise TokenizerError(f"{entry} in tokenizer.json is not supported")
+    if of_text:
+        return _text_bpe(model, added)
     # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
     for normalizer in _steps(tokenizer.get("normalizer"), "normalizers"):
         if normalizer["type"] != "NFC":
@@ -325,6 +330,23 @@ def _byte_level_bpe(
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
+    }
+    return tokens, types, keys
+
+
+def _text_bpe(
+    model: dict[str, Any], added: list[dict[str, Any]]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """As _of_json, of BPE over characters whose texts have "\u2581" for spaces: Gemma 4's."""
+    is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
+    by_id = {id: (token, BYTE if is_byte(token) else NORMAL) for token, id in model["vocab"].items()}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    tokens, types = _rows(by_id, added)
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
     }
     return tokens, types, keys
 

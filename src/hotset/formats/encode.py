@@ -1,11 +1,13 @@
 """Encodes matrices natively, on all cores: what writes files. Its readable reference is `quants.quantize`.
 
-The round-to-nearest types have its bytes, and so those of GGML's reference quantisers. K types, which it
-does not have, are fitted: of some trial scales per group the best by weighted least squares
-(csrc/kernels/encode_kernels.h).
+The round-to-nearest types have its bytes, and so those of GGML's reference quantisers. K and IQ types, which
+it does not have, are fitted: of some trial scales per group the best by weighted least squares
+(csrc/kernels/encode_kernels.h, codebook_encoders.h). With an importance matrix its numbers are the weights.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,10 +18,13 @@ from hotset.formats.quants import GGMLType, row_bytes
 
 _T = GGMLType
 WRITABLE: tuple[GGMLType, ...] = (
-    _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0, _T.MXFP4,
-    _T.Q3_K, _T.Q2_K, _T.TQ2_0, _T.TQ1_0,
+    _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0,
+    _T.IQ4_NL, _T.IQ4_XS, _T.MXFP4, _T.Q3_K, _T.IQ3_S, _T.IQ3_XXS, _T.Q2_K, _T.IQ2_S, _T.IQ2_XS, _T.TQ2_0,
+    _T.IQ2_XXS, _T.IQ1_M, _T.TQ1_0, _T.IQ1_S,
 )  # fmt: skip
 """The types that can be written, most bits first."""
+FITTED = frozenset(type for type in WRITABLE if "_K" in type.name or type.name.startswith("IQ"))
+"""Those that an importance matrix changes."""
 
 
 def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> np.ndarray:
@@ -34,12 +39,30 @@ def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> 
     return encoded.reshape(*data.shape[:-1], encoded.shape[-1])
 
 
+@dataclass(frozen=True)
+class Importance:
+    """How much an error of each column counts.
+
+    weights: float32 [n_matrices, ne0]. Each has rows_per_matrix rows, and first_row rows lie before the data.
+    """
+
+    weights: np.ndarray
+    rows_per_matrix: int
+    first_row: int = 0
+
+
 def recode(
-    data: np.ndarray, source: GGMLType, ne0: int, type: GGMLType, n_threads: int | None = None
+    data: np.ndarray,
+    source: GGMLType,
+    ne0: int,
+    type: GGMLType,
+    n_threads: int | None = None,
+    importance: Importance | None = None,
 ) -> np.ndarray:
     """Rows of ne0 values of one type, uint8, as rows of another, uint8 [rows, row_bytes(type, ne0)].
 
-    `source` is any type that the kernels decode. Raises as `encode` does.
+    `source` is any type that the kernels decode. importance: of the columns, for the types that are fitted.
+    Raises as `encode` does.
     """
     if type not in WRITABLE:
         names = ", ".join(t.name for t in WRITABLE)
@@ -57,6 +80,7 @@ def recode(
             int(type),
             out.reshape(-1),
             threads,
+            *(() if importance is None else _weights(importance)),
         )
         if bad >= 0:
             raise InvalidRequestError(
@@ -64,3 +88,9 @@ def recode(
                 "check the model, or store this tensor as F32 or BF16"
             )
     return out
+
+
+def _weights(importance: Importance) -> tuple[np.ndarray, int, int]:
+    mean = float(importance.weights.mean(dtype=np.float64))  # 1, so that nothing overflows
+    weights = np.ascontiguousarray(importance.weights / (mean or 1.0), np.float32)
+    return weights, importance.rows_per_matrix, importance.first_row

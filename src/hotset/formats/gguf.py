@@ -595,7 +595,7 @@ class GGUFWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        architecture: str,
+        architecture: str | None,
         alignment: int = DEFAULT_ALIGNMENT,
         dialect: Dialect = "gguf",
     ) -> None:
@@ -609,7 +609,8 @@ class GGUFWriter:
         self._values: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
         self._truncated_before = truncated_files()
-        self.add("general.architecture", architecture)
+        if architecture is not None:  # a file of no model has none
+            self.add("general.architecture", architecture)
         if alignment != DEFAULT_ALIGNMENT:
             self.add("general.alignment", alignment)
 

@@ -8,9 +8,10 @@ bits:
   divide its rows, and for falcon;
 - the predictors of a PowerInfer model (`fc1`, `fc2`), as its own quantiser has them: Q4_0 in a Q4_0 file,
   Q5_0 in another quantised one;
-- in `q4_k_m` and `q5_k_m`: Q6_K for attn_v and ffn_down in half of the layers.
+- in mixes (`q4_k_m`, `q3_k_l`, `iq2_xs`, ...) what formats/mixes.py says.
 
-Rows that a type's blocks do not divide take a type near it (FALLBACKS).
+With an importance matrix (formats/imatrix.py) errors are weighted by it; types of less than three and a half
+bits need one. Rows that a type's blocks do not divide take a type near it (FALLBACKS).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,7 @@ import numpy as np
 
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
-from hotset.formats.encode import WRITABLE, recode
+from hotset.formats.encode import FITTED, WRITABLE, Importance, recode
 from hotset.formats.gguf import (
     DEFAULT_ALIGNMENT,
     Dialect,
@@ -37,6 +39,8 @@ from hotset.formats.gguf import (
     copy_metadata,
     open_gguf,
 )
+from hotset.formats.imatrix import ImportanceMatrix
+from hotset.formats.mixes import FIVE_BIT_OUTPUT, Place, kind_of, layer_of, mixed_type
 from hotset.formats.quants import DECODABLE, TYPES, GGMLType, row_bytes
 
 if TYPE_CHECKING:
@@ -49,11 +53,10 @@ QUANTIZATION_VERSION = 2
 
 @dataclass(frozen=True)
 class Target:
-    """What --type names. file_type: of general.file_type. better: of matrices in _better_layers."""
+    """What --type names. type: of most matrices. file_type: of general.file_type."""
 
     type: GGMLType
     file_type: int
-    better: GGMLType | None = None
 
 
 TARGETS: dict[str, Target] = {
@@ -62,28 +65,48 @@ TARGETS: dict[str, Target] = {
     "bf16": Target(_T.BF16, 32),
     "q8_0": Target(_T.Q8_0, 7),
     "q6_k": Target(_T.Q6_K, 18),
-    "q5_k_m": Target(_T.Q5_K, 17, better=_T.Q6_K),
+    "q5_k_m": Target(_T.Q5_K, 17),
     "q5_k_s": Target(_T.Q5_K, 16),
     "q5_1": Target(_T.Q5_1, 9),
     "q5_0": Target(_T.Q5_0, 8),
-    "q4_k_m": Target(_T.Q4_K, 15, better=_T.Q6_K),
+    "q4_k_m": Target(_T.Q4_K, 15),
     "q4_k_s": Target(_T.Q4_K, 14),
     "q4_1": Target(_T.Q4_1, 3),
     "q4_0": Target(_T.Q4_0, 2),
+    "iq4_nl": Target(_T.IQ4_NL, 25),
+    "iq4_xs": Target(_T.IQ4_XS, 30),
     "mxfp4": Target(_T.MXFP4, 38),
-    "q3_k": Target(_T.Q3_K, 11),
+    "q3_k_l": Target(_T.Q3_K, 13),
+    "q3_k_m": Target(_T.Q3_K, 12),
+    "q3_k_s": Target(_T.Q3_K, 11),
+    "iq3_m": Target(_T.IQ3_S, 27),
+    "iq3_s": Target(_T.IQ3_S, 26),
+    "iq3_xs": Target(_T.IQ3_S, 22),
+    "iq3_xxs": Target(_T.IQ3_XXS, 23),
     "q2_k": Target(_T.Q2_K, 10),
+    "q2_k_s": Target(_T.Q2_K, 21),
+    "iq2_m": Target(_T.IQ2_S, 29),
+    "iq2_s": Target(_T.IQ2_XS, 28),
+    "iq2_xs": Target(_T.IQ2_XS, 20),
     "tq2_0": Target(_T.TQ2_0, 37),
+    "iq2_xxs": Target(_T.IQ2_XXS, 19),
+    "iq1_m": Target(_T.IQ1_M, 31),
     "tq1_0": Target(_T.TQ1_0, 36),
+    "iq1_s": Target(_T.IQ1_S, 24),
 }
-ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m"}
+ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
+
+_LATTICES = (_T.IQ3_S, _T.IQ3_XXS, _T.IQ2_S, _T.IQ2_XS, _T.IQ2_XXS, _T.IQ1_M, _T.IQ1_S)
+WEIGHTED = frozenset(_LATTICES[1:])
+"""Types that are made with an importance matrix only."""
 
 FALLBACKS: dict[GGMLType, GGMLType] = {
     _T.Q6_K: _T.Q8_0,
     _T.Q5_K: _T.Q5_1,
     _T.Q4_K: _T.Q5_0,
     **dict.fromkeys((_T.Q3_K, _T.Q2_K, _T.TQ2_0, _T.TQ1_0), _T.Q4_0),
-    **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0, _T.MXFP4), _T.F16),
+    **dict.fromkeys((*_LATTICES, _T.IQ4_XS), _T.IQ4_NL),
+    **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0, _T.MXFP4, _T.IQ4_NL), _T.F16),
 }
 """Where blocks do not divide the rows."""
 
@@ -92,7 +115,8 @@ _KEPT = re.compile(
     r"(ffn_gate_inp|token_types|ssm_conv1d|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
     r"|per_layer_model_proj|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
 )
-_BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t|ffn_down_exps)\.weight")
+_WITHOUT_IMPORTANCE = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
+_LARGE = ("llama", "qwen2", "olmo")  # architectures whose models of 80 layers have small attn_v
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")
 _PIECE_BYTES = 1 << 24  # read and encoded at a time
 
@@ -120,18 +144,21 @@ def quantize(
     *,
     tensor_types: Sequence[str] = (),
     allow_requantize: bool = False,
+    imatrix: str | os.PathLike[str] | None = None,
     n_threads: int | None = None,
     progress: Reporter | None = None,
 ) -> list[PlannedTensor]:
     """Writes `out_path`: the model with its matrices in another type (see `types_of`, which it returns).
 
     Dialect, metadata and the order of tensors stay; a split model becomes one file. It is read once, piece by
-    piece, and takes less than 500 MB of memory whatever its size. Raises what `types_of` does, and
-    InvalidRequestError for weights that are not finite; then no file is left.
+    piece, and takes less than 500 MB of memory whatever its size. imatrix: a file of `hotset imatrix` or of
+    llama.cpp. Raises what `types_of` and `ImportanceMatrix.open` do, and InvalidRequestError for weights that
+    are not finite; then no file is left.
     """
+    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(in_path) as gguf:
         check_target(out_path, gguf.paths)
-        tensors = types_of(gguf, type, tensor_types, allow_requantize=allow_requantize)
+        tensors = types_of(gguf, type, tensor_types, allow_requantize=allow_requantize, importance=importance)
         alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)  # open_gguf has checked it
         writer = GGUFWriter(out_path, gguf.architecture, alignment, gguf.dialect)
@@ -139,12 +166,18 @@ def quantize(
             writer.add("general.file_type", target_of(type).file_type)
         if any(planned.type not in FLOATS for planned in tensors):
             writer.add("general.quantization_version", QUANTIZATION_VERSION)
+        if importance is not None:
+            writer.add("quantize.imatrix.file", Path(os.fspath(imatrix or "")).name)
+            if importance.datasets:
+                writer.add("quantize.imatrix.dataset", importance.datasets[0])
+            writer.add("quantize.imatrix.entries_count", len(importance.inputs))
+            writer.add("quantize.imatrix.chunks_count", importance.n_chunks)
         copy_metadata(gguf, writer)
         for planned in tensors:
             info = planned.info
 
             def pieces(planned: PlannedTensor = planned) -> Iterator[np.ndarray]:
-                return _pieces(gguf, planned, n_threads)
+                return _pieces(gguf, planned, n_threads, importance)
 
             writer.add_tensor(info.name, pieces, planned.type, info.shape)
         writer.write(progress)
@@ -157,6 +190,7 @@ def types_of(
     tensor_types: Sequence[str] = (),
     *,
     allow_requantize: bool = False,
+    importance: ImportanceMatrix | None = None,
 ) -> list[PlannedTensor]:
     """The type that each tensor gets, in the order of the file.
 
@@ -168,13 +202,12 @@ def types_of(
     for info in gguf.tensors.values():
         if info.type not in TYPES:
             gguf.data(info.name)  # says why it cannot be read
-    n_layer = gguf.metadata.get(f"{gguf.architecture}.block_count")
-    facts = TypedModel(
-        gguf.architecture,
-        gguf.dialect,
-        "output.weight" in gguf.tensors,
-        n_layer if isinstance(n_layer, int) else 0,
-    )
+    important = () if importance is None else importance.inputs
+    facts = typed_model(
+        gguf.metadata, gguf.architecture, gguf.dialect, "output.weight" in gguf.tensors, important
+    )  # fmt: skip
+    if importance is not None:
+        _check_importance(gguf, importance)
     planned = assign_types(facts, list(gguf.tensors.values()), type, tensor_types)
     _check_sources(gguf, planned, allow_requantize)
     return planned
@@ -182,12 +215,43 @@ def types_of(
 
 @dataclass(frozen=True)
 class TypedModel:
-    """What the choice of types depends on. n_layer: 0 where it is not known."""
+    """What the choice of types depends on. n_layer: 0 where it is not known. n_group: queries of a key.
+    important: the names of the matrices whose importance is known."""
 
     architecture: str
     dialect: Dialect
     has_output: bool
     n_layer: int
+    n_experts: int = 0
+    n_group: int = 1
+    important: frozenset[str] = frozenset()
+
+
+def typed_model(
+    metadata: Mapping[str, object],
+    architecture: str,
+    dialect: Dialect,
+    has_output: bool,
+    important: Iterable[str] = (),
+) -> TypedModel:
+    """Of a file's keys."""
+
+    def number(key: str) -> int:
+        value = metadata.get(f"{architecture}.{key}")
+        if isinstance(value, np.ndarray | list):  # of each layer
+            value = value[0] if len(value) else 0
+        return int(value) if isinstance(value, int | np.integer) else 0
+
+    n_head = number("attention.head_count")
+    return TypedModel(
+        architecture,
+        dialect,
+        has_output,
+        number("block_count"),
+        number("expert_count"),
+        n_head // max(number("attention.head_count_kv") or n_head, 1),
+        frozenset(important),
+    )
 
 
 def assign_types(
@@ -207,6 +271,7 @@ def assign_types(
         raise InvalidRequestError("nothing is to be done: give a type, or PATTERN=TYPE for some tensors")
     used: set[int] = set()
     planned = []
+    places = _places(model, [info.name for info in tensors if is_matrix(info)])
     for info in tensors:
         if not is_matrix(info):
             planned.append(PlannedTensor(info, info.type))
@@ -220,8 +285,9 @@ def assign_types(
         elif target is None:
             wanted, note = info.type, ""
         else:
-            wanted, note = _default(model, info, target)
+            wanted, note = _default(model, info, target, places)
         planned.append(_possible(info, wanted, note))
+        _check_weighted(model, planned[-1], type)
     for i, text in enumerate(tensor_types):
         if i not in used:
             raise InvalidRequestError(
@@ -257,9 +323,58 @@ def _rule(text: str) -> tuple[re.Pattern[str], GGMLType]:
         raise InvalidRequestError(f"{pattern!r} is not a regular expression ({error})") from None
 
 
-def _default(model: TypedModel, info: TensorInfo, target: Target) -> tuple[GGMLType, str]:
+def _places(model: TypedModel, names: Sequence[str]) -> dict[str, Place]:
+    """Where each matrix of a kind is among those. Experts lie anywhere: there its layer is the number."""
+    found: dict[str, Place] = {}
+    counts: dict[str, int] = {}
+    kinds = {name: kind for name in names if (kind := kind_of(name)) and layer_of(name) >= 0}
+    n_values = sum(kind == "value" for kind in kinds.values())
+    for name in sorted(kinds, key=lambda name: (layer_of(name), name)):
+        kind = kinds[name]
+        at = counts.get(kind, 0)
+        counts[kind] = at + 1
+        if kind == "value":
+            of = n_values
+        else:
+            at, of = (layer_of(name) if model.n_experts > 1 else at), model.n_layer
+        found[name] = Place(
+            at, of, model.n_experts, model.n_group >= 4, model.architecture == "falcon", bool(model.important)
+        )
+    return found
+
+
+def _check_weighted(model: TypedModel, planned: PlannedTensor, type: str | None) -> None:
+    """Refuses a type that needs importance which is not known. Rows of embeddings are never summed."""
+    name = planned.info.name
+    needs = planned.type in WEIGHTED or (
+        planned.type == _T.Q2_K and type is not None and type.lower() == "q2_k_s"
+    )
+    if needs and planned.type != planned.info.type and name not in (*model.important, *_WITHOUT_IMPORTANCE):
+        what = (
+            f"that of {name} is not in the file" if model.important else "collect one with 'hotset imatrix'"
+        )
+        raise InvalidRequestError(
+            f"{planned.type.name} (of {name}) can only be made with an importance matrix (--imatrix FILE): "
+            f"{what}"
+        )
+
+
+def _check_importance(gguf: GGUFFile, importance: ImportanceMatrix) -> None:
+    """Refuses an importance matrix of another model."""
+    for info in gguf.tensors.values():
+        importance.weights(info.name, info.shape)
+    if not importance.inputs.keys() & gguf.tensors.keys():
+        raise InvalidRequestError(
+            f"the importance matrix has none of the matrices of {gguf.path}: it is of another model"
+        )
+
+
+def _default(
+    model: TypedModel, info: TensorInfo, target: Target, places: Mapping[str, Place]
+) -> tuple[GGMLType, str]:
     """The type of a matrix that no rule names, and why it is not the one asked for."""
     powerinfer = model.dialect == "powerinfer"
+    mix = next(name for name, one in TARGETS.items() if one == target)
     if _KEPT.search(info.name) or (info.name == "position_embd.weight" and not powerinfer):
         return info.type, "kept"
     if target.type in FLOATS:
@@ -268,19 +383,16 @@ def _default(model: TypedModel, info: TensorInfo, target: Target) -> tuple[GGMLT
     if info.name == output and target.type != _T.Q8_0:
         if model.architecture == "falcon" or info.shape[0] % TYPES[_T.Q6_K].block_size:
             return _T.Q8_0, "output"
-        return _T.Q6_K, "" if target.type == _T.Q6_K else "output"
+        best = _T.Q5_K if mix in FIVE_BIT_OUTPUT else _T.Q6_K
+        return best, "" if target.type == best else "output"
     if powerinfer and _PREDICTOR.fullmatch(info.name):
         return (_T.Q4_0, "") if target.type == _T.Q4_0 else (_T.Q5_0, "predictor")
-    match = _BETTER.fullmatch(info.name)
-    if target.better is not None and match and _is_better_layer(int(match[1]), model.n_layer):
-        return target.better, "more bits"
-    return target.type, ""
-
-
-def _is_better_layer(layer: int, n_layer: int) -> bool:
-    """The first and the last eighth of the layers, and each third between."""
-    first, last = n_layer // 8, 7 * n_layer // 8
-    return layer < first or layer >= last or (layer - first) % 3 == 2
+    if powerinfer and target.type not in FITTED:
+        return target.type, ""
+    place = places.get(info.name, Place(0, 1))
+    large = model.n_layer == 80 and model.architecture in _LARGE and model.n_group > 1
+    mixed = mixed_type(mix, kind_of(info.name), place, large=large)
+    return (target.type, "") if mixed in (None, target.type) else (mixed or target.type, "mix")
 
 
 def _possible(info: TensorInfo, type: GGMLType, note: str) -> PlannedTensor:
@@ -312,9 +424,14 @@ def _check_sources(gguf: GGUFFile, tensors: list[PlannedTensor], allow_requantiz
         )
 
 
-def _pieces(gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None) -> Iterator[np.ndarray]:
+def _pieces(
+    gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None, importance: ImportanceMatrix | None
+) -> Iterator[np.ndarray]:
     """The tensor's new bytes, read ahead a piece and let go of behind."""
     info, data = planned.info, gguf.data(planned.info.name)
+    weights = None
+    if importance is not None and planned.type in FITTED and planned.type != info.type:
+        weights = importance.weights(info.name, info.shape)
     old = row_bytes(info.type, info.shape[0])
     if not info.nbytes:  # a vector of PowerInfer's may be empty
         return
@@ -327,7 +444,8 @@ def _pieces(gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None) -> It
             yield piece.copy()  # so that the map can let go of it
         else:
             try:
-                yield recode(piece, info.type, info.shape[0], planned.type, n_threads)
+                of_rows = None if weights is None else Importance(weights, info.shape[1], start // old)
+                yield recode(piece, info.type, info.shape[0], planned.type, n_threads, of_rows)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"{gguf.path}: tensor {info.name!r}: {error}") from None
         gguf.advise(info.name, start, start + step, needed=False)

@@ -185,6 +185,10 @@ class Architecture:
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
     altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
       token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
+    window_heads: heads of layers with a window have a size of their own, layers have numbers of KV heads of
+      their own, and take keys for values where they have no attn_v; layers may add an embedding of their own
+      of each token, their result may be scaled (`layer_output_scale`), and the last ones may attend keys and
+      values of others (Gemma 4).
     """
 
     rope: RopeKind | None = "norm"
@@ -237,6 +241,7 @@ class Architecture:
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
+    window_heads: bool = False
     sub_norms: bool = False
     activation_at: int | None = None
     alibi: float | None = 0.0
@@ -316,6 +321,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3n": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=5,
         windowed_rope_base=10000.0, scaled_embedding=True, unscaled=True, altup=True,
+    ),
+    "gemma4": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
+        window_heads=True,
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),
@@ -618,9 +628,10 @@ class LayerConfig:
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     bare: attention reads the stream as it is, whatever the FFN does.
-    ffn_tensors: see Architecture. halved: what the layer yields is multiplied by 0.5.
+    ffn_tensors: see Architecture.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
-    attends; None: its own. sub_norms, sum_norms: see Architecture.
+    attends; None: its own. sub_norms, sum_norms: see Architecture. heads: of k and v, and the channels of
+    one; None: the model's. result_scale: of the stream behind the layer.
     """
 
     n_ff: int
@@ -647,7 +658,8 @@ class LayerConfig:
     sub_norms: bool = False
     sum_norms: bool = False
     ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
-    halved: bool = False
+    heads: tuple[int, int] | None = None
+    result_scale: float = 1.0
 
     @property
     def n_neurons(self) -> int:
@@ -704,8 +716,9 @@ class ModelConfig:
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
     the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
     the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
-    the file; masked: that predictor's mask is part of the model. slopes: see operations.Attention. For the
-    rest see Architecture.
+    the file; masked: that predictor's mask is part of the model. slopes: see operations.Attention.
+    n_embd_layer: width of the embedding of a token that each layer adds; 0: none does. For the rest see
+    Architecture.
     """
 
     architecture: str
@@ -731,6 +744,7 @@ class ModelConfig:
     long_rope: LongRope | None = None
     latent: Latent | None = None
     altup: AltUp | None = None
+    n_embd_layer: int = 0
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
     masked: bool = False
@@ -970,6 +984,9 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         long_rope=_long_rope(gguf, keys, architecture, head_dim, n_ctx_train),
         latent=_latent(keys, architecture, head_dim),
         altup=_altup(keys) if architecture.altup else None,
+        n_embd_layer=keys.integer("embedding_length_per_layer_input", 0, 1 << 16, 0)
+        if architecture.window_heads
+        else 0,
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
         masked=_masked(gguf.metadata),
@@ -1028,14 +1045,15 @@ def _layers(
     xielu: tuple[XIELU | None, ...] = (None,) * n_layer
     if activation.gate == "xielu":
         xielu = _xielu(keys, n_layer)
-    sources = _sources(keys, windows) if architecture.altup else (None,) * n_layer
+    shares = architecture.altup or architecture.window_heads
+    sources = _sources(keys, windows) if shares else (None,) * n_layer
+    heads = _layer_heads(keys, windows, head_dim) if architecture.window_heads else (None,) * n_layer
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
     if architecture.rope is not None and not switched_off:
         rope = windowed = _rope(gguf, keys, architecture, head_dim, n_ctx_train)
         if any(windows) and architecture.windowed_rope_base is not None:
-            base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
-            windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
+            windowed = _windowed_rope(keys, architecture, rope, architecture.windowed_rope_base)
         elif any(windows) and architecture.unscaled_windows:
             base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
@@ -1070,15 +1088,54 @@ def _layers(
             sub_norms=architecture.sub_norms,
             sum_norms=architecture.sum_norms,
             ffn_tensors=architecture.ffn_tensors,
-            halved=halves > 0 and (i + 1) % halves == 0,
+            heads=heads[i],
+            result_scale=_result_scale(gguf, i, halves) if architecture.window_heads or halves else 1.0,
         )
         for i in range(n_layer)
     )
 
 
+def _windowed_rope(keys: _Keys, architecture: Architecture, rope: Rope, base: float) -> Rope:
+    """Of layers with a window, beside the rope of the others: never scaled. base: where the file has none."""
+    base = keys.real("rope.freq_base_swa", 1e-3, 1e15, base)
+    n_rot = rope.n_rot
+    if architecture.window_heads:
+        n_rot = keys.integer("rope.dimension_count_swa", 2, MAX_HEAD_DIM, _window_dim(keys, n_rot))
+    return Rope(rope.kind, n_rot, tuple(_frequencies(base, n_rot).tolist()))
+
+
+def _window_dim(keys: _Keys, head_dim: int) -> int:
+    """Channels of a head of layers with a window."""
+    dim = keys.integer("attention.key_length_swa", 1, MAX_HEAD_DIM, head_dim)
+    if keys.integer("attention.value_length_swa", 1, MAX_HEAD_DIM, dim) != dim:
+        raise keys.error("attention.value_length_swa", f"is not attention.key_length_swa, {dim}")
+    return dim
+
+
+def _layer_heads(keys: _Keys, windows: tuple[int, ...], head_dim: int) -> tuple[tuple[int, int] | None, ...]:
+    """Of each layer the heads of keys and values, and the channels of one."""
+    n_head = keys.uniform("attention.head_count", len(windows), 1, 1 << 14)
+    of_layers = keys.per_layer("attention.head_count_kv", len(windows), 1, 1 << 14, n_head)
+    if any(n_head % n for n in of_layers):
+        raise keys.error("attention.head_count_kv", f"has a number that does not divide {n_head} heads")
+    _check_heads(n_head // min(of_layers), head_dim)
+    dim = _window_dim(keys, head_dim)
+    return tuple((n, dim if window else head_dim) for n, window in zip(of_layers, windows, strict=True))
+
+
+def _result_scale(gguf: GGUFFile, layer: int, halves: int) -> float:
+    """What the stream behind a layer is multiplied with. halves: of so many layers the last halves it."""
+    if halves and (layer + 1) % halves == 0:
+        return 0.5
+    name = f"blk.{layer}.layer_output_scale.weight"
+    return float(_divisors(gguf, name, 1)[0]) if name in gguf.tensors else 1.0
+
+
 def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
     """KV heads of the layers that have attention; of the others, where there may be such, the key says 0."""
     key = "attention.head_count_kv"
+    if architecture.window_heads:  # the layers know their own
+        return max(keys.per_layer(key, n_layer, 1, 1 << 14, n_head))
     if architecture.beside or not (architecture.short_conv or architecture.state_space):
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
     found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}

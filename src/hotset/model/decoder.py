@@ -125,7 +125,7 @@ if TYPE_CHECKING:
 REDUNDANT_TENSORS = re.compile(
     r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
-    r"rope_freqs\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
+    r"rope_freqs\.weight|layer_output_scale\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
     r"(ffn_down|channel_mix_value)\.weight|(ffn_down|channel_mix_value)_t\.(codes|scales))"
 )
 
@@ -166,13 +166,15 @@ def _describe(
     model = _Description(config, weights, layer_thresholds)
     x = model.embedding()
     streams = None if config.altup is None else _Streams(model, config.altup, x)
+    embedded = model.layer_embeddings(x, config.n_embd_layer) if config.n_embd_layer else None
     for i, layer in enumerate(config.layers):
         given = x if streams is None else streams.predicted(i)
         x = model.attention(i, layer, given) if layer.mixes else given
         if layer.n_ff:
             x = model.ffn(i, layer, given, x, predictor)
-        if layer.halved:
-            x = model.scaled(x, 0.5, f"blk.{i}.halved")
+        if embedded is not None:
+            x = model.with_embedding(i, x, embedded)
+        x = model.scaled(x, layer.result_scale, f"blk.{i}.out_scaled")
         if streams is not None:
             streams.correct(i, x)
     model.output(x, streams)
@@ -278,6 +280,7 @@ class _Description:
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
         config, blk, gate = self.config, f"blk.{i}", None
+        n_head_kv, dim, dim_v = self._head_sizes(layer)
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
         else:
@@ -292,12 +295,15 @@ class _Description:
                 gate = self.add(Activate(out, gate, "sigmoid", **self.where))
             q = self._rotated(q, config.n_head, layer)
             if layer.source is None:
-                k = self._rotated(k, config.n_head_kv, layer)
-                self._stored[i] = k, v = k, self._normed_values(v) if layer.value_norm else v
-        attn = self.value(f"{blk}.attn", config.n_head * config.head_dim_v)
+                k = self._rotated(k, n_head_kv, layer)
+                if layer.value_norm:
+                    out = self.value(f"{blk}.attn_v_norm", v.width)
+                    v = self.add(UnitNorm(out, v, config.norm_eps, n_head_kv, **self.where))
+                self._stored[i] = k, v
+        attn = self.value(f"{blk}.attn", config.n_head * dim_v)
         self.add(
             Attention(
-                attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
+                attn, q, k, v, config.n_head, n_head_kv, dim, dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
                 layer.source, config.slopes, config.causal, **self.where,
@@ -484,6 +490,39 @@ class _Description:
         out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
         return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
+    def layer_embeddings(self, x: Value, n_embd_layer: int) -> Value:
+        """The embeddings of all layers side by side: of the token's own, and of the embedding x."""
+        width = n_embd_layer * self.config.n_layer
+        rows = self.weights.matrix("per_layer_token_embd", width, self.config.n_vocab)
+        own = self.add(Embed(self.value("per_layer_token_embd", width), rows))
+        own = self.scaled(own, math.sqrt(n_embd_layer), "per_layer_token_embd_scaled")
+        made = self.scaled(self.linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled")
+        norm, out = (
+            self.weights.vector("per_layer_proj_norm", n_embd_layer),
+            self.value("per_layer_norm", width),
+        )
+        made = self.add(RMSNorm(out, made, norm, self.config.norm_eps, self.config.n_layer))
+        both = self.add(Add(self.value("per_layer_sum", width), made, own))
+        return self.scaled(both, math.sqrt(0.5), "per_layer_inp")
+
+    def gated_embedding(self, i: int, x: Value, embedded: Value) -> Value:
+        """What layer i adds of its embedding of the token, gated by the stream x. embedded: of all layers."""
+        blk, width = f"blk.{i}", embedded.width // self.config.n_layer
+        gate = self.linear(x, f"{blk}.inp_gate", width)
+        act, kind = self.value(f"{blk}.inp_gate_act", width), self.config.layers[i].activation.gate
+        gate = self.add(Activate(act, gate, kind, **self.where))
+        out = self.value(f"{blk}.inp_gated", width)
+        part = self.value(f"{blk}.inp_embd", width)
+        part = self.add(Heads(part, embedded, 1, i * width, **self.where))
+        gated = self.add(Multiply(out, gate, part, **self.where))
+        return self.norm(self.linear(gated, f"{blk}.proj", x.width), f"{blk}.post_norm")
+
+    def with_embedding(self, i: int, x: Value, embedded: Value) -> Value:
+        """The stream x behind layer i with the layer's embedding of the token."""
+        self.enter(i, "other")
+        more = self.gated_embedding(i, x, embedded)
+        return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
+
     def output(self, x: Value, streams: _Streams | None) -> None:
         """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
         the rows that are wanted."""
@@ -517,28 +556,34 @@ class _Description:
         gate = self.add(Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
         return q, gate
 
-    def _normed_values(self, v: Value) -> Value:
-        config, out = self.config, self.value(f"{v.name}_norm", v.width)
-        return self.add(UnitNorm(out, v, config.norm_eps, config.n_head_kv, **self.where))
+    def _head_sizes(self, layer: LayerConfig) -> tuple[int, int, int]:
+        """Heads of k and v of a layer, the channels of one of q and k, and of one of v."""
+        if layer.heads is not None:
+            return *layer.heads, layer.heads[1]
+        return self.config.n_head_kv, self.config.head_dim, self.config.head_dim_v
 
     def _heads(self, x: Value, blk: str, layer: LayerConfig, *, gated: bool) -> tuple[Value, Value, Value]:
         """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v, or k and v
         as another layer has stored them. gated: of each head the rows of q and then those of its gate are in
-        q's."""
+        q's. Where layers have heads of their own, keys serve as values if there is no other matrix."""
         config = self.config
+        n_head_kv, dim, dim_v = self._head_sizes(layer)
         if layer.source is not None:
             self.weights.leave(f"{blk}.attn_k", f"{blk}.attn_v", f"{blk}.attn_k_norm")  # files have them
-            q = self.linear(x, f"{blk}.attn_q", config.n_head * config.head_dim)
+            q = self.linear(x, f"{blk}.attn_q", config.n_head * dim)
             return q, *self._stored[layer.source]
+        if layer.heads is not None and f"{blk}.attn_v.weight" not in self.weights.tensors:
+            q = self.linear(x, f"{blk}.attn_q", config.n_head * dim)
+            k = self.linear(x, f"{blk}.attn_k", n_head_kv * dim)
+            return q, k, k
         if gated:
-            width = config.n_head * (config.head_dim + config.head_dim_v)
-            q = self.linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
-            k = self.linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
-            return q, k, self.linear(x, f"{blk}.attn_v", config.n_head_kv * config.head_dim_v)
+            q = self.linear(x, f"{blk}.attn_q", config.n_head * (dim + dim_v), f"{blk}.attn_qg")
+            k = self.linear(x, f"{blk}.attn_k", n_head_kv * dim)
+            return q, k, self.linear(x, f"{blk}.attn_v", n_head_kv * dim_v)
         widths = {
-            f"{blk}.attn_q": config.n_head * config.head_dim,
-            f"{blk}.attn_k": config.n_head_kv * config.head_dim,
-            f"{blk}.attn_v": config.n_head_kv * config.head_dim_v,
+            f"{blk}.attn_q": config.n_head * dim,
+            f"{blk}.attn_k": n_head_kv * dim,
+            f"{blk}.attn_v": n_head_kv * dim_v,
         }
         if f"{blk}.attn_qkv.weight" not in self.weights.tensors:
             q, k, v = (self.linear(x, name, width) for name, width in widths.items())
@@ -548,7 +593,8 @@ class _Description:
 
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
         """The heads of q or k at their positions, normed before or after where the architecture does so."""
-        name, head_dim, rope = x.name, self.config.head_dim, layer.rope
+        name, rope = x.name, layer.rope
+        _, head_dim, _ = self._head_sizes(layer)
         if layer.qk_norm and not layer.qk_norm_last:
             x = self._head_norm(x, name, n_head, layer.qk_norm)
         if rope is not None:
@@ -1060,29 +1106,13 @@ class _Streams:
     def __init__(self, model: _Description, facts: AltUp, x: Value) -> None:
         self._model, self._n, self._width = model, facts.n_streams, facts.n_embd_layer
         d, n_others = x.width, facts.n_streams - 1
-        self._embedded = self._embed(x)
+        self._embedded = model.layer_embeddings(x, facts.n_embd_layer)
         others = model.value("altup_others", n_others * d)
         model.add(Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
         sized = model.value("altup_sized", n_others * d)
         model.add(MatchMagnitude(sized, others, x, self.LEAST))
         self.x = model.add(Heads(model.value("streams", self._n * d), x, 1, 0, sized))
         self._predictions = self.x
-
-    def _embed(self, x: Value) -> Value:
-        """The embeddings of all layers side by side: of the token's own, and of the embedding x."""
-        model, width = self._model, self._width * self._model.config.n_layer
-        rows = model.weights.matrix("per_layer_token_embd", width, model.config.n_vocab)
-        own = model.add(Embed(model.value("per_layer_token_embd", width), rows))
-        own = model.scaled(own, math.sqrt(self._width), "per_layer_token_embd_scaled")
-        made = model.scaled(model.linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled")
-        norm, out = (
-            model.weights.vector("per_layer_proj_norm", self._width),
-            model.value("per_layer_norm", width),
-        )
-        eps = model.config.norm_eps
-        made = model.add(RMSNorm(out, made, norm, eps, model.config.n_layer))
-        both = model.add(Add(model.value("per_layer_sum", width), made, own))
-        return model.scaled(both, math.sqrt(0.5), "per_layer_inp")
 
     def predicted(self, i: int) -> Value:
         """The first stream, as layer i predicts it."""
@@ -1112,15 +1142,7 @@ class _Streams:
         first = self._stream(corrected, 0, f"{blk}.altup_first")
         scale = model.weights.vector(f"{blk}.altup_correct_scale", d)
         first = model.add(Scale(model.value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model.where))
-        gate = model.linear(first, f"{blk}.inp_gate", self._width)
-        act = model.value(f"{blk}.inp_gate_act", self._width)
-        kind = model.config.layers[i].activation.gate
-        gate = model.add(Activate(act, gate, kind, **model.where))
-        out = model.value(f"{blk}.inp_gated", self._width)
-        gated = model.add(
-            Multiply(out, gate, self._part(self._embedded, i * self._width, f"{blk}.inp_embd"), **model.where)
-        )
-        more = model.norm(model.linear(gated, f"{blk}.proj", d), f"{blk}.post_norm")
+        more = model.gated_embedding(i, first, self._embedded)
         out = model.value(f"{blk}.streams", self.x.width)
         self.x = model.add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model.where))
 

@@ -1,10 +1,10 @@
 """From text to token ids and back, with nothing but the metadata of a GGUF file.
 
-The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and WordPiece
-("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram ("t5"); RWKV's longest matches ("rwkv")
-are found here. What is here is what a GGUF file leaves to its reader: building the library's model from
-pieces, scores, merges and types; splitting the text at special tokens; BOS and EOS; and turning ids back into
-bytes, which may split a character and so are decoded with care.
+The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2"), BPE over
+characters ("gemma4") and WordPiece ("bert"), `sentencepiece` for SentencePiece BPE ("llama") and unigram
+("t5"); RWKV's longest matches ("rwkv") are found here. What is here is what a GGUF file leaves to its reader:
+building the library's model from pieces, scores, merges and types; splitting the text at special tokens; BOS
+and EOS; and turning ids back into bytes, which may split a character and so are decoded with care.
 """
 
 import codecs
@@ -319,7 +319,37 @@ class Tokenizer:
         return frozenset(stops.values()) | named
 
 
-class BytePairTokenizer(Tokenizer):
+class _MergingTokenizer(Tokenizer):
+    """BPE by the library `tokenizers`: pairs of pieces merge in the order of the merges."""
+
+    def _merging(self, metadata: Mapping[str, Any], **settings: Any) -> Any:
+        """The library's model of the file's tokens and merges."""
+        merges = _strings(metadata, "tokenizer.ggml.merges")
+        vocab = dict(zip(self.tokens, range(self.n_vocab), strict=True))
+        # Control tokens are no words of the model: text must never become one by merging.
+        for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
+            vocab.pop(piece, None)
+
+        from tokenizers.models import BPE
+
+        pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
+        try:
+            # What two pieces merge into is put together in a buffer as long as the longest token: where it
+            # does not fit the library panics, which ends the process or is no Exception.
+            if _longest(merges) - len(" ") > _longest(vocab):
+                raise ValueError("a merge leads to no token")
+            return BPE(vocab, pairs, **settings)
+        except Exception:
+            # Some files have merges of tokens that were removed from the vocabulary, or pieces that are not
+            # text. The library wants neither; the merges could only lead to tokens that are not there.
+            vocab = {piece: id for piece, id in vocab.items() if _is_text(piece)}
+            pairs = [
+                p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and "".join(p) in vocab
+            ]
+            return BPE(vocab, pairs, **settings)
+
+
+class BytePairTokenizer(_MergingTokenizer):
     """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -328,34 +358,13 @@ class BytePairTokenizer(Tokenizer):
         super().__init__(
             metadata, bos=None, eos=None, add_bos=row.add_bos and "tokenizer.ggml.bos_token_id" in metadata
         )
-        merges = _strings(metadata, "tokenizer.ggml.merges")
-        vocab = dict(zip(self.tokens, range(self.n_vocab), strict=True))
-        # Control tokens are no words of the model: text must never become one by merging.
-        for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
-            vocab.pop(piece, None)
 
         from tokenizers import Regex
         from tokenizers import Tokenizer as HFTokenizer
-        from tokenizers.models import BPE
         from tokenizers.pre_tokenizers import ByteLevel, Split
         from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
-        pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
-        try:
-            # What two pieces merge into is put together in a buffer as long as the longest token: where it
-            # does not fit the library panics, which ends the process or is no Exception.
-            if _longest(merges) - len(" ") > _longest(vocab):
-                raise ValueError("a merge leads to no token")
-            model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
-        except Exception:
-            # Some files have merges of tokens that were removed from the vocabulary, or pieces that are not
-            # text. The library wants neither; the merges could only lead to tokens that are not there.
-            vocab = {piece: id for piece, id in vocab.items() if _is_text(piece)}
-            pairs = [
-                p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and "".join(p) in vocab
-            ]
-            model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
-        self._library = HFTokenizer(model)
+        self._library = HFTokenizer(self._merging(metadata, ignore_merges=row.ignore_merges))
         splits: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
         self._library.pre_tokenizer = PreTokenizers(
             [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -383,6 +392,44 @@ class BytePairTokenizer(Tokenizer):
             return bytes([_BYTE_OF_LETTER[letter] for letter in piece])
         except KeyError:  # a piece in plain text, as some added tokens are
             return _utf8(piece)
+
+
+class TextPairTokenizer(_MergingTokenizer):
+    """BPE over characters, line by line ("gemma4", of Gemma 4): a space is U+2581, a run of line feeds that
+    is a token is one, and bytes are the fallback."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        has_bos = "tokenizer.ggml.bos_token_id" in metadata
+        keys = {**metadata, "tokenizer.ggml.add_bos_token": has_bos}  # whatever the file says, as llama.cpp
+        super().__init__(keys, bos=None, eos=None, add_bos=has_bos)
+
+        from tokenizers import Tokenizer as HFTokenizer
+
+        self._library = HFTokenizer(self._merging(metadata, byte_fallback=True))
+        special = self._ids_of(_CONTROL).keys() | self._ids_of(_UNKNOWN).keys()
+        breaks = (piece for piece in self.vocabulary if piece and not piece.strip("\n"))
+        self._breaks = {piece: self.vocabulary[piece] for piece in breaks if piece not in special}
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
+        parts = [part for part in re.split("(\n+)", text.replace(" ", _SPACE)) if part]
+        merged = iter(
+            self._library.encode_batch_fast(
+                [part for part in parts if part not in self._breaks], add_special_tokens=False
+            )
+        )
+        ids: list[int] = []
+        for part in parts:
+            ids += [self._breaks[part]] if part in self._breaks else next(merged).ids
+        return ids
+
+    def _spellings(self, piece: str) -> list[bytes]:
+        return [_utf8(piece), self._piece_bytes(piece, user_defined=False)]
+
+    def _spelled_bytes(self) -> Collection[int]:
+        return range(256) if _has_byte_pieces(self.tokens, self.types) else ()
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+        return _utf8(piece if user_defined else piece.replace(_SPACE, " "))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -624,6 +671,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {
     "t5": UnigramTokenizer,
     "bert": WordPieceTokenizer,
     "rwkv": RwkvTokenizer,
+    "gemma4": TextPairTokenizer,
 }
 
 

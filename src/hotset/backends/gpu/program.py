@@ -333,8 +333,12 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | UnitNorm():
+            case AddStreams() | MatchMagnitude():
                 raise UnsupportedModelError("AltUp's streams are computed on the CPU; use --no-gpu")
+            case UnitNorm():
+                raise UnsupportedModelError(
+                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use --no-gpu"
+                )
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
             case Route() | ExpertLinear() | ExpertSum():

@@ -1,0 +1,157 @@
+"""Matrices that a checkpoint holds as FP8 (E4M3) under scales, decoded while they are read.
+
+DeepSeek, Qwen and MiniMax publish blocks of 128 rows and columns with a scale each (`weight_scale_inv`, which
+is multiplied with in spite of its name); compressed-tensors, FBGEMM and ModelOpt one scale for a matrix or
+for each of its rows (`weight_scale`). Scales of activations belong to an engine that computes in FP8 and are
+left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.formats.torch_file import to_floats
+
+CODES = np.dtype([("e4m3", "u1")])  # sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinity
+SCALES = (".weight_scale_inv", ".weight_scale")
+_UNUSED = re.compile(r".*\.(input_scale|input_global_scale|output_scale|[kqv]_scale|activation_scale)")
+_BLOCK = (128, 128)
+
+
+def _values() -> np.ndarray:
+    codes = np.arange(128)
+    exponent, mantissa = codes >> 3, codes & 7
+    positive = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    positive[127] = np.nan
+    return np.concatenate([positive, -positive]).astype(np.float32)
+
+
+VALUES = _values()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix whose rows and columns can be chosen as those of an array, without decoding it.
+
+    codes: CODES [n_rows, n_columns]. scales: float32 [blocks of rows, blocks of columns]; rows, columns: the
+    block of each.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.codes.dtype
+
+    @property
+    def size(self) -> int:
+        return self.codes.size
+
+    @property
+    def T(self) -> Scaled:  # noqa: N802 - as NumPy has it
+        return Scaled(self.codes.T, self.scales.T, self.columns, self.rows)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, key: Any) -> Scaled:
+        """Some rows, or (rows, columns); with an ellipsis before them as of an array of two dimensions."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if keys[0] is Ellipsis:
+            keys = (slice(None), *keys[1:])[-2:]
+        rows, columns = (*keys, slice(None))[:2]
+        return Scaled(self.codes[rows][:, columns], self.scales, self.rows[rows], self.columns[columns])
+
+    def reshape(self, n: int, *_: int) -> list[Scaled]:
+        """n equal parts of the rows: all that a matrix of heads is reshaped to."""
+        size = len(self) // n
+        return [self[i * size : (i + 1) * size] for i in range(n)]
+
+    def floats(self) -> np.ndarray:
+        """The values, float32."""
+        found: np.ndarray = VALUES[self.codes["e4m3"]] * self.scales[self.rows][:, self.columns]
+        return found
+
+
+def is_fp8(quantised: object) -> bool:
+    """Whether a quantization_config is of weights in FP8 under scales."""
+    if not isinstance(quantised, dict):
+        return False
+    match quantised.get("quant_method"):
+        case "fp8":
+            return quantised.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+        case "fbgemm_fp8":
+            return True
+        case "compressed-tensors":
+            return quantised.get("format") == "float-quantized"
+        case "modelopt":
+            return quantised.get("quant_algo") == "FP8"
+    return False
+
+
+def block_of(quantised: object) -> tuple[int, int]:
+    """Rows and columns of a block where a scale is one block's."""
+    found = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+    if found is None and isinstance(quantised, dict):
+        groups = quantised.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            found = weights.get("block_structure") if isinstance(weights, dict) else None
+    if found is None:
+        return _BLOCK
+    if not isinstance(found, list) or len(found) != 2 or not all(type(n) is int and n > 0 for n in found):
+        raise FormatError(f"config.json says that blocks of FP8 are {found!r}: two whole numbers are needed")
+    return found[0], found[1]
+
+
+def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:
+    """The tensors with those in FP8 under their scales, and without the scales."""
+    found, used = {}, set()
+    for name, values in tensors.items():
+        if values.dtype == CODES:
+            stem = name.removesuffix(".weight")
+            scale = next((stem + kind for kind in SCALES if stem + kind in tensors), None)
+            if scale is None or scale == name or values.ndim != 2:
+                raise UnsupportedModelError(
+                    f"the tensor {name} is FP8 in {values.ndim} dimensions"
+                    f"{' without a weight_scale' if scale is None else ''}, which is not supported"
+                )
+            used.add(scale)
+            matrix = _under(name, values, to_floats(np.ascontiguousarray(tensors[scale])), block)
+            found[name] = cast("np.ndarray", matrix)  # it has what converting asks of an array
+    for name, values in tensors.items():
+        if name not in found and name not in used and not _UNUSED.fullmatch(name):
+            found[name] = values
+    return found
+
+
+def _under(name: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> Scaled:
+    n_rows, n_columns = codes.shape
+    rows, columns = np.zeros(n_rows, np.int64), np.zeros(n_columns, np.int64)
+    if scales.size == 1:
+        return Scaled(codes, scales.reshape(1, 1), rows, columns)
+    if scales.shape in ((n_rows,), (n_rows, 1)) and n_rows > 1:
+        return Scaled(codes, scales.reshape(-1, 1), np.arange(n_rows), columns)
+    if scales.shape != (-(-n_rows // block[0]), -(-n_columns // block[1])):
+        raise FormatError(
+            f"the tensor {name} is {list(codes.shape)} and its scales {list(scales.shape)}, for blocks of "
+            f"{block[0]} by {block[1]}; download the checkpoint again"
+        )
+    return Scaled(codes, scales, np.arange(n_rows) // block[0], np.arange(n_columns) // block[1])
