@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -86,6 +88,28 @@ def test_the_check_refuses_a_wheel(tmp_path: Path, version: str, names: list[str
     done = subprocess.run([sys.executable, script, wheel], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert why in done.stderr
+
+
+def test_the_one_file_unpacks_once_and_hands_on_its_arguments(tmp_path: Path) -> None:
+    packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
+    program = tmp_path / "tree" / "bin" / "python3"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    program.chmod(0o755)
+    archive = packing["packed"](tmp_path / "tree")
+    os.utime(program, (0, 0))
+    assert packing["packed"](tmp_path / "tree") == archive
+    packing["write"](tmp_path / "one", archive)
+    environment = {"PATH": os.defpath, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    command = [tmp_path / "one", "run", "two words"]
+    runs = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in "ab"
+    ]
+    assert [run.stdout.splitlines()[-2:] for run in runs] == [["run", "two words"]] * 2
+    assert "Unpacking" in runs[0].stderr
+    assert not runs[1].stderr
+    [unpacked] = (tmp_path / "cache").iterdir()
+    assert [path.name for path in unpacked.rglob("*")] == ["bin", "python3"]
 
 
 def test_the_workflow_checks_what_it_releases() -> None:
