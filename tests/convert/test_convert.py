@@ -596,9 +596,9 @@ def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
     ("entries", "error", "message"),
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
+            {"architectures": ["Plamo2ForCausalLM"]},
             UnsupportedModelError,
-            "'MambaForCausalLM'.*LlamaForCausalLM",
+            "'Plamo2ForCausalLM'.*LlamaForCausalLM",
         ),
         ({"architectures": None}, UnsupportedModelError, "architecture None"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),

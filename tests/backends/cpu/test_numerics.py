@@ -271,6 +271,8 @@ def test_activations(isa: str, kind: str) -> None:
             10 ** rng.uniform(-44, 9, 999),
         ]
     ).astype(np.float32)[None]
+    if kind == "exp":  # of more no float32 holds the power
+        x = np.minimum(x, np.float32(88))
     fed = Fed(isa, 1)
     source, out = fed.input(x), fed.output(x.shape[1])
     fed.plan.add("activate", x=source, kind=kind, threshold=threshold, out=out)
