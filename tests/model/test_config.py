@@ -376,7 +376,7 @@ def test_rwkv_has_no_attention() -> None:
             config_from_gguf(file("rwkv7", **keys | wrong))
     older = {"time_mix_extra_dim": 8, "time_decay_extra_dim": 8, "rescale_every_n_layers": 2}
     config = config_from_gguf(file("rwkv6", **keys | older, block_count=5))
-    assert [layer.halved for layer in config.layers] == [False, True, False, True, False]
+    assert [layer.result_scale for layer in config.layers] == [1.0, 0.5, 1.0, 0.5, 1.0]
 
 
 def test_layers_with_a_gated_delta_net() -> None:

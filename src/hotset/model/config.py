@@ -1058,7 +1058,7 @@ def _layers(
             base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
     mixers = _mixers(gguf, keys, architecture, n_layer)
-    halves = keys.integer("rescale_every_n_layers", 0, 1 << 12, 0) if architecture.rwkv == 6 else 0
+    result_scales = _result_scales(gguf, keys, architecture, n_layer)
     period = architecture.unrotated_period
     if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
@@ -1089,7 +1089,7 @@ def _layers(
             sum_norms=architecture.sum_norms,
             ffn_tensors=architecture.ffn_tensors,
             heads=heads[i],
-            result_scale=_result_scale(gguf, i, halves) if architecture.window_heads or halves else 1.0,
+            result_scale=result_scales[i],
         )
         for i in range(n_layer)
     )
@@ -1123,12 +1123,15 @@ def _layer_heads(keys: _Keys, windows: tuple[int, ...], head_dim: int) -> tuple[
     return tuple((n, dim if window else head_dim) for n, window in zip(of_layers, windows, strict=True))
 
 
-def _result_scale(gguf: GGUFFile, layer: int, halves: int) -> float:
-    """What the stream behind a layer is multiplied with. halves: of so many layers the last halves it."""
-    if halves and (layer + 1) % halves == 0:
-        return 0.5
-    name = f"blk.{layer}.layer_output_scale.weight"
-    return float(_divisors(gguf, name, 1)[0]) if name in gguf.tensors else 1.0
+def _result_scales(
+    gguf: GGUFFile, keys: _Keys, architecture: Architecture, n_layer: int
+) -> tuple[float, ...]:
+    """What the stream behind each layer is multiplied with."""
+    names = [f"blk.{i}.layer_output_scale.weight" for i in range(n_layer)]
+    if architecture.window_heads:
+        return tuple(float(_divisors(gguf, name, 1)[0]) if name in gguf.tensors else 1.0 for name in names)
+    halves = keys.integer("rescale_every_n_layers", 0, 1 << 12, 0) if architecture.rwkv == 6 else 0
+    return tuple(0.5 if halves and i % halves == 0 else 1.0 for i in range(1, n_layer + 1))
 
 
 def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
