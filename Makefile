@@ -218,7 +218,7 @@ sbom: $(VENV)/.dev
 # WHEEL=... checks one that is there. Needs the network.
 WHEEL ?=
 release-check: $(if $(WHEEL),,wheel)
-	$(PYTHON) packaging/release_check.py $(or $(WHEEL),dist/hotset-*.whl) --sbom dist/hotset.cdx.json
+	$(PYTHON) packaging/release_check.py $(or $(WHEEL),$$(ls -t dist/hotset-*.whl | head -n 1)) --sbom dist/hotset.cdx.json
 
 clean:
 	rm -rf build dist $(VENV)
