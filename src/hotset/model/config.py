@@ -1042,9 +1042,7 @@ def _layers(
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or _activation(keys, architecture, n_layer)
     top_k = _top_k(keys, n_layer)
-    xielu: tuple[XIELU | None, ...] = (None,) * n_layer
-    if activation.gate == "xielu":
-        xielu = _xielu(keys, n_layer)
+    xielu = _xielu(keys, n_layer) if activation.gate == "xielu" else (None,) * n_layer
     shares = architecture.altup or architecture.window_heads
     sources = _sources(keys, windows) if shares else (None,) * n_layer
     heads = _layer_heads(keys, windows, head_dim) if architecture.window_heads else (None,) * n_layer
