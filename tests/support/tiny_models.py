@@ -101,6 +101,22 @@ def use_parallel_layers(model: torch.nn.Module) -> None:
     model.model.layers = torch.nn.ModuleList(ParallelLayer(layer) for layer in model.model.layers)
 
 
+class SquaredReLU(torch.nn.Module):
+    """An FFN without a gate."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)) ** 2)
+
+
+def use_squared_relu(model: torch.nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp = SquaredReLU(layer.mlp)
+
+
 def use_drelu(model: torch.nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp = DReLU(layer.mlp)
@@ -918,6 +934,13 @@ RECIPES: dict[str, TinyModel] = {
     "mamba": TinyModel("Mamba", MAMBA),
     "mamba-falcon": TinyModel(
         "FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-2, "conv_kernel": 3, "tie_word_embeddings": False}
+    ),
+    "plm": TinyModel(
+        "DeepseekV2",
+        {"first_k_dense_replace": 3, "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "tie_word_embeddings": True},
+        patch=use_squared_relu,
+        written_as=named("PLM") | {"hidden_act": "relu2"},
     ),
     "rwkv6": TinyModel("Rwkv6", RWKV6),
     "rwkv6-unscaled": TinyModel("Rwkv6", {**RWKV6, "head_size": 32, "rescale_every": 0}),

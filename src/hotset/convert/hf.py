@@ -686,6 +686,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "attn_q_a": (latent.rank_q, d),
             "attn_q_b": (heads, latent.rank_q),
             "attn_kv_a_mqa": (latent.rank + latent.n_rot, d),
+            "attn_kv_b": (config.n_head * (latent.n_own + latent.n_value), latent.rank),
             "attn_output": (d, config.n_head * latent.n_value),
         }
     elif config.conv_kernel:

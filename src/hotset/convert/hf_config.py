@@ -1761,6 +1761,15 @@ CLASSES: dict[str, HFClass] = {
             methods={"greedy": False, "group_limited_greedy": True},
         ),
     ),
+    "PLMForCausalLM": HFClass(
+        "plm",
+        layer_tensors=_LATENT_NAMES | {"self_attn.kv_b_proj": "attn_kv_b"},
+        tied=True,
+        defaults=_LATENT_DEFAULTS | {"q_lora_rank": None, "hidden_act": "relu2"},
+        required={"attention_bias": False},
+        rotates="norm",
+        latent=True,
+    ),
     "DeepseekV3ForCausalLM": HFClass(  # R1, Moonlight, Kimi K2
         "deepseek2",
         layer_tensors=_LATENT_NAMES | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
@@ -2194,9 +2203,17 @@ class HFLatent:
         self.n_own = integer(config, "qk_nope_head_dim", high=1 << 12)
         self.n_rot = integer(config, "qk_rope_head_dim", high=1 << 12)
         self.n_value = integer(config, "v_head_dim", high=1 << 12)
+        self.plain = config.get("architectures") == ["PLMForCausalLM"]  # keys as of the first deepseek2 files
 
     def keys(self) -> dict[str, Any]:
-        """Keys of the file, as llama.cpp's converter writes them: heads are those of the latent vector."""
+        """Keys of the file, as llama.cpp's converter writes them: heads are those of the latent vector, or
+        what is made of it."""
+        if self.plain:
+            return {
+                "attention.key_length": self.n_own + self.n_rot,
+                "attention.value_length": self.n_value,
+                "attention.kv_lora_rank": self.rank,
+            }
         return {
             "attention.head_count_kv": 1,
             "attention.key_length": self.rank + self.n_rot,

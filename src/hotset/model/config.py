@@ -371,6 +371,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
     ),
     "deepseek2": Architecture(latent_eps=1e-6, experts=ExpertDefaults(normalised=False)),  # V2, V3, Kimi K2
+    "plm": Architecture(
+        latent_eps=1e-6, gated=False, activation=RELU2,
+        compared_with="transformers' DeepseekV2, with an FFN without a gate",
+    ),
     "mistral4": Architecture(
         latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults()
     ),
