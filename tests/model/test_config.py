@@ -303,6 +303,9 @@ def test_a_file_that_is_not_causal_is_an_encoder() -> None:
     graph = describe(config, complete())
     assert (graph.is_encoder, graph.result.name, graph.result.width) == (True, "result", config.n_embd)
     assert graph.n_vocab(complete()) == config.n_vocab
+    recurrent = {"attention__head_count_kv": [0, 2], "shortconv__l_cache": 3, "attention__causal": False}
+    with pytest.raises(UnsupportedModelError, match=r"an encoder .* with layers that look back alone"):
+        config_from_gguf(file("lfm2", **recurrent))
     with pytest.raises(FormatError, match=r"llama\.attention\.causal must be true or false"):
         config_from_gguf(file(attention__causal=0))
 

@@ -1000,6 +1000,11 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         embedding_norm=architecture.embedding_norm,
         causal=keys.flag("attention.causal", architecture.causal),
     )
+    if not config.causal and (config.n_recurrent or config.altup is not None):
+        raise UnsupportedModelError(
+            f"the file is an encoder ({name}.attention.causal is false) with layers that look back alone, "
+            "which is not supported"
+        )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)

@@ -1219,7 +1219,7 @@ class _Weights:
     def table(self, name: str, n: int) -> str:
         """Rows of n numbers, of which there are one, perhaps as a vector, or more."""
         shape = self.shape(name) or (n, 1)
-        return self._ask(f"{name}.weight", shape if len(shape) < 2 and shape[0] == n else (n, *shape[-1:]))
+        return self._ask(f"{name}.weight", shape if shape == (n,) else (n, *shape[-1:]))
 
     def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
         """A matrix of each head, in one tensor."""
