@@ -932,19 +932,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     UnsupportedModelError for a sound file that cannot be run, FormatError for a key that makes no sense,
     InvalidRequestError for an unknown `activation`.
     """
-    name = gguf.metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
-    rows = POWERINFER_ARCHITECTURES if gguf.dialect == "powerinfer" else ARCHITECTURES
-    if name in REFUSED:
-        raise UnsupportedModelError(f"the architecture {name} is not supported: {REFUSED[name]}")
-    if name not in rows:
-        dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
-        raise UnknownArchitectureError(
-            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' names "
-            "those that are"
-        )
-    architecture = rows[name]
+    name, architecture = _row(gguf)
     keys = _Keys(gguf.metadata, name)
     if architecture.experts is None and keys.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
@@ -1009,6 +997,23 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)
     return config
+
+
+def _row(gguf: GGUFFile) -> tuple[str, Architecture]:
+    """The name of the architecture, and what the table says of it."""
+    name = gguf.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
+    rows = POWERINFER_ARCHITECTURES if gguf.dialect == "powerinfer" else ARCHITECTURES
+    if name in REFUSED:
+        raise UnsupportedModelError(f"the architecture {name} is not supported: {REFUSED[name]}")
+    if name not in rows:
+        dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
+        raise UnknownArchitectureError(
+            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' names "
+            "those that are"
+        )
+    return name, rows[name]
 
 
 def _check_scales(keys: _Keys, architecture: Architecture) -> None:
