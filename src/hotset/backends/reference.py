@@ -482,10 +482,10 @@ def normalised(
         x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
         scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
         return (x * scale * weight).reshape(-1, op.out.width)
-    x = x.reshape(len(x), op.n_head, -1)
+    x = x.reshape(len(x), op.n_head, op.x.width // op.n_head)
     x = x - x.mean(axis=-1, keepdims=True)
     x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
-    x = x.reshape(len(x), -1) * weight
+    x = x.reshape(len(x), op.out.width) * weight
     return x if bias is None else x + bias
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 FORMATS = (".npy", ".jsonl")
-_AT_ONCE = 256  # texts between two signs of progress
+_AT_ONCE = 64  # texts between two signs of progress
 
 TextsFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line; -: the standard input.")]
 
@@ -59,15 +61,11 @@ def embed(  # noqa: PLR0913 - options of a subcommand
     vectors: list[np.ndarray] = []
     with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
         chosen = pooling_of(loaded.gguf.metadata, pooling)
-        for start in range(0, len(found), _AT_ONCE):
-            if len(found) > _AT_ONCE:
-                bar.advance("texts", start, len(found), "texts")
-            some = found[start : start + _AT_ONCE]
+        for _, some in _in_pieces(found, bar):
             if chosen == "none":
                 vectors += loaded.embed_tokens(some, dimensions=dimensions)
             else:
                 vectors += list(loaded.embed(some, pooling=chosen, dimensions=dimensions))
-        bar.clear()
         path = loaded.gguf.path
     if output is not None:
         _write(output, found, vectors)
@@ -98,14 +96,28 @@ def rerank(
     """Print documents by how well they answer a query, the best first; the model is a reranker."""
     found = _texts(documents, file, "DOC")
     with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
-        ranked = loaded.rerank(query, found, top_n=top_n)
+        scored = [
+            replace(one, index=start + one.index)
+            for start, some in _in_pieces(found, bar)
+            for one in loaded.rerank(query, some)
+        ]
         path = loaded.gguf.path
+    ranked = sorted(scored, key=lambda one: (-one.score, one.index))[:top_n]
     if json:
         results = [{"index": one.index, "score": one.score, "document": one.document} for one in ranked]
         print_json({"model": str(path), "query": query, "results": results})
     else:
         rows = [[f"{one.score:.4f}", str(one.index), one.document] for one in ranked]
         print_table([">score", ">index", "document"], rows, tight=True)
+
+
+def _in_pieces(texts: list[str], bar: ProgressBar) -> Iterator[tuple[int, list[str]]]:
+    """Some of the texts at a time, and how many are before them; the bar shows how many are done."""
+    for start in range(0, len(texts), _AT_ONCE):
+        bar.advance("texts", start, len(texts), "texts")
+        yield start, texts[start : start + _AT_ONCE]
+    bar.advance("texts", len(texts), len(texts), "texts")
+    bar.clear()
 
 
 def _loaded(model: str, settings: LoadSettings, bar: ProgressBar) -> Model:

@@ -113,7 +113,7 @@ def test_experts_are_quantised_and_their_router_is_not(tmp_path: Path) -> None:
     gguf = open_gguf(tmp_path / "small.gguf")
     types = {name.partition(".")[2].partition(".")[2]: info.type for name, info in gguf.tensors.items()}
     assert types["ffn_gate_exps.weight"] == T.Q4_K
-    assert types["ffn_down_shexp.weight"] == T.Q4_K
+    assert types["ffn_up_shexp.weight"] == T.Q4_K
     assert T.Q6_K in {gguf.tensors[f"blk.{i}.ffn_down_exps.weight"].type for i in range(2)}
     assert types["ffn_gate_inp.weight"] == types["ffn_gate_exps.bias"] == T.F32
     quantize(path, tmp_path / "close.gguf", "q8_0")

@@ -221,7 +221,7 @@ def test_norms(isa: str, width: int) -> None:
             expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + small) * weight + bias
             fed = Fed(isa, 5)
             source, out = fed.input(x), fed.output(width)
-            fed.plan.add("layer_norm", x=source, weight=weight, bias=bias, eps=eps, out=out)
+            fed.plan.add("layer_norm", x=source, weight=weight, bias=bias, eps=eps, n_head=1, out=out)
             bound = layer_norm_bound(exact, weight, bias, small) + U * np.abs(expected)
             assert_within(fed.run(out), expected, bound, f"layer {what}")
 

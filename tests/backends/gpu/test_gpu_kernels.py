@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -308,8 +310,9 @@ def test_attention_equals_the_reference(
         softcap=softcap, layer=0,
     )  # fmt: skip
     oracle = reference.ReferenceBackend(
-        None, Graph([op], values), n_pages=len(cache.k), kv_type="f16" if dtype == torch.float16 else "f32"
-    )
+        SimpleNamespace(tensors={}), Graph([op], values), n_pages=len(cache.k),
+        kv_type="f16" if dtype == torch.float16 else "f32",
+    )  # fmt: skip
     none = np.zeros(n, np.int32)
     batch = Batch(none, positions.numpy(), sequences.numpy(), cache.tables, none[:0])
     oracle.n_vocab = 1
