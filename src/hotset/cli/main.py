@@ -22,9 +22,8 @@ from hotset.cli.values import take_no_value, take_plain_values
 from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
-# subcommand → module and function. Only the subcommand that is called is imported: the others' imports
-# would be
-# a tenth of the time to the first token.
+# subcommand → module and function. Only the subcommand that is called is imported: the imports of the others
+# would be a tenth of the time to the first token.
 SUBCOMMANDS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
@@ -93,8 +92,8 @@ class _Group(TyperGroup):
         take_plain_values(command.params, inspect.signature(subcommand).parameters)
         return command
 
-    def get_help_option(self, ctx: Any) -> Any:
-        return take_no_value(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [take_no_value(option) for option in super().get_params(ctx)]
 
     def make_context(self, *args: Any, **more: Any) -> Any:
         try:

@@ -24,8 +24,8 @@ _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU
 _FORM = "Form of the answer (needs the extra serve)"
 
 
-def _option(names: str, help: str, panel: str | None = None, **more: object) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(*names.split(), help=help, rich_help_panel=panel, **more)  # type: ignore[arg-type]
+def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typer.models.OptionInfo:
+    info: typer.models.OptionInfo = typer.Option(*names.split(), help=help, rich_help_panel=panel, **more)
     return info
 
 

@@ -316,7 +316,7 @@ def test_attention_equals_the_reference(
     none = np.zeros(n, np.int32)
     batch = Batch(none, positions.numpy(), sequences.numpy(), cache.tables, none[:0])
     oracle.n_vocab = 1
-    expected = oracle._attend(op, q, k, v, oracle._slots(batch))
+    expected = oracle._attend(op, q, k, v, batch, oracle._slots(batch))
     tables = torch.from_numpy(cache.tables)
     t = torch.from_numpy
     fallback.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)
