@@ -5,6 +5,7 @@
 // After `select`, values have a row per *output* token instead of a row per token.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <exception>

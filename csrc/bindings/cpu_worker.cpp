@@ -1,3 +1,4 @@
+#include <algorithm>
 #include "cpu_worker.h"
 
 #include "bindings/plan_builder.h"

@@ -1,3 +1,4 @@
+#include <algorithm>
 // What is read under a budget (csrc/store/).
 #include "bindings/bindings.h"
 #include "runtime.h"

