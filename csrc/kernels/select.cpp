@@ -4,13 +4,13 @@
 
 #include "kernels.h"
 
-#if defined(_M_X64)
+#if defined(_MSC_VER) && defined(_M_X64)
 #include <intrin.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(_M_ARM64) || (defined(__aarch64__) && defined(_WIN32))
+#elif defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #endif
@@ -23,7 +23,7 @@ namespace {
 enum Register { kEax, kEbx, kEcx, kEdx };
 
 bool cpu_bit(int leaf, Register in, int bit) {
-#if defined(_M_X64)
+#if defined(_MSC_VER)
     int info[4];
     __cpuidex(info, leaf, 0);
 #else
@@ -35,7 +35,7 @@ bool cpu_bit(int leaf, Register in, int bit) {
 // Whether the operating system saves these registers when it changes threads.
 bool os_saves(unsigned mask) {
     if (!cpu_bit(1, kEcx, 27)) return false;
-#if defined(_M_X64)
+#if defined(_MSC_VER)
     return (_xgetbv(0) & mask) == mask;
 #else
     unsigned low, high;
@@ -70,7 +70,7 @@ bool has_neon() {
 bool has_neon() {
     return true;
 }
-#elif defined(_M_ARM64) || (defined(__aarch64__) && defined(_WIN32))
+#elif defined(_WIN32) && (defined(_M_ARM64) || defined(__aarch64__))
 bool has_neon() {
     constexpr DWORD kDotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
     return IsProcessorFeaturePresent(kDotProduct);

