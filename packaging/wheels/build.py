@@ -116,9 +116,9 @@ def _extension(python: str, target: Target, jobs: int) -> Path:
     cmake = Path(sys.executable).with_name("cmake")
     definitions = [f"-D{key}={value}" for key, value in settings.items()]
     run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions)
-    run(cmake, "--build", folder, "--target", "_core", "-j", jobs, "--", "-k", "0")
+    run(cmake, "--build", folder, "--target", "_core", "-j", jobs)
     made = folder / f"_core-{python}"
-    (linked,) = [path for path in folder.iterdir() if path.name.startswith("_core.")]
+    (linked,) = [path for path in folder.iterdir() if path.name.startswith("_core.") and path.suffix in (".so", ".pyd")]
     linked.replace(made)  # the next Python's would stand beside it
     return made
 
