@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <system_error>
 
 #ifdef _WIN32
@@ -52,7 +53,8 @@ class Buffer {
 #ifdef _WIN32
 
 StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
-    handle_ = CreateFileA(path_.c_str(), GENERIC_READ, FILE_SHARE_READ, nullptr, OPEN_EXISTING,
+    const std::filesystem::path named(std::u8string(path_.begin(), path_.end()));
+    handle_ = CreateFileW(named.c_str(), GENERIC_READ, FILE_SHARE_READ, nullptr, OPEN_EXISTING,
                           FILE_FLAG_RANDOM_ACCESS, nullptr);
     LARGE_INTEGER size;
     if (handle_ == INVALID_HANDLE_VALUE || !GetFileSizeEx(handle_, &size))

