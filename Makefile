@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels windows-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -209,6 +209,21 @@ sanitize-fuzz: $(SANITIZE)/venv/.installed $(VENV)/.dev
 
 wheel: $(VENV)/.tools
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+# Wheels for Linux, Windows and macOS, compiled here by zig, into dist/ (packaging/wheels/build.py --list); then what their
+# modules load, export and import is checked. WHEELS=win_amd64 builds those with that in their names.
+WHEELS ?=
+wheels: $(VENV)/.wheels
+	$(BIN)/python packaging/wheels/build.py $(WHEELS)
+	$(BIN)/python packaging/wheels/check.py
+
+$(VENV)/.wheels: pyproject.toml $(VENV)/.tools
+	$(BIN)/python -m pip install -q auditwheel abi3audit lief pefile ziglang==0.17.1
+	touch $@
+
+# The wheel for Windows run by CPython for Windows under Wine: the hashes of logits, and tests. Minutes; needs wine64.
+windows-test: $(VENV)/.wheels
+	$(BIN)/python packaging/wheels/windows.py
 
 # What a release consists of: packages with versions and licences, and what is bundled (CycloneDX), into dist/.
 sbom: $(VENV)/.dev

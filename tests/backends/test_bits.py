@@ -35,15 +35,16 @@ if __name__ == "__main__":  # as pytest does for the tests
 import published
 from fuzz import fuzz_reads
 from golden.files import PLATFORM
+from logit_bits import DENSE_CASES, N_VOCAB, RELU_CASES, TABLE, bits_of, write_case, written_bits
 from made_once import made_once
-from paths import DATA, ROOT
-from tiny_gguf import write_llama, write_relu
+from paths import ROOT
+from tiny_gguf import write_relu
 
 import hotset
 from hotset import _core
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
-from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement import channel_rates, ram
@@ -55,44 +56,7 @@ from hotset.training.predictor_layer import Weights
 tiny_models = pytest.importorskip("tiny_models")
 
 T = GGMLType
-TABLE = DATA / "bits.json"
-DENSE = {
-    "llama": {}, "llama-window": {"keys": {"llama.attention.sliding_window": 24}},
-    "llama-tied": {"tied": True}, "qwen2": {"architecture": "qwen2"}, "qwen3": {"architecture": "qwen3"},
-}  # fmt: skip
-RELU = {
-    "llama": {"architecture": "llama"},
-    "bamboo": {"architecture": "bamboo"},
-    "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
-    "falcon-40b": {"architecture": "falcon", "two_norms": True},
-    "opt": {"architecture": "opt"},
-    "relu2": {"architecture": "llama", "keys": {"llama.hidden_activation": "relu2"}},
-    "fatrelu": {
-        "architecture": "llama",
-        "keys": {"llama.hidden_activation": "fatrelu", "hotset.fatrelu_threshold": 0.4},
-    },
-}
-RELU_TYPES = (T.F32, T.F16, T.Q8_0, T.Q4_0)
-LENGTHS = (61, 64, 65, 69, 90)  # tokens
 KV_TYPES = ("f16", "q8_0")
-
-
-def dense_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    for name, options in DENSE.items():
-        yield f"dense/{name}/F32", options, {}
-    for type_ in sorted(DECODABLE):
-        yield f"dense/llama/{type_.name}", {"type": type_}, {}
-    yield "dense/llama/Q4_1/q8_0 cache", {"type": T.Q4_1}, {"kv_type": "q8_0"}
-
-
-def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    for name, options in RELU.items():
-        for type_ in RELU_TYPES:
-            for mode in ("dense", "exact", "predicted"):
-                yield f"powerinfer/{name}/{type_.name}/{mode}", {**options, "type": type_}, {"sparsity": mode}
-            for mode in ("dense", "exact"):
-                plain = {**options, "type": type_, "dialect": "gguf"}
-                yield f"plain/{name}/{type_.name}/{mode}", plain, {"sparsity": mode}
 
 
 RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
@@ -101,8 +65,6 @@ FIRST = tiny_models.first_of_each_architecture()
 OF_RECIPES = [
     pytest.param(name, marks=() if recipe in FIRST else pytest.mark.slow) for name, recipe in RECIPES.items()
 ]
-DENSE_CASES = {name: (model, settings) for name, model, settings in dense_cases()}
-RELU_CASES = {name: (model, settings) for name, model, settings in relu_cases()}
 REAL = {
     "real/smollm2-135m": ("smollm2-135m", {}),
     "real/smollm2-135m/q8_0 cache": ("smollm2-135m", {"kv_type": "q8_0"}),
@@ -121,28 +83,7 @@ def write(name: str, folder: Path) -> Path:
     if (kept := (RECIPES | ENCODERS).get(name)) is not None:
         recipe = (tiny_models.RECIPES | tiny_models.EXPERTS | tiny_models.ENCODERS)[kept]
         return tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder)
-    if name in DENSE_CASES:
-        options = dict(DENSE_CASES[name][0])
-        type_ = options.pop("type", T.F32)
-        options = {"type_of": lambda _: type_, "head_dim": 64, "n_embd": 256, "n_ff": 256, **options}
-        return write_llama(folder / "model.gguf", **options)
-    options = dict(RELU_CASES[name][0])
-    type_ = options.pop("type")
-    return write_relu(
-        folder / "model.gguf", **{"n_embd": 64, "n_ff": 736, "type_of": lambda _: type_, **options}
-    )
-
-
-def bits_of(model: hotset.Model, n_vocab: int) -> str:
-    """SHA-256 of logits: of whole prompts, of a single token and of some tokens behind a reused page; of an
-    encoder of hidden states."""
-    ids = np.random.default_rng(0).integers(0, n_vocab, LENGTHS[-1]).tolist()
-    hasher = hashlib.sha256()
-    for n in LENGTHS:  # the full page of the second is reused by those behind it
-        encodes = model.graph.is_encoder
-        rows = model.taps(ids[:n], ["result"])["result"] if encodes else model.logits(ids[:n])
-        hasher.update(np.ascontiguousarray(rows).tobytes())
-    return hasher.hexdigest()[:24]
+    return write_case(name, folder)
 
 
 def digest_of(path: Path) -> str:
@@ -159,7 +100,7 @@ def compute(name: str, folder: Path, isa: str | None = None, file: Path | None =
         path, n_vocab = file or real(of, folder), 1000
     else:
         _, settings = (DENSE_CASES | RELU_CASES).get(name, (None, {}))
-        path, n_vocab = file or write(name, folder), 96
+        path, n_vocab = file or write(name, folder), N_VOCAB
     environment = {} if isa is None else {"HOTSET_ISA": isa}
     with (
         mock.patch.dict(os.environ, environment),
@@ -194,10 +135,10 @@ def real(name: str, folder: Path) -> Path:
 
 def known_bits() -> dict[str, str]:
     """By name; skips on another platform."""
-    table = json.loads(TABLE.read_text())
-    if table["platform"] != PLATFORM:
-        pytest.skip(f"bits were written down on {table['platform']}; this is {PLATFORM}")
-    return table["bits"]
+    platform, bits = written_bits()
+    if platform != PLATFORM:
+        pytest.skip(f"bits were written down on {platform}; this is {PLATFORM}")
+    return bits
 
 
 @pytest.mark.parametrize("name", [*OF_RECIPES, *DENSE_CASES, *RELU_CASES, *ENCODERS])
