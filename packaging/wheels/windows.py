@@ -34,7 +34,8 @@ __declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
     return SystemFunction036(to, (unsigned long)n);
 }
 """
-TESTS = ["tests/formats", "tests/model", "tests/backends/cpu/test_kernels.py", "tests/test_files.py"]
+TESTS = ["tests/formats", "tests/storage", "tests/backends/cpu/test_kernels.py", "tests/test_files.py"]
+WITHOUT = ["--ignore", "tests/formats/test_powerinfer.py"]  # wants cexp, which Wine 8 lacks
 
 
 def set_up() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:
         sys.exit(python(*sys.argv[2:]))
     failed = python("tests/platforms/hashes.py") + python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS), *WITHOUT
     )
     sys.exit(failed != 0)
 
