@@ -74,6 +74,18 @@ struct Points {
     }
 };
 
+template <const auto& kBook, int kSize, int kCount>
+const Points<kSize, kCount>& points_of() {
+    static const Points<kSize, kCount> found(kBook, 0.0f, 1.0f, 0.0f);
+    return found;
+}
+// IQ1's under a delta of 1/8, then under -1/8: one of the two for a sub-block, or (IQ1_M) a group.
+template <>
+inline const Points<8, 4096>& points_of<kIq1, 8, 4096>() {
+    static const Points<8, 4096> found(kIq1, float(kIq1Zero + 1), 0.125f, 0.125f);
+    return found;
+}
+
 // Of one group of weights and every point p: twice sum w x p, negative, and sum w p^2.
 template <int kCount>
 struct Products {
@@ -116,7 +128,8 @@ struct Products {
 // stored, or seven, whose number is then even, or none. kVariants: of the codebook, one for a sub-block.
 enum class Signs { kNone, kSeven, kEight };
 
-template <int kSize_, int kCount_, int kSub_, Signs kSigns_, int kLast_, int kUnit, int kVariants_ = 1>
+template <const auto& kBook, int kSize_, int kCount_, int kSub_, Signs kSigns_, int kLast_, int kUnit,
+          int kVariants_ = 1>
 struct Lattice {
     static constexpr int kSize = kSize_, kCount = kCount_, kSub = kSub_, kLast = kLast_;
     static constexpr int kVariants = kVariants_;
@@ -125,50 +138,16 @@ struct Lattice {
 
     static float factor(int s) { return float(2 * s + 1) / float(kUnit); }
     static int nearest(float e) { return to_range((e * float(kUnit) - 1.0f) * 0.5f, kLast); }
+    static const Points<kSize, kCount>& points() { return points_of<kBook, kSize, kCount>(); }
 };
 
-struct Iq2Xxs : Lattice<8, 256, 32, Signs::kSeven, 15, 8> {
-    static const Points<8, 256>& points() {
-        static const Points<8, 256> found(kIq2Xxs, 0.0f, 1.0f, 0.0f);
-        return found;
-    }
-};
-struct Iq2Xs : Lattice<8, 512, 16, Signs::kSeven, 15, 8> {
-    static const Points<8, 512>& points() {
-        static const Points<8, 512> found(kIq2Xs, 0.0f, 1.0f, 0.0f);
-        return found;
-    }
-};
-struct Iq2S : Lattice<8, 1024, 16, Signs::kEight, 15, 8> {
-    static const Points<8, 1024>& points() {
-        static const Points<8, 1024> found(kIq2S, 0.0f, 1.0f, 0.0f);
-        return found;
-    }
-};
-struct Iq3Xxs : Lattice<4, 256, 32, Signs::kSeven, 15, 4> {
-    static const Points<4, 256>& points() {
-        static const Points<4, 256> found(kIq3Xxs, 0.0f, 1.0f, 0.0f);
-        return found;
-    }
-};
-struct Iq3S : Lattice<4, 512, 32, Signs::kEight, 15, 1> {
-    static const Points<4, 512>& points() {
-        static const Points<4, 512> found(kIq3S, 0.0f, 1.0f, 0.0f);
-        return found;
-    }
-};
-// The points under a delta of 1/8, then those under -1/8: one of the two for a sub-block, or (IQ1_M) a group.
-using Iq1Points = Points<8, 4096>;
-inline const Iq1Points& iq1_points() {
-    static const Iq1Points found(kIq1, float(kIq1Zero + 1), 0.125f, 0.125f);
-    return found;
-}
-struct Iq1S : Lattice<8, 4096, 32, Signs::kNone, 7, 1, 2> {
-    static const Iq1Points& points() { return iq1_points(); }
-};
-struct Iq1M : Lattice<8, 4096, 16, Signs::kNone, 7, 1> {
-    static const Iq1Points& points() { return iq1_points(); }
-};
+using Iq2Xxs = Lattice<kIq2Xxs, 8, 256, 32, Signs::kSeven, 15, 8>;
+using Iq2Xs = Lattice<kIq2Xs, 8, 512, 16, Signs::kSeven, 15, 8>;
+using Iq2S = Lattice<kIq2S, 8, 1024, 16, Signs::kEight, 15, 8>;
+using Iq3Xxs = Lattice<kIq3Xxs, 4, 256, 32, Signs::kSeven, 15, 4>;
+using Iq3S = Lattice<kIq3S, 4, 512, 32, Signs::kEight, 15, 1>;
+using Iq1S = Lattice<kIq1, 8, 4096, 32, Signs::kNone, 7, 1, 2>;
+using Iq1M = Lattice<kIq1, 8, 4096, 16, Signs::kNone, 7, 1>;
 
 // A block on its way: what a layout needs is `index`, `signs` and `scale`.
 template <class L>
@@ -346,7 +325,7 @@ template <Type kType, class L>
 bool encode_lattice(const float* x, const float* importance, int64_t n, uint8_t* out) {
     const auto block = std::make_unique<LatticeBlock<L>>();  // up to a megabyte
     for (int64_t i = 0; i < n; i += 256, out += type_facts(kType).block_bytes) {
-        if (largest_bits(x + i, 256) > std::bit_cast<uint32_t>(1e9f)) return false;
+        if (is_beyond_fitting(x + i, 256)) return false;
         uint8_t d[2];
         if (!block->fit(x + i, importance ? importance + i : nullptr, d)) return false;
         if constexpr (kType == Type::IQ1_M) {

@@ -513,12 +513,17 @@ bool encode_blocks(const float* x, const float*, int64_t n, uint8_t* out) {
     return true;
 }
 
-// The same for types that are fitted: none reaches 1e9, and squares of what is below do not overflow.
+// No type that is fitted reaches 1e9, and squares of what is below do not overflow.
+inline bool is_beyond_fitting(const float* x, int n) {
+    return largest_bits(x, n) > std::bit_cast<uint32_t>(1e9f);
+}
+
+// The same for types that are fitted.
 template <Type kType, bool (*kBlock)(const float*, const float*, uint8_t*)>
 bool encode_fitted(const float* x, const float* importance, int64_t n, uint8_t* out) {
     constexpr TypeFacts facts = type_facts(kType);
     for (int64_t i = 0; i < n; i += facts.block_size, out += facts.block_bytes) {
-        if (largest_bits(x + i, facts.block_size) > std::bit_cast<uint32_t>(1e9f)) return false;
+        if (is_beyond_fitting(x + i, facts.block_size)) return false;
         if (!kBlock(x + i, importance ? importance + i : nullptr, out)) return false;
     }
     return true;

@@ -4,7 +4,7 @@ set(Python_FOUND TRUE)
 set(Python_VERSION ${HOTSET_PYTHON_VERSION})
 set(Python_INTERPRETER_ID Python)
 set(Python_INCLUDE_DIRS ${HOTSET_PYTHON_HEADERS})
-set(Python_SOABI ${HOTSET_PYTHON_SOABI})
+set(Python_SOABI cpython-${HOTSET_PYTHON_VERSION}-cross) # of the name, which build.py changes
 set(Python_SOSABI abi3)
 add_executable(Python::Interpreter IMPORTED)
 add_library(Python::Module INTERFACE IMPORTED)

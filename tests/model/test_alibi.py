@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backend_runs import assert_every_operation_is_right, logits_of, tokens
-from gpu_runs import assert_close, gpu
+from gpu_runs import assert_only_torch_computes
 from sparse_runs import ONE_BY_ONE, cpu, prepared
 
 from hotset import _core
-from hotset.backends.reference import ReferenceBackend
-from hotset.backends.torch.graph import TorchGraph
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -43,13 +41,7 @@ def test_the_same_bits_in_any_steps_and_on_any_instruction_set(alibi: GGUFFile) 
 
 
 def test_torch_computes_it_and_a_device_refuses_it(alibi: GGUFFile) -> None:
-    ready, graph = prepared(alibi, "dense")
-    ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
-    found = TorchGraph(alibi, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
-    assert_close(found.numpy(), expected)
-    with pytest.raises(UnsupportedModelError, match=r"ALiBi is computed on the CPU; use --no-gpu"):
-        gpu(ready.weights, graph)
+    assert_only_torch_computes(alibi, "ALiBi is computed on the CPU; use --no-gpu")
 
 
 def test_slopes(run_folder: Path) -> None:

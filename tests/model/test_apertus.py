@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
-from gpu_runs import assert_close, gpu
-from sparse_runs import cpu, prepared
+from gpu_runs import assert_only_torch_computes
+from sparse_runs import assert_every_value_is_right
 
-from hotset.backends.reference import ReferenceBackend, xielu
-from hotset.backends.torch.graph import TorchGraph
-from hotset.errors import FormatError, UnsupportedModelError
+from hotset.backends.reference import xielu
+from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.operations import XIELU
@@ -28,23 +26,11 @@ def apertus(run_folder: Path) -> GGUFFile:
 
 
 def test_every_operation_is_the_references(apertus: GGUFFile) -> None:
-    ready, graph = prepared(apertus, "dense")
-    backend = cpu(apertus, "dense", kv_type="f32")
-    assert_every_operation_is_right(ready.weights, graph, backend, tokens(40), [7, 8, 9], [0])
-    expected = logits_of(backend, tokens(40), [7, 8, 9], [0])
-    for value in graph.values:  # an FFN of which a value inside is asked for is taken apart
-        tapped = backend.step(batch([(tokens(40), 0, [0])], (value.name,)))
-        np.testing.assert_array_equal(tapped.logits, expected)
+    assert_every_value_is_right(apertus, "dense")
 
 
 def test_torch_computes_it_and_a_device_refuses_it(apertus: GGUFFile) -> None:
-    ready, graph = prepared(apertus, "dense")
-    ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
-    found = TorchGraph(apertus, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
-    assert_close(found.numpy(), expected)
-    with pytest.raises(UnsupportedModelError, match=r"xIELU is computed on the CPU; use --no-gpu"):
-        gpu(ready.weights, graph)
+    assert_only_torch_computes(apertus, "xIELU is computed on the CPU; use --no-gpu")
 
 
 def test_it_is_that_of_transformers() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
+from backend_runs import batch, logits_of, tokens
 from fuzz import fuzz_reads
 from gpu_runs import assert_close, gpu
-from sparse_runs import N_FF, ONE_BY_ONE, cpu, prepared
+from sparse_runs import N_FF, ONE_BY_ONE, assert_every_value_is_right, cpu, prepared
 from tiny_gguf import write_relu
 from torch_graphs import same_as_reference
 
@@ -57,14 +57,7 @@ def test_exact_is_dense(tmp_path: Path, type_: GGMLType) -> None:
 
 
 def test_every_operation_is_the_references(tmp_path: Path) -> None:
-    gguf = write(tmp_path)
-    ready, graph = prepared(gguf, "exact")
-    backend = cpu(gguf, "exact", kv_type="f32")
-    assert_every_operation_is_right(ready.weights, graph, backend, tokens(40), [7, 8, 9], [0])
-    expected = logits_of(backend, tokens(40), [7, 8, 9], [0])
-    for value in graph.values:  # an FFN of which a value inside is asked for is taken apart
-        tapped = backend.step(batch([(tokens(40), 0, [0])], (value.name,)))
-        np.testing.assert_array_equal(tapped.logits, expected)
+    assert_every_value_is_right(write(tmp_path), "exact")
 
 
 def test_rows_of_neurons_that_do_not_fire_are_not_read(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from backend_runs import batch
+from backend_runs import batch, logits_of, tokens
 from fake_cold import FakeCpuWorker
-from sparse_runs import MODELS
+from sparse_runs import MODELS, prepared
 from tiny_gguf import write_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.backend import GpuBackend
 from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.reference import ReferenceBackend
+from hotset.backends.torch.graph import TorchGraph
+from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 
@@ -39,6 +43,17 @@ def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
 def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+
+
+def assert_only_torch_computes(gguf: GGUFFile, refusal: str) -> None:
+    """The graph in torch gives the reference's logits; a device refuses the model in these words."""
+    ready, graph = prepared(gguf, "dense")
+    ids = tokens(40)
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
+    found = TorchGraph(gguf, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
+    assert_close(found.numpy(), expected)
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        gpu(ready.weights, graph)
 
 
 def masks(share: float, n_ff: int = N_FF, n_layer: int = N_LAYER) -> dict[int, np.ndarray]:

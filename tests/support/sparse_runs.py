@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backend_runs import batch
+from backend_runs import assert_every_operation_is_right, batch, logits_of, tokens
 from tiny_gguf import write_relu
 
 from hotset.backends.base import Batch
@@ -49,6 +49,18 @@ def cpu(gguf: GGUFFile, mode: str, predictor: str | None = None, **options: Any)
     ready, graph = prepared(gguf, mode, predictor)
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return CpuBackend(ready.weights, graph, **given)
+
+
+def assert_every_value_is_right(gguf: GGUFFile, mode: str) -> None:
+    """Each operation computes what the reference does, and the logits do not depend on which value is asked
+    for: an FFN of which one inside is asked for is taken apart."""
+    ready, graph = prepared(gguf, mode)
+    backend = cpu(gguf, mode, kv_type="f32")
+    assert_every_operation_is_right(ready.weights, graph, backend, tokens(40), [7, 8, 9], [0])
+    expected = logits_of(backend, tokens(40), [7, 8, 9], [0])
+    for value in graph.values:
+        tapped = backend.step(batch([(tokens(40), 0, [0])], (value.name,)))
+        np.testing.assert_array_equal(tapped.logits, expected)
 
 
 class Replayed(ReferenceBackend):

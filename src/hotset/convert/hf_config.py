@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -15,7 +16,7 @@ from typing import Any, Literal, assert_never
 import numpy as np
 
 from hotset.convert.fp8 import block_of, is_fp8
-from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, HFRwkv
+from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, HFRwkv, ffn_width_6
 from hotset.convert.hf_values import integer, number
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
@@ -88,6 +89,10 @@ SYNONYMS = {
 }
 
 
+def _four_times(n_embd: int) -> int:
+    return 4 * n_embd
+
+
 KVHeads = Literal["grouped", "every", "multi_query", "falcon"]
 DynamicRope = Literal["base", "key", "beyond"]
 
@@ -144,8 +149,8 @@ class HFClass:
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
     indexed: see Architecture.
     kv_heads: num_key_value_heads says how many there are (grouped), or each head has its own whatever it says
-    (every), or multi_query whether there is one, or Falcon's entries do. ff_of_width: where config.json does
-    not say the width of the FFN, it is four times the model's.
+    (every), or multi_query whether there is one, or Falcon's entries do. ff_of_width: the width of the FFN,
+    of the model's, where config.json does not say it.
     dynamic: what the RoPE scaling of this name does: its alpha is in the base (base) or a key of the file
     (key), or it begins where the context ends (beyond). None: it is refused.
     log_multiplier: YaRN's mscale_all_dim is a key of the file. means: activation → the one that is meant.
@@ -198,7 +203,7 @@ class HFClass:
     sees: bool = False
     indexed: bool = False
     kv_heads: KVHeads = "grouped"
-    ff_of_width: bool = False
+    ff_of_width: Callable[[int], int] | None = None
     dynamic: DynamicRope | None = None
     log_multiplier: bool = False
     means: dict[str, str] = field(default_factory=dict)
@@ -265,7 +270,7 @@ _MIXTRAL: dict[str, Any] = {
 _FALCON = HFClass(
     "falcon",
     kv_heads="falcon",
-    ff_of_width=True,
+    ff_of_width=_four_times,
     tensors={
         "transformer.word_embeddings": "token_embd",
         "transformer.ln_f": "output_norm",
@@ -686,12 +691,19 @@ _GPT2: dict[str, Any] = {
     "layers": "transformer.h",
     "layer_tensors": _GPT2_NAMES,
     "ff": "n_inner",
-    "ff_of_width": True,
+    "ff_of_width": _four_times,
     "activation": "activation_function",
     "epsilon": "layer_norm_epsilon",
     "tied": True,
 }
 _GPT2_DEFAULTS: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 1024}
+_BERT_ATTENTION = {
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+}
 _BERT = HFClass(
     "bert",
     tensors={
@@ -701,12 +713,8 @@ _BERT = HFClass(
         "bert.embeddings.LayerNorm": "token_embd_norm",
     },
     layers="bert.encoder.layer",
-    layer_tensors={
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
+    layer_tensors=_BERT_ATTENTION
+    | {
         "intermediate.dense": "ffn_up",
         "output.dense": "ffn_down",
         "output.LayerNorm": "layer_output_norm",
@@ -802,12 +810,8 @@ _JINA_BERT = replace(
     _BERT,
     architecture="jina-bert-v2",
     tensors={name: target for name, target in _BERT.tensors.items() if target != "position_embd"},
-    layer_tensors={
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
+    layer_tensors=_BERT_ATTENTION
+    | {
         "mlp.gated_layers": "ffn_up",
         "mlp.wo": "ffn_down",
         "mlp.layernorm": "layer_output_norm",
@@ -1320,7 +1324,7 @@ CLASSES: dict[str, HFClass] = {
     "MptForCausalLM": HFClass(
         "mpt",
         kv_heads="every",
-        ff_of_width=True,
+        ff_of_width=_four_times,
         tensors={"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "lm_head": "output"},
         layers="transformer.blocks",
         layer_tensors={
@@ -1353,7 +1357,7 @@ CLASSES: dict[str, HFClass] = {
     "BloomForCausalLM": HFClass(
         "bloom",
         kv_heads="every",
-        ff_of_width=True,
+        ff_of_width=_four_times,
         tensors={
             "transformer.word_embeddings": "token_embd",
             "transformer.word_embeddings_layernorm": "token_embd_norm",
@@ -1601,6 +1605,7 @@ CLASSES: dict[str, HFClass] = {
         layer_tensors=NAMES_6,
         activation=None,
         epsilon="layer_norm_epsilon",
+        ff_of_width=ffn_width_6,
         defaults={"layer_norm_epsilon": 1e-5, "max_position_embeddings": 1 << 20},
     ),
     "RWKV7ForCausalLM": HFClass(
@@ -1614,7 +1619,7 @@ CLASSES: dict[str, HFClass] = {
         layer_tensors=NAMES_7,
         activation=None,
         epsilon="norm_eps",
-        ff_of_width=True,
+        ff_of_width=_four_times,
         defaults={"norm_eps": 1e-5, "max_position_embeddings": 1 << 20},
         required={"hidden_act": "sqrelu", "norm_first": True, "norm_bias": True, "attn": None},
     ),
@@ -2147,14 +2152,9 @@ CLASSES: dict[str, HFClass] = {
     "NomicBertModel": _NOMIC,
     "JinaBertModel": _JINA_BERT,
     "JinaBertForMaskedLM": _JINA_BERT,
-    "JinaEmbeddingsV3Model": HFClass(
-        "jina-bert-v3",
-        tensors={
-            "encoder.embeddings.word_embeddings": "token_embd",
-            "encoder.embeddings.token_type_embeddings": "token_types",
-            "encoder.emb_ln": "token_embd_norm",
-        },
-        layers="encoder.layers",
+    "JinaEmbeddingsV3Model": replace(
+        _NOMIC,
+        architecture="jina-bert-v3",
         layer_tensors={
             "mixer.Wqkv": "attn_qkv",
             "mixer.out_proj": "attn_output",
@@ -2163,9 +2163,6 @@ CLASSES: dict[str, HFClass] = {
             "mlp.fc2": "ffn_down",
             "norm2": "layer_output_norm",
         },
-        kv_heads="every",
-        epsilon="layer_norm_eps",
-        tied=True,
         defaults={
             "hidden_act": "gelu",
             "layer_norm_eps": 1e-5,
@@ -2462,9 +2459,8 @@ class HFConfig:
     def _neurons(self) -> tuple[int, list[int] | None]:
         """Of an FFN, and of each layer's where they differ."""
         config = self.raw
-        n_ff = 4 * self.n_embd if self.hf_class.ff_of_width else None
-        if self.architecture == "rwkv6":
-            n_ff = self.n_embd * 7 // 2 // 32 * 32
+        of_width = self.hf_class.ff_of_width
+        n_ff = None if of_width is None else of_width(self.n_embd)
         each: list[int] = []
         if (ff := self.hf_class.ff) is not None:
             widths = config.get(ff)

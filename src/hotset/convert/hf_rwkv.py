@@ -63,6 +63,11 @@ _SQUARE = ("receptance", "key", "value", "gate", "output")
 _HALVED = ("time_mix_output", "channel_mix_value")
 
 
+def ffn_width_6(n_embd: int) -> int:
+    """Of RWKV 6 where config.json does not say it."""
+    return n_embd * 7 // 2 // 32 * 32
+
+
 class HFRwkv:
     """What the entries of a checkpoint say. version: 6 or 7."""
 

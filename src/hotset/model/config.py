@@ -1159,17 +1159,23 @@ def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int
     return keys.one(key, found)
 
 
-def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
+def _state_heads(keys: _Keys) -> tuple[int, int, int, int, int]:
+    """Of a recurrent layer with heads: tokens of its convolution, heads, heads or groups of keys, and the
+    channels of a key and of a value."""
     n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
-    n_head_k = keys.integer("ssm.group_count", 1, n_head)
+    n_group = keys.integer("ssm.group_count", 1, n_head)
     dim_k = keys.integer("ssm.state_size", 1, MAX_HEAD_DIM)
     kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
     if inner % n_head or inner // n_head > MAX_HEAD_DIM:
         raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
-    if n_head % n_head_k:
-        raise keys.error("ssm.group_count", f"is {n_head_k} for {n_head} heads")
-    mixer = DeltaMixer(kernel, n_head, n_head_k, dim_k, inner // n_head, tiled)
+    if n_head % n_group:
+        raise keys.error("ssm.group_count", f"is {n_group} for {n_head} heads")
+    return kernel, n_head, n_group, dim_k, inner // n_head
+
+
+def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
+    mixer = DeltaMixer(*_state_heads(keys), tiled)
     named = keys.get("attention.recurrent_layers")
     if named is None:
         interval = keys.integer("full_attention_interval", 1, 1 << 12, 4)
@@ -1180,17 +1186,8 @@ def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer
 
 
 def _state_space(gguf: GGUFFile, keys: _Keys, *, beside: bool) -> StateSpaceMixer:
-    n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
-    inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
-    n_group = keys.integer("ssm.group_count", 1, n_head)
-    dim_k = keys.integer("ssm.state_size", 1, MAX_HEAD_DIM)
-    kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
-    if inner % n_head or inner // n_head > MAX_HEAD_DIM:
-        raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
-    if n_head % n_group:
-        raise keys.error("ssm.group_count", f"is {n_group} for {n_head} heads")
     normed = not beside or "blk.0.ssm_norm.weight" in gguf.tensors
-    return StateSpaceMixer(kernel, n_head, n_group, dim_k, inner // n_head, normed, beside)
+    return StateSpaceMixer(*_state_heads(keys), normed, beside)
 
 
 def _channel_mixer(gguf: GGUFFile, keys: _Keys, layer: int) -> ChannelMixer:

@@ -50,7 +50,7 @@ ENGINE_GAUGES = {
     "hotset_sequences_waiting": ("waiting", "Sequences that wait for a place."),
     "hotset_cache_pages": ("pages", "Pages of the KV cache, of 64 tokens."),
     "hotset_cache_pages_used": ("pages_used", "Those of sequences that run."),
-    "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for whoever needs it."),
+    "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for later requests."),
 }
 
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
