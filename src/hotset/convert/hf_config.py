@@ -357,7 +357,7 @@ class HFConfig:
             keys = conv_keys(raw, self.hf_class, n_layer, self.n_head_kv)
             return keys | {"shortconv.l_cache": self.conv_kernel}
         if self.delta is not None:
-            return delta_keys(raw, n_layer) | state_keys(self.delta)
+            return delta_keys(raw, n_layer, state_keys(self.delta))
         if self.rwkv is not None:
             return self.rwkv.keys()
         if self.channels is not None:

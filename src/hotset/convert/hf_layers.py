@@ -138,15 +138,15 @@ def conv_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int, n_head_kv: i
     return {"attention.head_count_kv": heads}
 
 
-def delta_keys(raw: dict[str, Any], n_layer: int) -> dict[str, Any]:
-    """Which layers have a gated delta net."""
+def delta_keys(raw: dict[str, Any], n_layer: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have a gated delta net. sizes: keys of their sizes."""
     types = raw.get("layer_types")
     if types is None:
         interval = integer(raw, "full_attention_interval", 4)
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n_layer)]
     types = checked_types(types, n_layer, _DELTA_TYPES)
     recurrent = [kind == "linear_attention" for kind in types]
-    keys: dict[str, Any] = {"attention.recurrent_layers": recurrent}
+    keys: dict[str, Any] = {"attention.recurrent_layers": recurrent, **sizes}
     interval = recurrent.index(False) + 1 if False in recurrent else 0
     if interval and recurrent == [(i + 1) % interval != 0 for i in range(n_layer)]:
         keys["full_attention_interval"] = interval
