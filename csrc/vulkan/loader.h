@@ -2,7 +2,7 @@
 #pragma once
 
 #define VK_NO_PROTOTYPES
-#include "third_party/vulkan/vulkan_core.h"
+#include <vulkan/vulkan_core.h>
 
 #include <cstdint>
 #include <memory>

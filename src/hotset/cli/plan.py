@@ -79,9 +79,9 @@ def plan(  # noqa: PLR0913 - options of a subcommand
             progress=bar,
         )  # fmt: skip
         if settings.vulkan is not None:
-            raise typer.BadParameter(
-                "a Vulkan device takes the whole model, or the last layers that -ngl says: without a plan.",
-                param_hint="--device",
+            raise DeviceError(
+                "a Vulkan device takes the whole model, or the last layers that -ngl says: there is nothing to "
+                "plan; leave --device out"
             )
         path = resolve(model, progress=bar)
         if output is not None:

@@ -22,7 +22,7 @@ class _Shape:
     push: str
 
 
-_KERNELS = {
+KERNELS = {
     "attention": _Shape(9, "8I2f"),
     "combine": _Shape(4, "4I"),
     "elementwise": _Shape(3, "6If"),
@@ -48,7 +48,7 @@ class Kernels:
         """A kernel with these specialisation constants, from the first on."""
         key = name, *constants
         if key not in self._compiled:
-            shape = _KERNELS[name]
+            shape = KERNELS[name]
             code = files("hotset.backends.vulkan").joinpath("spirv", f"{name}.spv").read_bytes()
             self._compiled[key] = self.device.kernel(
                 np.frombuffer(code, np.uint8),
@@ -76,7 +76,7 @@ class Recorder:
         groups: tuple[int, int, int],
     ) -> None:
         """One dispatch of so many workgroups."""
-        kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{_KERNELS[name].push}", *push)
+        kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch(kernel, list(bindings), packed, groups)
         self.n_dispatches += 1
 
@@ -89,7 +89,7 @@ class Recorder:
         groups: tuple[_core.VulkanBuffer, int],
     ) -> None:
         """The same; the host writes how many workgroups into a buffer, at an offset, before each run."""
-        kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{_KERNELS[name].push}", *push)
+        kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch_indirect(kernel, list(bindings), packed, *groups)
         self.n_dispatches += 1
 

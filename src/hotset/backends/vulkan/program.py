@@ -45,6 +45,10 @@ from hotset.model.operations import (
     Value,
 )
 
+COMPUTED = (
+    Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
+    Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs,
+)  # fmt: skip
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
 _TILE = 32  # tokens of a workgroup otherwise
