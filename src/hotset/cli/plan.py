@@ -80,8 +80,8 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         )  # fmt: skip
         if settings.vulkan is not None:
             raise DeviceError(
-                "a Vulkan device takes the whole model, or the last layers that -ngl says: there is nothing to "
-                "plan; leave --device out"
+                "a Vulkan device takes the whole model, or the last layers that -ngl says: there is nothing "
+                "to plan; leave --device out"
             )
         path = resolve(model, progress=bar)
         if output is not None:
