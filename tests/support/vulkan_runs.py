@@ -33,6 +33,7 @@ from hotset.model.operations import (
     RMSNorm,
     Route,
     SoftCap,
+    TransposedLinear,
     UnitNorm,
 )
 
@@ -111,6 +112,10 @@ class VulkanOracle(Oracle):
             case Activate():
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
+            case TransposedLinear():
+                x, weights = np.abs(taps[op.x.id]), np.abs(self._weights.neuron_major(op))
+                bound = gamma(op.x.width / 64 + 1 + 64) * (x @ weights) + op.x.width * TINY
+                return expected, bound + (0 if op.bias is None else U * (size + bound))
             case SoftCap():
                 return expected, bound + op.cap * (2 * DIVISION)
             case Route():

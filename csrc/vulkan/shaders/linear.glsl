@@ -22,7 +22,7 @@ layout(push_constant) uniform Push {
     uint n_used, bias_rows;                                     // of experts; an expert's biases
     uint first_bias, first_out;                                 // of the first row
 };
-const uint BIAS = 1, RESIDUAL = 2;
+const uint BIAS = 1, RESIDUAL = 2, FIRING = 4;  // FIRING: a row is wanted where its route is not 0
 
 const uint CHUNK = 8;  // blocks
 

@@ -18,12 +18,17 @@ void main() {
         tile += expert * gl_NumWorkGroups.x;
         rows[0] = token * in_stride + (EXPERTS == 2u ? rank * n_cols : 0u);
     }
+    bool is_wanted = (flags & FIRING) == 0u;
+    if (!is_wanted && gl_WorkGroupID.x * 32u + row < n_rows)
+        for (uint t = 0; t < TOKENS; t++)
+            if (routes[min(first + t, n_tokens - 1u) * route_stride + first_out + gl_WorkGroupID.x * 32u + row] != 0.0)
+                is_wanted = true;
     precise float total = 0.0;
     for (uint round = 0; round < n_chunks; round += 8u) {
         const uint chunk = round + lane;
         precise float sums[TOKENS];
         for (uint t = 0; t < TOKENS; t++) sums[t] = 0.0;
-        if (chunk < n_chunks) {
+        if (chunk < n_chunks && is_wanted) {
             const uint end = min((chunk + 1u) * CHUNK, n_blocks);
             for (uint block = chunk * CHUNK; block < end; block++) {
                 float w[32];

@@ -102,7 +102,10 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
     """
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     thresholds = _thresholds(opened)
-    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
+    mode = settings.sparsity
+    if settings.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
+        mode = "dense"  # the same numbers, and nothing is built beside the file
+    choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
     prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, input_major=False)
@@ -182,7 +185,9 @@ def _open_vulkan(decided: Decided, options: dict[str, Any]) -> Backend:
     settings = decided.settings
     assert settings.vulkan is not None
     if decided.is_sparse:
-        decided.notes.append("every neuron is computed on the Vulkan device: the same numbers, no time saved")
+        decided.notes.append(
+            "on the Vulkan device rows of neurons at zero are left out by the steps of few tokens"
+        )
     budget = None if settings.vram_budget in (None, -1) else int(settings.vram_budget * 2**30)
     del options["sparse"]
     return open_vulkan(

@@ -1,4 +1,4 @@
-"""Architectures on a Vulkan device against transformers: prompts among decoding. No kernel: refused by name."""
+"""Architectures on a Vulkan device against transformers: prompts among decoding. Or refused by name."""
 
 from __future__ import annotations
 

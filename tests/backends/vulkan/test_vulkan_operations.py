@@ -6,14 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from backend_runs import tokens
-from tiny_gguf import write_llama
+from backend_runs import logits_of, tokens
+from tiny_gguf import write_llama, write_relu
 from vulkan_runs import assert_every_operation_is_right, validated, vulkan
 
 from hotset.backends.vulkan.weights import COMPUTED
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 
 __all__ = ["validated"]  # the fixture
 
@@ -57,6 +60,20 @@ def test_widths_that_no_block_divides(tmp_path: Path, n_embd: int) -> None:
 )
 def test_other_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     check(tmp_path, **options)
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+def test_a_row_per_neuron(tmp_path: Path, type_: GGMLType) -> None:
+    """PowerInfer's files; that leaving rows of neurons at zero out changes no bit."""
+    path = write_relu(tmp_path / "m.gguf", ranks=(32,), n_ff=160, type_of=lambda _: type_)
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        backend = vulkan(gguf, graph, max_batch=18)
+        ids = tokens(18)
+        assert_every_operation_is_right(gguf, backend, ids, SPLITS, [3, 1])
+        expected = logits_of(backend, ids, [], [3, 1])
+        assert np.array_equal(logits_of(backend, ids, [1, 2, 5, 6], [0, 2]), expected)
+        backend.close()
 
 
 def test_positions_of_several_splits(tmp_path: Path) -> None:

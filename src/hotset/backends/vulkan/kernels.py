@@ -34,6 +34,7 @@ KERNELS = {
     "route": _Shape(3, "8If"),
     "select": _Shape(3, "3I"),
     "store": _Shape(4, "5I"),
+    "transposed": _Shape(6, "6I"),
 }
 
 

@@ -28,10 +28,12 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    Ffn,
     LayerNorm,
     Linear,
     Mask,
     Multiply,
+    Op,
     Primitive,
     RMSNorm,
     Rotate,
@@ -41,13 +43,14 @@ from hotset.model.operations import (
     SelectOutputs,
     SoftCap,
     Threshold,
+    TransposedLinear,
     UnitNorm,
     Value,
 )
 
 COMPUTED = (
     Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
-    Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs,
+    Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
 )  # fmt: skip
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
@@ -59,7 +62,7 @@ ACTIVATIONS = {
     "clamped_plus_one": 7, "exp": 8,
 }  # fmt: skip
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
-_BIAS, _RESIDUAL = 1, 2
+_BIAS, _RESIDUAL, _FIRING = 1, 2, 4
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
 _CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
@@ -97,11 +100,14 @@ class StageParts:
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation, or two that are one kernel. result: what is added to, or multiplied with, the first's."""
+    """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
+    firing: where it is 0 the row of a product is not wanted, since that is multiplied with it.
+    """
 
     op: Primitive
     out: Value
     other: Value | None = None
+    firing: Value | None = None
 
 
 class Lowered:
@@ -238,7 +244,9 @@ class Lowered:
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
             case Linear():
-                return self._linear(step.op, step.out, step.other)
+                return self._linear(step)
+            case TransposedLinear():
+                return self._transposed(step.op, step.out, step.other)
             case ExpertLinear():
                 return self._expert_linear(step.op)
             case ExpertSum():
@@ -287,11 +295,13 @@ class Lowered:
 
         return record
 
-    def _linear(self, op: Linear, out: Value, residual: Value | None) -> Record:
+    def _linear(self, step: _Step) -> Record:
+        op, out, residual, firing = step.op, step.out, step.other, step.firing
+        assert isinstance(op, Linear)
         matrix = self._weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
         bias = None if op.bias is None else self._weights.vector(op.bias)
-        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
-        strides = stride_of(op.x), stride_of(out), stride_of(residual) if residual else 0, 0
+        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0) | (_FIRING if firing else 0)
+        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
             x = self._in(op.x, n)
@@ -299,19 +309,11 @@ class Lowered:
                 codes = part.codes.bound()
                 bindings = [
                     codes, part.more.bound() if part.more else codes, x, self._out(out, n),
-                    bias.bound() if bias else codes, self._in(residual, n) if residual else codes, codes,
+                    bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
+                    self._in(firing, n) if firing else codes,
                 ]  # fmt: skip
-                push = (
-                    n,
-                    part.n_rows,
-                    matrix.n_cols,
-                    flags,
-                    *strides,
-                    1,
-                    0,
-                    op.first_row + part.first,
-                    part.first,
-                )
+                firsts = op.first_row + part.first, part.first
+                push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
                 tiles = -(-part.n_rows // _TILE)
                 if n <= FEW:
                     tokens = 1 if n == 1 else _TOKENS_OF_FEW
@@ -320,6 +322,27 @@ class Lowered:
                 else:
                     groups = tiles, -(-n // _TILE), 1
                     to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+
+        return record
+
+    def _transposed(self, op: TransposedLinear, out: Value, residual: Value | None) -> Record:
+        if op.scales is not None:
+            raise _refused(op, "down projections in planes (take --sparsity dense)")
+        matrix = self._weights.rows(op.weight, op.out.width, 0, op.x.width)
+        if len(matrix.parts) > 1:
+            raise _refused(op, "a down projection by neurons that is more than the device binds at a time")
+        part, bias = matrix.parts[0], None if op.bias is None else self._weights.vector(op.bias)
+        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
+        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
+        push = op.x.width, op.out.width, flags, *strides
+
+        def record(to: Recorder, n: int) -> None:
+            codes = part.codes.bound()
+            bindings = [
+                codes, part.more.bound() if part.more else codes, self._in(op.x, n), self._out(out, n),
+                bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
+            ]  # fmt: skip
+            to.add("transposed", [matrix.type], bindings, push, (-(-op.out.width // _TILE), n, 1))
 
         return record
 
@@ -521,31 +544,44 @@ def _refused(op: Primitive, what: str) -> UnsupportedModelError:
 
 def _read(step: _Step) -> Iterator[Value]:
     yield from step.op.inputs
-    if step.other is not None:
-        yield step.other
+    yield from (value for value in (step.other, step.firing) if value is not None)
+
+
+def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | None]]:
+    """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
+    rows are wanted."""
+    if not isinstance(op, Ffn):
+        yield op, None
+        return
+    parts = list(op.primitives)
+    is_tapped = any(part.out.name in taps for part in parts)
+    fires = op.fires_exactly and op.top_k is None and op.up_act is None and op.product is not None
+    if fires and isinstance(op.up, Linear) and op.gate_threshold is None and not is_tapped:
+        parts.remove(op.up)
+        parts.insert(parts.index(op.gate_act) + 1, op.up)
+        yield from ((part, op.fires if part is op.up else None) for part in parts)
+        return
+    yield from ((part, None) for part in parts)
 
 
 def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
-    ops = list(graph.primitives)
-    readers = Counter(value.id for op in ops for value in op.inputs)
+    ops = [one for op in graph.ops for one in _opened(op, taps)]
+    readers = Counter(value.id for op, firing in ops for value in (*op.inputs, firing) if value is not None)
     at = 0
     while at < len(ops):
-        op, behind = ops[at], ops[at + 1] if at + 1 < len(ops) else None
+        op, firing = ops[at]
+        behind = ops[at + 1][0] if at + 1 < len(ops) else None
         at += 1
         is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
-        pair = (Linear, Add) if isinstance(op, Linear) else (Activate, Multiply)
-        if (
-            is_private
-            and isinstance(op, pair[0])
-            and isinstance(behind, pair[1])
-            and isinstance(behind, Add | Multiply)
-        ):
-            mine = op.out in (behind.a, behind.b) and behind.a != behind.b
+        fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
+            isinstance(op, Activate) and isinstance(behind, Multiply)
+        )
+        if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
-            if mine and other.width == op.out.width:
-                yield _Step(op, behind.out, other)
+            if behind.a != behind.b and other.width == op.out.width:
+                yield _Step(op, behind.out, other, firing)
                 at += 1
                 continue
-        yield _Step(op, op.out)
+        yield _Step(op, op.out, None, firing)
