@@ -39,7 +39,9 @@ class ExpertDefaults:
     scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
     the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
     as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
-    no key says which.
+    no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
+    both has norms of its own before and behind it, the router reads the stream through a norm without
+    weights and a scale of each channel, and each expert has a scale (Gemma 4).
     """
 
     scoring: Scoring = "softmax"
@@ -47,6 +49,7 @@ class ExpertDefaults:
     gated_share: bool = False
     early: bool = False
     where_routed: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
-        window_heads=True,
+        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True),
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),

@@ -27,6 +27,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     time_mix_bonus  time_mix_gated  time_mix_output;  in front of the FFN channel_mix_shift  channel_mix_k
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_latent_down  ffn_latent_up: around experts]
+    [blk.N.ffn_routed_norm  ffn_routed: what the router reads  pre_ffw_norm_2: what experts beside an FFN read
+    post_ffw_norm_1  post_ffw_norm_2: what the FFN and they yield]
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
@@ -648,7 +650,11 @@ class _Description:
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "ffn")
         h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm") if layer.pre_norm else x
-        routed = given if experts.early else h
+        shared_input = h
+        if experts.beside:
+            routed, h = self._routed_input(blk, x), self.norm(x, f"{blk}.pre_ffw_norm_2")
+        else:
+            routed = given if experts.early else h
         scores = self.linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         threshold = None if mask is None else mask.thresholds[i]
         given = self.linear(h, f"{blk}.ffn_latent_down", experts.n_latent) if experts.n_latent else h
@@ -656,15 +662,25 @@ class _Description:
         if experts.n_latent:
             out = self.linear(out, f"{blk}.ffn_latent_up", d)
         if experts.n_ff_shared:
-            shared = self.add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
+            shared = self.add(self._shared_ffn(blk, layer, experts, shared_input))
             if experts.gated_share:
                 weight = self.weights.row(f"{blk}.ffn_gate_inp_shexp", d)
                 share = self.add(Linear(self.value(f"{blk}.ffn_share", 1), h, weight, **self.where))
                 act = Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
                 factor = self.add(act)
                 shared = self.add(Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where))
+            if experts.beside:
+                out = self.norm(out, f"{blk}.post_ffw_norm_2")
+                shared = self.norm(shared, f"{blk}.post_ffw_norm_1")
             out = self.add(Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
         return self._after_ffn(blk, layer, x, out)
+
+    def _routed_input(self, blk: str, x: Value) -> Value:
+        """What a router reads of the stream x, where experts stand beside the layer's own FFN."""
+        d, name = x.width, f"{blk}.ffn_routed"
+        unit = self.add(UnitNorm(self.value(f"{name}_norm", d), x, self.config.norm_eps, 1, **self.where))
+        scale = self.weights.bare(f"{blk}.ffn_gate_inp.scale", d)
+        return self.add(Scale(self.value(name, d), unit, d**-0.5, scale, **self.where))
 
     def _expert_ffn(
         self,
@@ -683,7 +699,9 @@ class _Description:
         route = Route(
             self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
-            experts.group_best, **self.where,
+            experts.group_best,
+            self.weights.scales(f"{blk}.ffn_down_exps", experts.n) if experts.beside else None,
+            **self.where,
         )  # fmt: skip
         n, d, width = layer.n_ff, h.width, experts.n_used * layer.n_ff
         wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
@@ -747,12 +765,17 @@ class _Description:
         self.enter(i, "ffn")
         return out
 
-    def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
-        gate = self.linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
-        up = self.linear_op(h, f"{blk}.ffn_up_shexp", n)
+    def _shared_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value) -> Ffn:
+        n, own = experts.n_ff_shared, "" if experts.beside else "_shexp"
+
+        def linear(x: Value, name: str, width: int) -> Linear:
+            return self.linear_op(x, f"{blk}.{name}{own}", width, f"{blk}.{name}_shexp")
+
+        gate = linear(h, "ffn_gate", n) if layer.gated else None
+        up = linear(h, "ffn_up", n)
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
-        down = self.linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
+        down = linear(neurons, "ffn_down", self.config.n_embd)
         return Ffn(
             down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
         )  # fmt: skip
@@ -1237,6 +1260,10 @@ class _Weights:
         """The bias of a tensor, where it has one or must have one."""
         required = required or name.rpartition(".")[2] in self.config.biased
         return self._ask(f"{name}.bias", (n,)) if required or f"{name}.bias" in self.tensors else None
+
+    def scales(self, name: str, n: int) -> str | None:
+        """Of each expert, where a tensor has them."""
+        return self._ask(f"{name}.scale", (n,)) if f"{name}.scale" in self.tensors else None
 
     def n_rows(self, name: str, axis: int = -1) -> int:
         """Rows of a matrix whose size no key says: the rank of a predictor."""
