@@ -60,7 +60,7 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_input_major, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.architectures import HeadNorm
+from hotset.model.architectures import ARCHITECTURES, HeadNorm
 from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
 from hotset.model.experts import Experts
 from hotset.model.graph import Graph
@@ -150,6 +150,48 @@ def describe(
     return graph
 
 
+NEXTN_INPUT = "output_norm"
+"""The value of a model whose rows a layer for multi-token prediction reads."""
+
+
+def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index: int = 0) -> Graph:
+    """The step of a layer for multi-token prediction (MTP, `nextn` in GGUF), the index-th of the file.
+
+    The graph is a part of a model: a backend's `run` takes rows x [n_tokens, n_embd] beside the batch. Row t
+    is NEXTN_INPUT at a position, token t of the batch the one behind it, and the logits are of the token
+    behind that. The layer has keys and values of its own, and nothing of the model's but the embedding and
+    the output, where it has none itself. Raises UnsupportedModelError where the file has no such layer, or
+    one of an architecture whose layers are not known, and as `describe` does.
+    """
+    if index >= config.n_extra_layers:
+        raise UnsupportedModelError(
+            f"the file has {config.n_extra_layers} layers for multi-token prediction, none with index {index}"
+        )
+    if not ARCHITECTURES[config.architecture].nextn:
+        raise UnsupportedModelError(
+            f"the layers for multi-token prediction of {config.architecture} models are not supported"
+        )
+    i, d = config.n_layer + index, config.n_embd
+    layer = next(layer for layer in reversed(config.layers) if layer.mixer is None)
+    weights, own = _Weights(config, tensors), f"blk.{i}.nextn"
+    model = _Description(config, weights, [LayerThresholds()] * (i + 1))
+    hidden = model.value("hidden", d)
+    model.enter(i, "other")
+    x = model.embedding(f"{own}.embed_tokens" if f"{own}.embed_tokens.weight" in tensors else "token_embd")
+    x, hidden = model.norm(x, f"{own}.enorm"), model.norm(hidden, f"{own}.hnorm")
+    both = model.add(Heads(model.value(f"{own}.both", 2 * d), x, 1, 0, hidden, **model.where))
+    x = model.linear(both, f"{own}.eh_proj", d)
+    x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
+    head = f"{own}.shared_head_head"
+    model.output(x, None, f"{own}.shared_head_norm", head if f"{head}.weight" in tensors else None)
+    if unread := sorted(n for n in tensors if n.startswith(f"blk.{i}.") and weights.is_unread(n)):
+        raise UnsupportedModelError(
+            f"a layer for multi-token prediction has {len(unread)} tensors that are not known, such as "
+            f"{unread[0]}"
+        )
+    return model.graph
+
+
 def _describe(
     config: ModelConfig,
     weights: _Weights,
@@ -200,9 +242,9 @@ class _Description:
 
     # ---- the parts of a model
 
-    def embedding(self) -> Value:
+    def embedding(self, tensor: str = "token_embd") -> Value:
         config, d = self.config, self.config.n_embd
-        matrix = self.weights.matrix("token_embd", d, config.n_vocab)
+        matrix = self.weights.matrix(tensor, d, config.n_vocab)
         x = self.scaled(
             self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
         )
@@ -516,9 +558,11 @@ class _Description:
         more = self.gated_embedding(i, x, embedded)
         return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
 
-    def output(self, x: Value, streams: _Streams | None) -> None:
+    def output(
+        self, x: Value, streams: _Streams | None, norm: str | None = None, matrix: str | None = None
+    ) -> None:
         """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
-        the rows that are wanted."""
+        the rows that are wanted. norm, matrix: tensors in place of the model's."""
         config = self.config
         self.where = {}
         x = x if streams is None else streams.joined()
@@ -529,9 +573,9 @@ class _Description:
             return
         assert config.output_norm is not None
         x = self.add(SelectOutputs(self.value("output_inp", config.n_embd), x))
-        x = self.norm(x, config.output_norm, "output_norm")
-        # Tied: the embedding serves twice.
-        matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
+        x = self.norm(x, norm or config.output_norm, "output_norm")
+        if matrix is None:  # tied: the embedding serves twice
+            matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
         x = self.linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
         if config.logit_softcap:
@@ -1315,11 +1359,11 @@ class _Weights:
     def unused(self) -> list[str]:
         n_layer = self.config.n_layer
         extra = tuple(f"blk.{n_layer + i}." for i in range(self.config.n_extra_layers))
-        return [
-            n
-            for n in self.tensors
-            if n not in self.used and not REDUNDANT_TENSORS.fullmatch(n) and not n.startswith(extra)
-        ]
+        return [n for n in self.tensors if self.is_unread(n) and not n.startswith(extra)]
+
+    def is_unread(self, name: str) -> bool:
+        """Whether nothing reads a tensor that something should."""
+        return name not in self.used and not REDUNDANT_TENSORS.fullmatch(name)
 
     def refuse_unused(self) -> None:
         """A tensor that nothing reads belongs to a model that is not the one described."""
