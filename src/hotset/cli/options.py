@@ -41,6 +41,14 @@ MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file
 _MODEL: dict[str, Any] = {"metavar": "MODEL", "help": MODEL_HELP, "autocompletion": _model_names}
 ModelName = Annotated[str, typer.Argument(show_default=False, **_MODEL)]
 OptionalModel = Annotated[str | None, typer.Argument(**_MODEL)]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Paths, names, or a folder of models; none: all of the store, loaded as requests name them.",
+        autocompletion=_model_names,
+    ),
+]
 
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 
@@ -114,7 +122,8 @@ RamBudget = Annotated[
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 
 Alias = Annotated[
-    list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
+    list[str] | None,
+    _option("--alias -a", "What the model is called in requests, or NAME=MODEL; repeatable.", "Server"),
 ]
 Parallel = Annotated[int, _option("--parallel -np", "Answers at once.", "Server", min=1)]
 Contexts = Annotated[

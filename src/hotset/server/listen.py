@@ -28,7 +28,7 @@ from hotset.server.protocol import (
     check_connections,
     most_connections,
 )
-from hotset.server.service import Service
+from hotset.server.service import Host
 from hotset.server.settings import ServerSettings
 
 log = logging.getLogger("hotset.server")
@@ -38,7 +38,7 @@ _CHECK_SECONDS = 1  # between two looks at what connections take too long for
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
-def listen(service: Service, report: Callable[[str], None]) -> None:
+def listen(service: Host, report: Callable[[str], None]) -> None:
     """Serves until SIGTERM or Ctrl-C, and a moment longer: answers that run may end, within a time.
 
     A second signal ends them at once. report: called with the address once the server listens.

@@ -27,12 +27,14 @@ from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
-from hotset.server.service import Service
+from hotset.server.service import Host, Service
 
 log = logging.getLogger("hotset.server")
 
 API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
 N_BYTES = "hotset.body_bytes"  # and how long its body is
+HELD = "hotset.held"  # what is kept loaded for it (models.py)
+_SERVICE = "hotset.service"  # of the model that it named
 
 _LONG_PIECE = 4096  # bytes
 
@@ -44,9 +46,28 @@ _T = TypeVar("_T")
 AppStatus.disable_automatic_graceful_drain()
 
 
+def host_of(http: Request) -> Host:
+    """What stands behind the application."""
+    host: Host = http.app.state.host
+    return host
+
+
 def service_of(http: Request) -> Service:
-    """The service that answers a request; a dependency of the routes."""
-    service: Service = http.app.state.service
+    """The service that answers a request, once `serving` has found it."""
+    service: Service = http.scope[_SERVICE]
+    return service
+
+
+async def serving(http: Request, name: str | None, *, required: bool = True) -> Service:
+    """The service of the model that a request names, once it is loaded. required: whether it must name one.
+
+    Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
+    """
+    host, held = host_of(http), http.scope.setdefault(HELD, [])
+    service = host.at_once(name, held, required=required)
+    if service is None:
+        service = await while_connected(http, host.when_loaded(name, held))
+    http.scope[_SERVICE] = service
     return service
 
 
