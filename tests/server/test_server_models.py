@@ -24,8 +24,9 @@ from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
 from hotset.server.model_settings import ModelsFile, duration
-from hotset.server.models import Models, bytes_of
+from hotset.server.models import Models
 from hotset.server.settings import ServerSettings
+from hotset.server.slots import bytes_of
 from hotset.settings import LoadSettings
 from hotset.storage import aliases, store
 

@@ -58,6 +58,20 @@ ENGINE_GAUGES = {
 }
 ENGINE_MOST = {"hotset_sequences_most": ("most", "Sequences that may run at once.")}
 
+# Of a server with several models.
+MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Bytes that loaded models may have together.")
+MODEL_GAUGES = {
+    "hotset_model_loaded": ("loaded", "1 for a model that is loaded."),
+    "hotset_model_memory_bytes": ("memory", "Memory of a model: weights, cache and buffers."),
+    "hotset_model_requests": ("holds", "Requests that use a model."),
+    "hotset_model_requests_waiting": ("waiting", "Requests that wait for a model to be loaded."),
+    "hotset_model_load_progress": ("progress", "Share that is done of what a load does now."),
+}
+MODEL_COUNTERS = {
+    "hotset_model_loads": (("model", "result"), "Loads of models, by result: loaded or failed."),
+    "hotset_model_unloads": (("model", "reason"), "Unloaded models, by reason: idle, memory or request."),
+}
+
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -22,126 +22,47 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import Counter
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotset.api import Model, load_opened
-from hotset.backends.base import PAGE_SIZE
-from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError, QueueFullError
 from hotset.escaping import clause
 from hotset.loader.build import open_model
-from hotset.loader.decide import DEFAULT_N_CTX, Opened, cache_bytes, context
+from hotset.loader.decide import DEFAULT_N_CTX
 from hotset.memory import own_memory
-from hotset.model.cost import Cost
-from hotset.model.decoder import describe
 from hotset.parameters import shown
-from hotset.reporter import Reporter
 from hotset.server.catalogue import Catalogue, Offered
 from hotset.server.errors import NotReadyError, RequestError
-from hotset.server.metrics import Metrics, engine_metrics
+from hotset.server.metrics import (
+    MODEL_COUNTERS,
+    MODEL_GAUGES,
+    MODELS_LIMIT,
+    Metrics,
+    engine_metrics,
+)
 from hotset.server.model_settings import KEEP_ALIVE_SECONDS, duration
 from hotset.server.preparation import Preparation
 from hotset.server.service import ListedModel, Service
 from hotset.server.settings import ServerSettings
+from hotset.server.slots import LoadError, LoadProgress, NotWantedError, Slot, bytes_of, fitted
 from hotset.server.streams import HELD
 from hotset.settings import LoadSettings
 from hotset.units import human_size
 
 log = logging.getLogger("hotset.server")
 
-State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
-
 _GIB = 1 << 30
 _SCAN_SECONDS = 1.0  # between two looks at the disk for models, however many requests name unknown ones
 _FAILED_SECONDS = 5.0  # for which a load that failed is not tried again
-_TOKENIZER_BYTES = 800  # for each entry of a vocabulary
 _BUSY_SECONDS = 2.0  # after which a request may be sent again that found too many waiting
 _NAMES_SHOWN = 8  # in a message
-_PROGRESS_SECONDS = 0.1  # between two reports of a load
-
-
-class LoadError(RequestError):
-    """A model that a request named could not be loaded."""
-
-    @classmethod
-    def of(cls, name: str, error: Exception) -> LoadError:
-        """Of an unexpected error a client gets the kind alone."""
-        why = str(error) if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
-        message = f"the model {name!r} could not be loaded: {why}"
-        if isinstance(error, OutOfMemoryError):
-            return cls(message, 503, code="out_of_memory")
-        return cls(message, 500, code="model_load_failed")
-
-    def again(self) -> LoadError:
-        """The same, for another request: each that is raised collects where it was."""
-        return LoadError(str(self), self.status, code=self.code)
-
-
-class _NotWantedError(Exception):
-    """Nothing waits any more for a model that is to be loaded."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """A model, and what is loaded of it.
-
-    n_bytes: of memory that it has, or that are kept for it. holds: requests that use it. waiting: requests
-    that it is loaded for, with their lists of what they hold. used: when it was last asked for, by a clock
-    that counts requests. is_victim: it is unloaded when it is idle, since another model needs its memory;
-    n_unloading: since so many requests ask for that. starts: it is loaded though no request waits. needed:
-    the bytes that a file of so many bytes took when it was loaded last.
-    """
-
-    offered: Offered
-    keep_alive: float
-    state: State = "unloaded"
-    service: Service | None = None
-    n_bytes: int = 0
-    holds: int = 0
-    waiting: list[tuple[asyncio.Future[Service], list[Any]]] = field(default_factory=list)
-    used: int = 0
-    is_victim: bool = False
-    n_unloading: int = 0
-    starts: bool = False
-    timer: asyncio.TimerHandle | None = None
-    expires: float | None = None
-    failure: tuple[LoadError, float] | None = None
-    progress: tuple[str, int, int] | None = None
-    needed: tuple[int, int] = 0, 0
-
-    @property
-    def name(self) -> str:
-        return self.offered.name
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests get it at once."""
-        return self.state == "loaded" and not self.is_victim and not self.n_unloading
-
-    @property
-    def is_wanted(self) -> bool:
-        return bool(self.waiting) or self.starts
-
-    def as_dict(self) -> dict[str, Any]:
-        """What is shown of its state: `status` of a model in a list, and an event of /models/events."""
-        found: dict[str, Any] = {"value": self.state}
-        if self.state == "loading" and self.progress is not None:
-            label, done, total = self.progress
-            found["progress"] = {"label": label, "done": done, "total": total}
-        if self.state == "unloaded" and self.failure is not None:
-            found |= {"failed": True, "error": str(self.failure[0])}
-        if self.n_bytes:
-            found["memory"] = self.n_bytes
-        if self.waiting:
-            found["waiting"] = len(self.waiting)
-        return found
 
 
 class Models:
@@ -170,14 +91,10 @@ class Models:
         self.preparation = Preparation()
         self.preparation.limit(self.settings.max_queue + 1)
         self.metrics = Metrics(self._now)
-        self._loads = Counter(
-            "hotset_model_loads", "Loads of models, by result.", ("model", "result"),
-            registry=self.metrics.registry,
-        )  # fmt: skip
-        self._unloads = Counter(
-            "hotset_model_unloads", "Unloaded models, by reason.", ("model", "reason"),
-            registry=self.metrics.registry,
-        )  # fmt: skip
+        self._loads, self._unloads = (
+            Counter(name, what, labels, registry=self.metrics.registry)
+            for name, (labels, what) in MODEL_COUNTERS.items()
+        )
         self._load_settings, self._keep_alive = load or LoadSettings(), keep_alive
         self._first, self._report = first, report
         self._slots: dict[str, Slot] = {}
@@ -238,7 +155,7 @@ class Models:
         self.stopping = True
         self.end_answers()
         for slot in self._slots.values():
-            _stop_timer(slot)
+            slot.stop_timer()
         tasks = [task for task in (self._loading, self._scanning, *self._tasks) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
@@ -450,7 +367,7 @@ class Models:
         assert slot.service is not None
         slot.holds += 1
         slot.used = next(self._clock)
-        _stop_timer(slot)
+        slot.stop_timer()
         held.append(slot)
         return slot.service
 
@@ -458,7 +375,7 @@ class Models:
         """Has an idle model unloaded in its time."""
         if slot.state != "loaded" or slot.offered.settings.pinned or math.isinf(slot.keep_alive):
             return
-        _stop_timer(slot)
+        slot.stop_timer()
         slot.expires = time.time() + slot.keep_alive
         slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._expire, slot)
 
@@ -543,7 +460,7 @@ class Models:
         self._grant(slot)  # though it may be unloaded next: they were here first
 
     def _failed(self, slot: Slot, error: Exception) -> None:
-        if isinstance(error, _NotWantedError):
+        if isinstance(error, NotWantedError):
             if slot.starts:
                 self._report(f"{slot.name} has no room beside the others: it is loaded when it is asked for")
             slot.starts = False
@@ -566,7 +483,7 @@ class Models:
         """Frees a model, if it is idle."""
         if slot.service is None or slot.holds:
             return
-        _stop_timer(slot)
+        slot.stop_timer()
         service, slot.service, slot.state = slot.service, None, "unloading"
         self._changed()
         await service.close()
@@ -586,7 +503,7 @@ class Models:
         def reserve(n_bytes: int) -> None:
             asyncio.run_coroutine_threadsafe(self._make_room(slot, n_bytes), loop).result()
 
-        settings = replace(self._settings_of(slot.offered), progress=_Progress(slot, loop, self._changed))
+        settings = replace(self._settings_of(slot.offered), progress=LoadProgress(slot, loop, self._changed))
         budget = settings.ram_budget
         if budget is not None:  # which counts the whole process, other models with it
             more = max(own_memory() - self._program, 0) / _GIB
@@ -595,7 +512,7 @@ class Models:
         try:
             if slot.offered.settings.template is not None:
                 opened.gguf.metadata["tokenizer.chat_template"] = slot.offered.settings.template
-            opened, n_bytes = _fitted(opened, self.budget)
+            opened, n_bytes = fitted(opened, self.budget)
             file_bytes = opened.gguf.nbytes
             if slot.needed[0] == file_bytes:
                 n_bytes = max(n_bytes, slot.needed[1])
@@ -616,7 +533,7 @@ class Models:
     async def _make_room(self, slot: Slot, n_bytes: int) -> None:
         """Keeps memory for a model, once others have been unloaded where they must.
 
-        Raises OutOfMemoryError where there cannot be enough, _NotWantedError where nothing waits any more.
+        Raises OutOfMemoryError where there cannot be enough, NotWantedError where nothing waits any more.
         """
         pinned = [one for one in self._slots.values() if one is not slot and one.offered.settings.pinned]
         kept = sum(one.n_bytes for one in pinned)
@@ -630,7 +547,7 @@ class Models:
         while (lacking := self._taken(slot) + n_bytes - self.budget) > 0:
             self.check_ready()
             if not slot.waiting and not slot.offered.settings.pinned:
-                raise _NotWantedError
+                raise NotWantedError
             victims = self._victims(slot, lacking)
             self._spare(victims)
             idle = [one for one in victims if not one.holds]
@@ -676,73 +593,16 @@ class Models:
     def _now(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("hotset_ready", "1 once the model answers.", float(not self._stopping))
         yield GaugeMetricFamily("hotset_answers_open", "Answers that clients wait for.", self.n_open)
-        limit = "Bytes that loaded models may have together."
-        yield GaugeMetricFamily("hotset_models_memory_limit_bytes", limit, self.budget)
-        loaded = GaugeMetricFamily("hotset_model_loaded", "1 for a model that is loaded.", labels=("model",))
-        memory = GaugeMetricFamily(
-            "hotset_model_memory_bytes", "Memory of a model: weights, cache and buffers.", labels=("model",)
-        )
-        waiting = GaugeMetricFamily(
-            "hotset_model_requests_waiting", "Requests that wait for a model to be loaded.", labels=("model",)
-        )
-        progress = GaugeMetricFamily(
-            "hotset_model_load_progress", "Share that is done of what a load does now.", labels=("model",)
-        )
-        for name, slot in self._slots.items():
-            loaded.add_metric((name,), float(slot.state == "loaded"))
-            memory.add_metric((name,), slot.n_bytes)
-            waiting.add_metric((name,), len(slot.waiting))
-            if slot.state == "loading":
-                _, done, total = slot.progress or ("", 0, 0)
-                progress.add_metric((name,), done / total if total else 0.0)
-        yield from (loaded, memory, waiting, progress)
+        name, what = MODELS_LIMIT
+        yield GaugeMetricFamily(name, what, self.budget)
+        counts = {name: slot.counts() for name, slot in self._slots.items()}
+        for name, (field, what) in MODEL_GAUGES.items():
+            family = GaugeMetricFamily(name, what, labels=("model",))
+            for model, count in counts.items():
+                family.add_metric((model,), count[field])
+            yield family
         ready = [service for service in self._services() if service.is_ready]
         yield from engine_metrics([((service.name,), service.model) for service in ready])
-
-
-def _stop_timer(slot: Slot) -> None:
-    if slot.timer is not None:
-        slot.timer.cancel()
-    slot.timer = slot.expires = None
-
-
-def _fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
-    """With the context that the budget has room for, where none was asked for; and the bytes of it all, as
-    far as they are known before it is loaded. So a context does not depend on what else is loaded."""
-    settings, gguf, config = opened.settings, opened.gguf, opened.config
-    cost = Cost(describe(config, gguf.tensors), gguf.tensors)
-    if settings.n_ctx is None and settings.ram_budget is None:
-        opened = opened.with_settings(n_ctx=context(settings, config, cost, budget, gguf.nbytes))
-        settings = opened.settings
-    if settings.n_ctx is None:
-        return opened, 0
-    return opened, gguf.nbytes + cache_bytes(settings, cost, settings.n_ctx)
-
-
-def bytes_of(model: Model) -> int:
-    """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer."""
-    if model.ram is not None:
-        return model.ram.limit
-    decided, backend = model.decided, model.backend
-    weights = sum(info.nbytes for info in decided.weights.tensors.values())
-    cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
-    states = decided.n_states * model.cost.state_bytes
-    buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
-    return int(weights + cache + states) + buffers + backend.n_vocab * _TOKENIZER_BYTES
-
-
-class _Progress(Reporter):
-    """Puts the progress of a load into its slot."""
-
-    def __init__(self, slot: Slot, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]) -> None:
-        self._slot, self._loop, self._changed = slot, loop, changed
-        self._told = -math.inf
-
-    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:  # noqa: ARG002
-        self._slot.progress = label, done, total
-        if (now := time.monotonic()) - self._told >= _PROGRESS_SECONDS:
-            self._told = now
-            self._loop.call_soon_threadsafe(self._changed)
 
 
 class HoldMiddleware:
