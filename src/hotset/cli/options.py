@@ -44,7 +44,7 @@ OptionalModel = Annotated[str | None, typer.Argument(**_MODEL)]
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL]...",
+        metavar="MODEL",
         help="Paths, names, or a folder of models; none: all of the store, loaded as requests name them.",
         autocompletion=_model_names,
     ),
@@ -122,8 +122,7 @@ RamBudget = Annotated[
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 
 Alias = Annotated[
-    list[str] | None,
-    _option("--alias -a", "What the model is called in requests, or NAME=MODEL; repeatable.", "Server"),
+    list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
 ]
 Parallel = Annotated[int, _option("--parallel -np", "Answers at once.", "Server", min=1)]
 Contexts = Annotated[

@@ -126,7 +126,10 @@ class ServerOptions:
 
 def serve(
     models: options.Models = None,
-    alias: options.Alias = None,
+    alias: Annotated[
+        list[str] | None,
+        _option("--alias -a", "What the model is called; of several NAME=MODEL; repeatable."),
+    ] = None,
     parallel: options.Parallel = 16,
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
