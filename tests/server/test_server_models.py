@@ -180,8 +180,8 @@ def test_a_model_that_is_unloaded_leaves_nothing(folder: Path, facts: dict[str, 
             reply = await client.post("/models/unload", json={"model": "two"})
             assert reply.json() == {"success": True}
             assert states(models) == {}
-            left = [ref() for ref in gone]
-            assert left == [None] * len(gone)
+            # A thread that has done its work lets go of it a moment after the result is there.
+            until(lambda: all(ref() is None for ref in gone), "something of the model is left")
             if (maps := Path("/proc/self/maps")).is_file():
                 assert str(folder / "two.gguf") not in maps.read_text()
             assert (await answer(client, "two")).status_code == 200, "it is loaded again"
