@@ -485,11 +485,18 @@ def test_a_file_of_models_that_is_wrong(text: str, said: str, folder: Path, tmp_
         models_of(folder, 1, file=ModelsFile.read(path))
 
 
+def test_settings_that_do_not_go_together(folder: Path, tmp_path: Path) -> None:
+    path = _written(tmp_path / "m.toml", "[models.one]\nload = { backend = 'reference' }")
+    catalogue = Catalogue({}, folder=folder, file=ModelsFile.read(path))
+    with pytest.raises(InvalidRequestError, match="reference"):
+        Models(catalogue, load=LoadSettings(ram_budget=1.0), budget=1)
+
+
 def test_durations() -> None:
-    given = [0, "0", 5, "5", 1.5, "10m", "1h30m", "300ms", "24h", -1, "-1", "-1s"]
+    given = [0, "0", 5, "5", 1.5, "10m", "1h30m", "300ms", "24h", -1, "-1", "-1s", 1e300]
     seconds = [duration(one) for one in given]
     inf = float("inf")
-    assert seconds == [0, 0, 5, 5, 1.5, 600, 5400, 0.3, 86400, inf, inf, inf]
+    assert seconds == [0, 0, 5, 5, 1.5, 600, 5400, 0.3, 86400, inf, inf, inf, inf]
     for wrong in ("", "m", "5 m", "1d", "nan", float("nan"), "1" * 40, "1m" * 100, True):
         with pytest.raises(InvalidRequestError, match="keep_alive"):
             duration(wrong)

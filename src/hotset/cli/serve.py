@@ -87,6 +87,11 @@ class ServerOptions:
         Path | None,
         _option("--models-file", "TOML with settings of each model.", exists=True, dir_okay=False),
     ] = None
+    request_log: Annotated[
+        str | None,
+        _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
+    ] = None
+    log_form: Annotated[str, _option("--log-form", "Of these lines: json or text.")] = "json"
     grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
 
     @property
@@ -106,6 +111,8 @@ class ServerOptions:
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,
+            request_log=self.request_log,
+            log_form=self.log_form,
             grace_seconds=self.grace,
         )
 

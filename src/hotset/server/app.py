@@ -20,7 +20,8 @@ from hotset.server.models import HoldMiddleware, Models
 from hotset.server.openai import chat, completions, embeddings, models, responses
 from hotset.server.pulls import Pulls
 from hotset.server.replies import dumped
-from hotset.server.security import secure
+from hotset.server.request_log import LineWriter, RequestLog
+from hotset.server.security import HeadRequests, secure
 from hotset.server.service import Host
 from hotset.server.shapes import OpenAIErrorReply, errors
 from hotset.server.streams import ClientGoneError
@@ -45,6 +46,9 @@ ROUTERS = (
 def create_app(host: Host) -> FastAPI:
     """The application of one model's service, or of several models: it begins with it and closes it."""
 
+    settings = host.settings
+    writer = None if settings.request_log is None else LineWriter(settings.request_log)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         host.start()
@@ -54,6 +58,8 @@ def create_app(host: Host) -> FastAPI:
             if isinstance(host, Models):
                 app.state.pulls.cancel()
             await host.close()
+            if writer is not None:
+                writer.close()
 
     app = FastAPI(
         title="hotset",
@@ -74,8 +80,11 @@ def create_app(host: Host) -> FastAPI:
         app.add_middleware(HoldMiddleware, models=host)
     _serve_document(app)
     _handle_errors(app)
-    secure(app, host.settings)
+    secure(app, settings)
     app.add_middleware(RequestCounter, metrics=host.metrics)
+    if writer is not None:
+        app.add_middleware(RequestLog, writer=writer, form=settings.log_form)
+    app.add_middleware(HeadRequests)
     return app
 
 

@@ -34,6 +34,7 @@ from hotset.storage.aliases import check_alias
 from hotset.text.chat import MAX_SOURCE_CHARS
 
 KEEP_ALIVE_SECONDS = 300.0
+_LONGEST_SECONDS = 10 * 366 * 86400.0  # a later time is no date that every client can read
 _MAX_BYTES = 1 << 20
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "presence_penalty",
@@ -46,7 +47,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 
 def duration(value: float | str) -> float:
     """Seconds of a `keep_alive` as Ollama has it: a number, or a text such as "10m" or "1h30m"; inf for a
-    negative one. Raises InvalidRequestError."""
+    negative one, and for more than ten years. Raises InvalidRequestError."""
     given: float | str = value
     if isinstance(given, str):
         sign, rest = (-1, given[1:]) if given.startswith("-") else (1, given)
@@ -61,7 +62,7 @@ def duration(value: float | str) -> float:
         raise InvalidRequestError(
             f'keep_alive is a number of seconds, or a time such as "10m", not {shown(value)}'
         ) from None
-    return math.inf if seconds < 0 else seconds
+    return seconds if 0 <= seconds <= _LONGEST_SECONDS else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

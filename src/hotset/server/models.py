@@ -71,6 +71,7 @@ class Models:
     load: settings of every model that has none of its own. budget: bytes that loaded models have together.
     keep_alive: seconds that an idle model stays. first: names of those that are loaded at the start, as far
     as there is room, beside pinned ones. report: gets a line on what was loaded at the start, and what not.
+    Raises InvalidRequestError where settings of the catalogue's file do not go with `load`.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Models:
             for name, (labels, what) in MODEL_COUNTERS.items()
         )
         self._load_settings, self._keep_alive = load or LoadSettings(), keep_alive
+        for own in (catalogue.file.default, *catalogue.file.models.values()):
+            replace(self._load_settings, **own.load)  # or it says what does not go together
         self._first, self._report = first, report
         self._slots: dict[str, Slot] = {}
         self._queue: deque[Slot] = deque()

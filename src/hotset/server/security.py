@@ -30,10 +30,12 @@ from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES, TurnTaking
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
-from hotset.server.streams import API_KEY, N_BYTES, client_of
+from hotset.server.streams import API_KEY, METHOD, N_BYTES, client_of
 
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they reveal nothing and cost nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
+
+_ENDLESS = ("/models/events",)
 
 # RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.
 _HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?", re.ASCII)
@@ -49,7 +51,7 @@ def secure(app: FastAPI, settings: ServerSettings) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
         )
     app.add_middleware(Names, settings=settings)
@@ -126,6 +128,19 @@ class Names:
             403,
             code="origin_not_allowed",
         )
+
+
+class HeadRequests:
+    """Answers HEAD as GET without the body, which the protocol leaves out; a stream that has no end is for
+    GET alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] not in _ENDLESS:
+            scope = {**scope, "method": "GET", METHOD: "HEAD"}
+        await self._app(scope, receive, send)
 
 
 class ApiKeys:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
 
+LOG_FORMS = ("json", "text")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -28,6 +29,7 @@ class ServerSettings:
     have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
     of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
+    request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
     """
@@ -42,6 +44,8 @@ class ServerSettings:
     max_answers: int = 16
     max_tokens: int | None = None
     max_seconds: float | None = None
+    request_log: str | None = None
+    log_form: str = "json"
     trusted_proxies: tuple[str, ...] = ()
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20
@@ -60,6 +64,7 @@ class ServerSettings:
             for value in getattr(self, name):
                 if not text(name, value).strip():
                     raise InvalidRequestError(f"{name} has an empty entry; leave it out")
+        _check_form(self.log_form)
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidRequestError(
@@ -108,6 +113,11 @@ class ServerSettings:
     def serves_any_address(self) -> bool:
         """Whether it listens on every address of this machine: what it is called is not known then."""
         return self.host in ("", "0.0.0.0", "::", "[::]")
+
+
+def _check_form(given: str) -> None:
+    if given not in LOG_FORMS:
+        raise InvalidRequestError(f"log_form is {' or '.join(LOG_FORMS)}, not {shown(given)}")
 
 
 def _check_network(given: str) -> None:

@@ -28,18 +28,22 @@ from hotset.server.errors import body_of, problem_of
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
 from hotset.server.service import Host, Service
+from hotset.server.vectors import Vectors
 
 log = logging.getLogger("hotset.server")
 
 API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
 N_BYTES = "hotset.body_bytes"  # and how long its body is
 HELD = "hotset.held"  # what is kept loaded for it (models.py)
-_SERVICE = "hotset.service"  # of the model that it named
+SERVICE = "hotset.service"  # of the model that it named
+METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
+ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
 
 _LONG_PIECE = 4096  # bytes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_A = TypeVar("_A", Answer, Vectors)
 
 # The library would end every stream at once when the process gets a signal to end; the service gives them
 # time.
@@ -54,7 +58,7 @@ def host_of(http: Request) -> Host:
 
 def service_of(http: Request) -> Service:
     """The service that answers a request, once `serving` has found it."""
-    service: Service = http.scope[_SERVICE]
+    service: Service = http.scope[SERVICE]
     return service
 
 
@@ -67,7 +71,7 @@ async def serving(http: Request, name: str | None, *, required: bool = True) -> 
     service = host.at_once(name, held, required=required)
     if service is None:
         service = await while_connected(http, host.when_loaded(name, held))
-    http.scope[_SERVICE] = service
+    http.scope[SERVICE] = service
     return service
 
 
@@ -123,7 +127,14 @@ def _is_long(http: Request) -> bool:
 
 async def ask(http: Request, request: AnswerRequest) -> Answer:
     """`Service.ask` as long as the client is there."""
-    return await while_connected(http, service_of(http).ask(of_client(http, request)))
+    return _noted(http, await while_connected(http, service_of(http).ask(of_client(http, request))))
+
+
+def _noted(http: Request, answer: _A) -> _A:
+    """An answer, which the log of requests is to count."""
+    if (answers := http.scope.get(ANSWERS)) is not None:
+        answers.append(answer)
+    return answer
 
 
 async def written(http: Request, n_values: int, work: Callable[[], Response]) -> Response:
@@ -141,7 +152,7 @@ async def whole(
     service = service_of(http)
 
     async def answered() -> tuple[Answer, list[Choice]]:
-        answer = await service.ask(of_client(http, request))
+        answer = _noted(http, await service.ask(of_client(http, request)))
         try:
             return answer, await answer.whole()
         finally:
@@ -163,7 +174,7 @@ async def embedded(
     service, long = service_of(http), _is_long(http) or n_bytes > LONG_BYTES
 
     async def computed() -> TextVectors:
-        vectors = await service.ask_vectors(make, n_texts, client_of(http), long=long)
+        vectors = _noted(http, await service.ask_vectors(make, n_texts, client_of(http), long=long))
         try:
             return await vectors.whole()
         finally:
