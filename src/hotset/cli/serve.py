@@ -40,6 +40,15 @@ class ServerOptions:
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _option("--port", "0: any that is free.", min=0, max=65535)] = 8080
+    socket: Annotated[
+        str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
+    ] = None
+    tls_cert: Annotated[
+        Path | None, _option("--tls-cert", "HTTPS: a certificate in PEM's form.", exists=True, dir_okay=False)
+    ] = None
+    tls_key: Annotated[
+        Path | None, _option("--tls-key", "Its key, without a passphrase.", exists=True, dir_okay=False)
+    ] = None
     api_key: Annotated[
         list[str] | None, _option("--api-key", f"Who has it may ask; repeatable; or in {_KEY_VARIABLE}.")
     ] = None
@@ -103,6 +112,9 @@ class ServerOptions:
         return ServerSettings(
             host=self.host,
             port=self.port,
+            socket=self.socket,
+            tls_cert=None if self.tls_cert is None else str(self.tls_cert),
+            tls_key=None if self.tls_key is None else str(self.tls_key),
             api_keys=self._keys(),
             allow_no_api_key=self.allow_no_api_key,
             cors_origins=tuple(self.cors_origin or ()),

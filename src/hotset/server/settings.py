@@ -16,7 +16,8 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class ServerSettings:
     """Checked when it is made: InvalidRequestError says which field is wrong, and how.
 
-    host, port: where it listens; port 0 takes any that is free.
+    host, port: where it listens; port 0 takes any that is free. socket: a Unix socket in place of them.
+    tls_cert, tls_key: files in PEM's form, for HTTPS.
     api_keys: any of these opens it; required where it listens for other machines, unless allow_no_api_key.
     cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
     allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
@@ -36,6 +37,9 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8080
+    socket: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     api_keys: tuple[str, ...] = ()
     allow_no_api_key: bool = False
     cors_origins: tuple[str, ...] = ()
@@ -65,6 +69,8 @@ class ServerSettings:
                 if not text(name, value).strip():
                     raise InvalidRequestError(f"{name} has an empty entry; leave it out")
         _check_form(self.log_form)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequestError("HTTPS needs both a certificate and its key: tls_cert and tls_key")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidRequestError(
@@ -75,18 +81,7 @@ class ServerSettings:
                 raise InvalidRequestError(
                     f"an origin looks like https://chat.example (or *, for all), not like {shown(origin)}"
                 )
-        for name, low in (
-            ("max_queue", 0),
-            ("max_answers", 1),
-            ("max_body_bytes", 1),
-            ("max_nesting", 1),
-            ("max_held_bytes", 1),
-        ):
-            whole_number(name, getattr(self, name), low)
-        for name in ("head", "body", "write"):
-            real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
-        for name in ("keep_alive_seconds", "grace_seconds"):
-            real_number(name, getattr(self, name), 0)
+        self._check_limits()
         for proxy in self.trusted_proxies:
             _check_network(proxy)
         if self.max_tokens is not None:
@@ -99,10 +94,24 @@ class ServerSettings:
                 "HOTSET_API_KEY), or say --allow-no-api-key to let everyone in"
             )
 
+    def _check_limits(self) -> None:
+        for name, low in (
+            ("max_queue", 0),
+            ("max_answers", 1),
+            ("max_body_bytes", 1),
+            ("max_nesting", 1),
+            ("max_held_bytes", 1),
+        ):
+            whole_number(name, getattr(self, name), low)
+        for name in ("head", "body", "write"):
+            real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
+        for name in ("keep_alive_seconds", "grace_seconds"):
+            real_number(name, getattr(self, name), 0)
+
     @property
     def is_local(self) -> bool:
         """Whether this machine alone can reach it."""
-        if self.host == "localhost":
+        if self.socket is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
