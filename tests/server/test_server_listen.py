@@ -18,7 +18,7 @@ from waiting import WATCHDOG
 
 import hotset
 from hotset.server.app import create_app
-from hotset.server.listen import Server, _bound, check_certificate, unix_socket
+from hotset.server.listen import Server, check_certificate, listening, unix_socket
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
@@ -31,7 +31,7 @@ async def answered(path: Path, settings: ServerSettings, client_of: object) -> l
     """What a server reports, and the last line of a stream; client_of: a client of the bound socket."""
     service = Service(lambda: hotset.load(path, backend="cpu", n_threads=1), settings, name="tiny")
     reported: list[str] = []
-    with _bound(settings) as bound:
+    with listening(settings) as bound:
         server = Server(service, bound, reported.append, create_app(service))
         task = asyncio.create_task(server.serve(sockets=[bound]))
         async with client_of(bound) as client:  # type: ignore[operator]

@@ -16,6 +16,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.files import expanded
 from hotset.memory import free_memory
+from hotset.server.keys import read_keys
 from hotset.server.settings import ServerSettings
 from hotset.storage import catalogue, resolve, store
 from hotset.units import human_size
@@ -54,6 +55,10 @@ class ServerOptions:
     ] = None
     api_key_file: Annotated[
         Path | None, _option("--api-key-file", "API keys, one a line.", exists=True, dir_okay=False)
+    ] = None
+    keys_file: Annotated[
+        Path | None,
+        _option("--keys-file", "TOML of API keys with names and limits.", exists=True, dir_okay=False),
     ] = None
     allow_no_api_key: Annotated[
         bool, _option("--allow-no-api-key", "Let other machines in without a key.")
@@ -116,6 +121,7 @@ class ServerOptions:
             tls_cert=None if self.tls_cert is None else str(self.tls_cert),
             tls_key=None if self.tls_key is None else str(self.tls_key),
             api_keys=self._keys(),
+            named_keys=() if self.keys_file is None else read_keys(self.keys_file),
             allow_no_api_key=self.allow_no_api_key,
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
@@ -187,6 +193,11 @@ def _serve_one(
         path = resolve(model, progress=bar)
     names = (*alias, model_name(path))
     if server.replicas is not None or server.max_replicas is not None:
+        if server.keys_file is not None or server.request_log is not None:
+            raise typer.BadParameter(
+                "replicas are asked through a front that counts no tokens; leave it out.",
+                param_hint="--keys-file" if server.keys_file is not None else "--request-log",
+            )
         if scale.stages is not None:
             raise typer.BadParameter(
                 "replicas have whole models; leave one of them out.", param_hint="--stages"

@@ -49,14 +49,14 @@ def listen(service: Host, report: Callable[[str], None]) -> None:
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     bound_logs()
-    with _bound(service.settings) as bound:
+    with listening(service.settings) as bound:
         asyncio.run(Server(service, bound, report, create_app(service)).serve(sockets=[bound]))
     if service.error is not None:
         raise service.error
 
 
 @contextmanager
-def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
+def listening(settings: ServerSettings) -> Iterator[socket.socket]:
     """What the server listens on. Raises InvalidRequestError, also for a certificate that cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_certificate(settings.tls_cert, settings.tls_key)

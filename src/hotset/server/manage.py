@@ -21,13 +21,14 @@ from hotset.server import shapes
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import Offered
 from hotset.server.errors import RequestError, body_of, problem_of
+from hotset.server.key_limits import Holder
 from hotset.server.models import Models
 from hotset.server.openai.models import entry
 from hotset.server.openai.schema import Body
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
 from hotset.server.shapes import JSON_LINES
-from hotset.server.streams import host_of, while_connected
+from hotset.server.streams import HOLDER, host_of, listed, while_connected
 from hotset.storage import aliases, store
 
 _FORWARDED = ("x-forwarded-for", "forwarded")
@@ -41,7 +42,10 @@ def models_of(http: Request) -> Models:
 
 def check_manager(http: Request) -> None:
     """Raises RequestError (403) where the request has no key and is not this machine's own."""
-    if models_of(http).settings.api_keys:  # without one it would not be here
+    if models_of(http).settings.has_keys:  # without one it would not be here
+        holder: Holder | None = http.scope.get(HOLDER)
+        if holder is None or not holder.manages:
+            raise RequestError("this key may not manage models", 403, code="not_a_manager")
         return
     origin, host = http.headers.get("origin"), http.headers.get("host", "")
     is_page_of_another = origin is not None and origin.partition("://")[2].lower() != host.lower()
@@ -101,7 +105,7 @@ class CopyBody(Body):
 @router.get("/models")
 async def models(http: Request) -> dict[str, Any]:
     """As /v1/models."""
-    return {"object": "list", "data": [entry(one) for one in await models_of(http).listed()]}
+    return {"object": "list", "data": [entry(one) for one in await listed(http)]}
 
 
 @router.post("/models/load", dependencies=_managed)

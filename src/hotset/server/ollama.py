@@ -63,7 +63,9 @@ from hotset.server.streams import (
     AnswerStream,
     ask,
     embedded,
+    file_of,
     host_of,
+    listed,
     off_loop,
     serving,
     while_connected,
@@ -542,13 +544,13 @@ async def api_version() -> dict[str, str]:
 
 @router.get("/api/tags")
 async def tags(http: Request) -> dict[str, Any]:
-    return {"models": [_listed(one) for one in await host_of(http).listed()]}
+    return {"models": [_listed(one) for one in await listed(http)]}
 
 
 @router.get("/api/ps")
 async def ps(http: Request) -> dict[str, Any]:
     """The models that are loaded; on which device one lies /plan tells better than a number."""
-    loaded = [one for one in await host_of(http).listed() if one.is_loaded]
+    loaded = [one for one in await listed(http) if one.is_loaded]
     return {"models": [_listed(one) | _running(one) for one in loaded]}
 
 
@@ -563,7 +565,7 @@ async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
-    service, name, path = await host_of(http).file_of(given.removesuffix(_ANY_TAG))
+    service, name, path = await file_of(http, given.removesuffix(_ANY_TAG))
     if service is not None:
         return _shown(name, service.model.gguf, service.model.chat_template.source, body)
 

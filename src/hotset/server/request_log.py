@@ -136,7 +136,7 @@ class RequestLog:
 def _cost(answer: Answer | Vectors) -> dict[str, Any]:
     """What an answer took."""
     if isinstance(answer, Vectors):
-        return {"prompt_tokens": answer.n_tokens, "reasons": sorted(set(answer.reasons))}
+        return {"prompt_tokens": answer.total_tokens, "reasons": sorted(set(answer.reasons))}
     usage = answer.usage
     found: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.server.keys import NamedKey
 
 LOG_FORMS = ("json", "text")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -19,6 +20,7 @@ class ServerSettings:
     host, port: where it listens; port 0 takes any that is free. socket: a Unix socket in place of them.
     tls_cert, tls_key: files in PEM's form, for HTTPS.
     api_keys: any of these opens it; required where it listens for other machines, unless allow_no_api_key.
+    named_keys: more of them, with limits.
     cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
     allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
 
@@ -41,6 +43,7 @@ class ServerSettings:
     tls_cert: str | None = None
     tls_key: str | None = None
     api_keys: tuple[str, ...] = ()
+    named_keys: tuple[NamedKey, ...] = ()
     allow_no_api_key: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ class ServerSettings:
             whole_number("max_tokens", self.max_tokens, 1)
         if self.max_seconds is not None:
             real_number("max_seconds", self.max_seconds, 0)
-        if not self.is_local and not self.api_keys and not self.allow_no_api_key:
+        if not self.is_local and not self.has_keys and not self.allow_no_api_key:
             raise InvalidRequestError(
                 f"on {self.host} other machines can reach the server; give it an API key (--api-key-file, or "
                 "HOTSET_API_KEY), or say --allow-no-api-key to let everyone in"
@@ -107,6 +110,10 @@ class ServerSettings:
             real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
         for name in ("keep_alive_seconds", "grace_seconds"):
             real_number(name, getattr(self, name), 0)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys or self.named_keys)
 
     @property
     def is_local(self) -> bool:

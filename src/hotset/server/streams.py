@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -25,9 +26,10 @@ from hotset.engine.sequence import Owner
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
+from hotset.server.key_limits import Holder
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
-from hotset.server.service import Host, Service
+from hotset.server.service import Host, ListedModel, Service
 from hotset.server.vectors import Vectors
 
 log = logging.getLogger("hotset.server")
@@ -36,6 +38,7 @@ API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it ca
 N_BYTES = "hotset.body_bytes"  # and how long its body is
 HELD = "hotset.held"  # what is kept loaded for it (models.py)
 SERVICE = "hotset.service"  # of the model that it named
+HOLDER = "hotset.key_holder"  # the same key with its limits
 METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
 ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
 
@@ -68,11 +71,34 @@ async def serving(http: Request, name: str | None, *, required: bool = True) -> 
     Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
     """
     host, held = host_of(http), http.scope.setdefault(HELD, [])
+    if name and HOLDER in http.scope:  # before it is loaded
+        await file_of(http, name)
     service = host.at_once(name, held, required=required)
     if service is None:
         service = await while_connected(http, host.when_loaded(name, held))
+    _check_model(http, service.name)
     http.scope[SERVICE] = service
     return service
+
+
+async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
+    """`Host.file_of`, of a model that the request's key may ask."""
+    found = await host_of(http).file_of(name)
+    _check_model(http, found[1])
+    return found
+
+
+async def listed(http: Request) -> list[ListedModel]:
+    """`Host.listed`, of the models that the request's key may ask."""
+    found, holder = await host_of(http).listed(), http.scope.get(HOLDER)
+    return [one for one in found if holder is None or holder.may_ask(one.name)]
+
+
+def _check_model(http: Request, name: str) -> None:
+    """Raises RequestError where the key is not for this model."""
+    holder: Holder | None = http.scope.get(HOLDER)
+    if holder is not None:
+        holder.check_model(name)
 
 
 class ClientGoneError(Exception):

@@ -39,7 +39,7 @@ class Vectors:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def n_tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Of all texts."""
         return self._texts.n_tokens
 

@@ -8,21 +8,20 @@ from fastapi import APIRouter, Request
 
 from hotset.server.errors import RequestError
 from hotset.server.service import ListedModel
-from hotset.server.streams import host_of
+from hotset.server.streams import file_of, listed
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [entry(one) for one in await host_of(http).listed()]}
+    return {"object": "list", "data": [entry(one) for one in await listed(http)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
-    host = host_of(http)
-    _, name, _ = await host.file_of(name)
-    found = [one for one in await host.listed() if one.name == name]
+    _, name, _ = await file_of(http, name)
+    found = [one for one in await listed(http) if one.name == name]
     if not found:  # deleted in this moment
         raise RequestError("the model is not served any more", 404, param="model", code="model_not_found")
     return entry(found[0])
