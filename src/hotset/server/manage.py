@@ -127,13 +127,18 @@ async def events(http: Request) -> Response:
     """The states of models as server-sent events: first of all that are not unloaded, then of each that
     changes: `{"model", "value", ...}`, as `status` in /v1/models."""
     host = models_of(http)
+    holder: Holder | None = http.scope.get(HOLDER)
 
     async def states() -> AsyncIterator[bytes]:
         shown: dict[str, dict[str, Any]] = {}
         while not host.stopping:
             change = asyncio.ensure_future(host.changed())
             try:
-                now = host.states()
+                now = {
+                    name: state
+                    for name, state in host.states().items()
+                    if holder is None or holder.may_ask(name)
+                }
                 for name in shown.keys() - now.keys():
                     now[name] = {"value": "unloaded"}
                 for name, state in now.items():
