@@ -276,6 +276,7 @@ class Model:
             stop_ids=self.tokenizer.stop_ids,
             reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
+            breakers=self.tokenizer.sequences_with(params.breakers),
             owner=owner,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)

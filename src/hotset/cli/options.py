@@ -31,9 +31,9 @@ def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typ
 
 def _model_names(incomplete: str) -> list[str]:
     """Of the store and the catalogue, for the completion of a shell; where none fits it completes files."""
-    from hotset.storage import catalogue, store
+    from hotset.storage import catalogue, on_this_machine
 
-    known = [*(model.name for model in store.list_models()), *(entry.name for entry in catalogue.ENTRIES)]
+    known = [*(model.name for model in on_this_machine()), *(entry.name for entry in catalogue.ENTRIES)]
     return sorted({name for name in known if name.startswith(incomplete)})
 
 
@@ -171,6 +171,59 @@ PresencePenalty = Annotated[float | None, _option("--presence-penalty", "Penalis
 FrequencyPenalty = Annotated[
     float | None, _option("--frequency-penalty", "Penalise what occurred, each time.", _SAMPLING)
 ]
+_DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
+RepeatLastN = Annotated[
+    int | None, _option("--repeat-last-n", "Recent are so many tokens; -1: all, 0: none.", _SAMPLING, min=-1)
+]
+DryMultiplier = Annotated[
+    float | None, _option("--dry-multiplier", "What repeating costs; 0: off, 0.8 is usual.", _DRY)
+]
+DryBase = Annotated[
+    float | None, _option("--dry-base", "By what it grows with each token repeated; 1.75.", _DRY)
+]
+DryAllowedLength = Annotated[
+    int | None, _option("--dry-allowed-length", "Shorter repetitions cost nothing; 2.", _DRY, min=0)
+]
+DryPenaltyLastN = Annotated[
+    int | None, _option("--dry-penalty-last-n", "Look at so many tokens; -1: all, 0: none.", _DRY, min=-1)
+]
+DrySequenceBreakers = Annotated[
+    list[str] | None,
+    _option("--dry-sequence-breaker", "A repetition ends at this text; repeatable; none: no defaults.", _DRY),
+]
+TopNSigma = Annotated[
+    float | None,
+    _option(
+        "--top-nsigma --top-n-sigma",
+        "Only logits so many standard deviations below the largest; -1: all.",
+        _MORE,
+    ),
+]
+TypicalP = Annotated[
+    float | None,
+    _option(
+        "--typical --typical-p", "Only tokens of a typical surprise, of this probability; 1: all.", _MORE
+    ),
+]
+XtcProbability = Annotated[
+    float | None, _option("--xtc-probability", "How often the likeliest are left out; 0: never.", _MORE)
+]
+XtcThreshold = Annotated[
+    float | None, _option("--xtc-threshold", "They are at least this likely; 0.1.", _MORE)
+]
+DynatempRange = Annotated[
+    float | None, _option("--dynatemp-range", "The temperature moves so far both ways; 0: off.", _MORE)
+]
+DynatempExponent = Annotated[
+    float | None, _option("--dynatemp-exp", "How it depends on the entropy; 1.", _MORE)
+]
+MirostatVersion = Annotated[
+    int | None, _option("--mirostat", "Mirostat 1 or 2 in place of top-k, top-p, ...; 0: off.", _MORE)
+]
+MirostatTau = Annotated[
+    float | None, _option("--mirostat-ent", "Its target entropy, tau, in bits; 5.", _MORE)
+]
+MirostatEta = Annotated[float | None, _option("--mirostat-lr", "Its learning rate, eta; 0.1.", _MORE)]
 LogitBias = Annotated[
     list[str] | None, _option("--logit-bias", "ID+BIAS or ID-BIAS, such as 15043-1; repeatable.", _SAMPLING)
 ]
@@ -340,6 +393,21 @@ class SamplingOptions:
     repeat_penalty: RepeatPenalty = None
     presence_penalty: PresencePenalty = None
     frequency_penalty: FrequencyPenalty = None
+    repeat_last_n: RepeatLastN = None
+    dry_multiplier: DryMultiplier = None
+    dry_base: DryBase = None
+    dry_allowed_length: DryAllowedLength = None
+    dry_penalty_last_n: DryPenaltyLastN = None
+    dry_sequence_breaker: DrySequenceBreakers = None
+    top_nsigma: TopNSigma = None
+    typical: TypicalP = None
+    xtc_probability: XtcProbability = None
+    xtc_threshold: XtcThreshold = None
+    dynatemp_range: DynatempRange = None
+    dynatemp_exp: DynatempExponent = None
+    mirostat: MirostatVersion = None
+    mirostat_ent: MirostatTau = None
+    mirostat_lr: MirostatEta = None
     logit_bias: LogitBias = None
     seed: Seed = None
     stop: Stop = None
@@ -360,6 +428,21 @@ class SamplingOptions:
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "penalty_last_n": self.repeat_last_n,
+            "dry_multiplier": self.dry_multiplier,
+            "dry_base": self.dry_base,
+            "dry_allowed_length": self.dry_allowed_length,
+            "dry_penalty_last_n": self.dry_penalty_last_n,
+            "dry_sequence_breakers": _breakers(self.dry_sequence_breaker),
+            "top_n_sigma": self.top_nsigma,
+            "typical_p": self.typical,
+            "xtc_probability": self.xtc_probability,
+            "xtc_threshold": self.xtc_threshold,
+            "dynatemp_range": self.dynatemp_range,
+            "dynatemp_exponent": self.dynatemp_exp,
+            "mirostat": self.mirostat,
+            "mirostat_tau": self.mirostat_ent,
+            "mirostat_eta": self.mirostat_lr,
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
             "seed": self.seed if self.seed != -1 else None,  # llama.cpp's way to ask for any
             "stop": tuple(self.stop) if self.stop else None,
@@ -378,6 +461,11 @@ class SamplingOptions:
         from hotset.cli.console import read_text
 
         return read_text(self.grammar_file, "--grammar-file")
+
+
+def _breakers(given: list[str] | None) -> list[str] | None:
+    """As llama.cpp has it: any that are given replace the defaults, and "none" is no text."""
+    return None if given is None else [one for one in given if one != "none"]
 
 
 def _json_schema(given: str | None) -> str | None:

@@ -79,16 +79,16 @@ class OllamaOptions(Body):
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Share | None = None
     min_p: Share | None = None
-    typical_p: Literal[1] | None = None
+    typical_p: Share | None = None
     tfs_z: Literal[1] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     penalize_newline: Literal[True] | None = None
-    mirostat: Literal[0] | None = None
-    mirostat_tau: float | None = None  # of mirostat, which is off
-    mirostat_eta: float | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
@@ -274,6 +274,10 @@ def _params(body: AnswerBody) -> SamplingParams:
         "top_k": options.top_k,
         "top_p": options.top_p,
         "min_p": options.min_p,
+        "typical_p": options.typical_p,
+        "mirostat": options.mirostat,
+        "mirostat_tau": options.mirostat_tau,
+        "mirostat_eta": options.mirostat_eta,
         "repetition_penalty": options.repeat_penalty,
         "penalty_last_n": options.repeat_last_n,
         "presence_penalty": options.presence_penalty,
