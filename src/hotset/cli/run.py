@@ -25,7 +25,7 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import Answer
-from hotset.storage import catalogue, resolve, store
+from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
 def _choose() -> str:
     """Asks which model to chat with: those that are here first, of each the ReLU models, then by size."""
     memory = store.usable_memory()
-    local = store.list_models()
+    local = on_this_machine()
     here = {model.name for model in local}
     choices = [(model.name, model.size, model.relu, True) for model in local]
     choices += [

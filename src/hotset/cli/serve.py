@@ -15,7 +15,7 @@ from hotset.cli.console import print_choice, print_memory, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.server.settings import ServerSettings
-from hotset.storage import catalogue, resolve, store
+from hotset.storage import catalogue, on_this_machine, resolve
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -165,5 +165,5 @@ def check_installed() -> None:
 
 def model_name(path: Path) -> str:
     """What a model is called: as in the store, or as its file."""
-    stored = (model.name for model in store.list_models() if model.path == path)
+    stored = (model.name for model in on_this_machine() if model.path == path)
     return next(stored, path.stem)
