@@ -50,6 +50,7 @@ from hotset.server.service import Service
 from hotset.server.shapes import JSON_LINES, documented, errors
 from hotset.server.streams import AnswerStream, ask, embedded, off_loop, service_of, whole
 from hotset.server.turns import Turn, tool_call
+from hotset.text.infill import Gap, InfillTokens
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
@@ -176,7 +177,7 @@ class OllamaGenerateBody(AnswerBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
     template: Literal[""] | None = None
     context: Annotated[list[int], Field(max_length=0)] | None = None
     images: NoImages = None
@@ -224,6 +225,10 @@ def generate_request(body: OllamaGenerateBody) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it."""
     request = partial(AnswerRequest, params=_params(body), stream=body.streams)
     prompt = body.prompt or ""
+    if body.suffix:
+        if body.system:
+            raise RequestError("a gap is filled in without a system message", param="system")
+        return request(gap=Gap(prefix=prompt, suffix=body.suffix))
     if body.raw:
         if body.system:
             raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
@@ -429,7 +434,7 @@ async def chat(body: OllamaChatBody, http: Request) -> Response:
 @router.post("/api/generate", responses=documented(shapes.OllamaGenerateReply, JSON_LINES))
 async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return _loaded(body, chat=False)
     request = await off_loop(http, generate_request, body)
     return await _answered(http, body, request, service, chat=False)
@@ -583,8 +588,10 @@ def _capabilities(model: Model) -> list[str]:
     if f"{model.gguf.architecture}.pooling_type" in model.gguf.metadata:
         return ["embedding"]
     source = model.chat_template.source
+    inserts = ["insert"] if InfillTokens.of(model.tokenizer, model.gguf.metadata) else []
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
-    return ["completion", *(name for name, found in marks.items() if any(mark in source for mark in found))]
+    found = [name for name, texts in marks.items() if any(text in source for text in texts)]
+    return ["completion", *inserts, *found]
 
 
 def _plain(value: Any, verbose: bool) -> Any:

@@ -34,7 +34,7 @@ _END_OF_GENERATION = frozenset(
     [
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
         "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>",
-        "<|tool_response>", "<start_function_response>", "<｜end▁of▁sentence｜>",
+        "<|tool_response>", "<start_function_response>", "<｜end▁of▁sentence｜>", "▁<EOT>",
         # fill-in-the-middle: the end of a file or of a repository
         "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
         "<|file_sep|>",
