@@ -15,7 +15,7 @@ from hotset.engine.filters import top_k
 from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.text.mask import Mask
+from hotset.text.mask import TokenMask
 
 N_VOCAB = 3000  # more than k groups, so that top_k selects before it sorts
 
@@ -241,8 +241,8 @@ class Allowed:
     def is_busy(self, seconds: float) -> bool:
         return False
 
-    def mask(self) -> Mask:
-        return Mask.of(self.bits, N_VOCAB)
+    def mask(self) -> TokenMask:
+        return TokenMask.of(self.bits, N_VOCAB)
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)

@@ -13,7 +13,7 @@ What becomes of a tensor is said by indices (`Origin`), so that every piece is r
 - Some norms are stored less one.
 - BitNet's matrices are stored as they were trained, and count as three values each.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
-- With a profile, neurons stand in order of hotness (sparsity/reorder.py).
+- With a profile, neurons stand in order of hotness (convert/reorder.py).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
+from hotset.convert.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
@@ -62,7 +63,6 @@ from hotset.model.config import (
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
 from hotset.sparsity.profile import profile_path
-from hotset.sparsity.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.sparsity.sidecar import fingerprint
 from hotset.text.tokenizer import load_tokenizer
 

@@ -4,7 +4,7 @@
     trace.save(trace_path(gguf.path))
     open_trace(path)
 
-What a cache would have done over the text follows from its trace alone (sparsity/replay.py). The file is
+What a cache would have done over the text follows from its trace alone (report/replay.py). The file is
 GGUF (`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name`
 (of the model's file), `data` (hash of the text's tokens), `starts` (the first token of each sequence),
 `stored` (what a store would keep of the model under a budget: five numbers of a StoredGroup each), `usual`
