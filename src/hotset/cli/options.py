@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_LLAMA = "As llama.cpp has it"
 _FORM = "Form of the answer (needs the extra serve)"
 
 
@@ -53,7 +54,9 @@ ContextSize = Annotated[
 LONGEST = 512  # tokens of a sequence that is watched
 OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
 SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
-CacheType = Annotated[str, _option("--cache-type -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)]
+CacheType = Annotated[
+    str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)
+]
 Activation = Annotated[
     str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
 ]
@@ -112,6 +115,27 @@ RamBudget = Annotated[
     _option("--ram-budget", "GiB of memory for everything; what has no room is read as needed.", _ENGINE),
 ]
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
+
+# llama.cpp's, for what hotset does anyway, or has another option for.
+HfRepo = Annotated[
+    str | None,
+    _option("--hf-repo -hf -hfr", "OWNER/REPOSITORY[:QUANT]: MODEL is hf: and this.", _LLAMA, metavar="NAME"),
+]
+HfFile = Annotated[
+    str | None, _option("--hf-file -hff", "The file of that repository.", _LLAMA, metavar="FILE")
+]
+ValueType = Annotated[
+    str | None, _option("--cache-type-v -ctv", "Has to be the type of --cache-type.", _LLAMA)
+]
+FlashAttention = Annotated[
+    str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
+]
+Jinja = Annotated[bool, _option("--jinja", "Chat templates always are.", _LLAMA)]
+CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "Refused: see --vram-budget.", _LLAMA)]
+NCpuMoe = Annotated[int | None, _option("--n-cpu-moe -ncmoe", "Refused: see --vram-budget.", _LLAMA)]
+OverrideTensor = Annotated[
+    list[str] | None, _option("--override-tensor -ot", "Refused: see --n-gpu-layers.", _LLAMA)
+]
 
 Alias = Annotated[
     list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
@@ -348,12 +372,64 @@ class ModelOptions(SparsityOptions, GPUOptions):
     threads: Threads = None
     cache_type: CacheType = "f16"
     backend: BackendName = "auto"
+    cache_type_v: ValueType = None
+    flash_attn: FlashAttention = None
+    jinja: Jinja = False
+    cpu_moe: CpuMoe = False
+    n_cpu_moe: NCpuMoe = None
+    override_tensor: OverrideTensor = None
+
+    def _check_llama_cpp(self) -> None:
+        """Wrong usage for what llama.cpp's options say that hotset does in another way."""
+        if self.cache_type_v not in (None, self.cache_type):
+            raise typer.BadParameter(
+                f"keys and values have one type, which --cache-type names ({self.cache_type}).",
+                param_hint="--cache-type-v",
+            )
+        if self.flash_attn not in (None, "on", "auto", "1", "true"):
+            raise typer.BadParameter(
+                f"attention is always fused; '{self.flash_attn}' is none of on and auto.",
+                param_hint="--flash-attn",
+            )
+        if self.cpu_moe or self.n_cpu_moe is not None:
+            raise typer.BadParameter(
+                "which experts a GPU has is decided by their use, within --vram-budget; --no-gpu leaves all "
+                "to the CPU.",
+                param_hint="--cpu-moe" if self.cpu_moe else "--n-cpu-moe",
+            )
+        if self.override_tensor:
+            raise typer.BadParameter(
+                "single tensors have no place of their own: --n-gpu-layers places layers, --gpu-index "
+                "neurons, and --vram-budget bounds all of it.",
+                param_hint="--override-tensor",
+            )
 
     def fields(self) -> dict[str, Any]:
+        self._check_llama_cpp()
         own: dict[str, Any] = {"n_threads": self.threads, "kv_type": self.cache_type}
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModelOptions(ModelOptions):
+    """The same, and a model of the hub that is named as llama.cpp's users do."""
+
+    hf_repo: HfRepo = None
+    hf_file: HfFile = None
+
+    def named(self, given: str | None) -> str | None:
+        """The model that is named so, or else the given one."""
+        if self.hf_repo is None:
+            if self.hf_file is not None:
+                raise typer.BadParameter("it is a file of --hf-repo; name that too.", param_hint="--hf-file")
+            return given
+        if given is not None:
+            raise typer.BadParameter("the model is given twice.", param_hint="--hf-repo")
+        repository, _, quant = self.hf_repo.removeprefix("hf:").partition(":")
+        wanted = self.hf_file or quant
+        return f"hf:{repository}:{wanted}" if wanted else f"hf:{repository}"
 
 
 @dataclass(frozen=True, kw_only=True)

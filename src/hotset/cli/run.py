@@ -55,13 +55,13 @@ def run(  # noqa: PLR0913 - options of a subcommand
     stats: options.Stats = False,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.NamedModelOptions,
     sampling: options.SamplingOptions,
     scale: options.ScaleOptions,
 ) -> None:
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
-    name, text = _arguments(model, prompt, model_option, prompt_option, file)
+    name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
     params, settings = sampling.params(), loading.settings(n_ctx=ctx_size, max_sequences=1)
     interactive = text is None
     if interactive and json:

@@ -111,12 +111,13 @@ def serve(
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.NamedModelOptions,
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
     """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
+    model = loading.named(model)
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     bar = ProgressBar()

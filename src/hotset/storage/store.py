@@ -158,7 +158,9 @@ def find_local(name: str) -> StoredModel | None:
     if not file and entry and entry.file:
         file = entry.file.lower()
     if file:
-        inside = [m for m in inside if m.path.relative_to(folder).as_posix().lower() == file]
+        quant = re.compile(rf"(?<![a-z0-9]){re.escape(file)}(?![a-z0-9_])")  # hf:owner/repository:Q4_K_M
+        named = [m for m in inside if m.path.relative_to(folder).as_posix().lower() == file]
+        inside = named or [m for m in inside if quant.search(m.path.name.lower())]
     return inside[0] if len(inside) == 1 or (inside and file) else None
 
 
