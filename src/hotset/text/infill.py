@@ -125,8 +125,8 @@ class InfillTokens:
         begun = tokenizer.encode_inside(gap.begun)
         context: list[int] = []
         if gap.trims:
-            room = most - len(start) - 3 - len(begun)
-            _check_length(len(begun) + max(-room, 0), most)
+            _check_length(n_needed := len(start) + 3 + len(begun), most)
+            room = most - n_needed
             n_suffix = min(len(suffix), max(room // 4, room - len(prefix)))
             n_prefix = min(len(prefix), room - n_suffix)
             suffix, prefix = suffix[:n_suffix], prefix[len(prefix) - n_prefix :]
