@@ -18,7 +18,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
@@ -232,6 +232,44 @@ class SamplingParams:
         return (
             self.top_n_sigma > 0 or self.typical_p < 1 or self.xtc_probability > 0 or self.dynatemp_range > 0
         )
+
+
+class Sampling(TypedDict, total=False):
+    """The fields of SamplingParams as the keywords of `generate`, `stream` and `chat`: for editors and type
+    checkers."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    top_n_sigma: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    logprobs: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool
+    regex: str | None
+    grammar: str | None
 
 
 _FORMS = ("json_schema", "json_object", "regex", "grammar")
