@@ -47,7 +47,7 @@ class LoadedModel(Protocol):
 
 
 class AsyncModel:
-    """The methods of a Model as coroutines. Use it with `async with`, or call `close`, which closes the model.
+    """The methods of a Model as coroutines. Use it with `async with`, or call `close`: the model is closed.
 
     model: of `hotset.load`, which takes a while: `AsyncModel(await asyncio.to_thread(hotset.load, "name"))`.
     Answers that run at the same time are computed side by side, as many as the model's max_sequences; each is

@@ -119,8 +119,8 @@ class Completion:
         return f"{len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, {speed}"
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each token: its id and, where they were asked for, `logprob` and `top`,
-        a dictionary of the likeliest. Raises HotsetError where pandas is not installed."""
+        """A DataFrame with a row for each token: its id and, where they were asked for, `logprob` and
+        `top`, a dictionary of the likeliest. Raises HotsetError where pandas is not installed."""
         columns: dict[str, list[Any]] = {"token": self.tokens}
         if self.logprobs:
             columns["logprob"] = [one.logprob for one in self.logprobs]
@@ -130,7 +130,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ChatMessage:
-    """An answer in a conversation: append it to the messages to go on. A notebook shows its text and speed."""
+    """An answer in a conversation: append it to the messages to go on. A notebook shows it."""
 
     content: str
     completion: Completion

@@ -883,7 +883,7 @@ def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: 
 
 
 def test_every_class_has_a_row() -> None:
-    from hotset.model.config import ARCHITECTURES
+    from hotset.model.architectures import ARCHITECTURES
 
     of_experts = {"nemotron_h_moe": "nemotron_h", "nomic-bert": "nomic-bert-moe"}  # one class of both
     found = {row.architecture for row in CLASSES.values()}

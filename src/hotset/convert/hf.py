@@ -31,7 +31,7 @@ import numpy as np
 
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
+from hotset.convert.hf_config import HFConfig, read_json
 from hotset.convert.hf_embedding import (
     answer_ids,
     embedding_keys,
@@ -40,6 +40,7 @@ from hotset.convert.hf_embedding import (
     reranker_template,
     use_of,
 )
+from hotset.convert.hf_parts import HFAltUp
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
@@ -51,16 +52,11 @@ from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, 
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
 from hotset.formats.torch_file import map_torch, to_floats
-from hotset.model.config import (
-    ARCHITECTURES,
-    DRELU,
-    POWERINFER_ARCHITECTURES,
-    PREDICTOR_MASKS_KEY,
-    RELU,
-    SPARSE_THRESHOLD_KEY,
-    config_from_gguf,
-)
+from hotset.model.activation import DRELU, RELU
+from hotset.model.architectures import ARCHITECTURES, POWERINFER_ARCHITECTURES
+from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.keys import PREDICTOR_MASKS_KEY, SPARSE_THRESHOLD_KEY
 from hotset.model.predictor import Predictor
 from hotset.sparsity.profile import profile_path
 from hotset.sparsity.sidecar import fingerprint
@@ -68,7 +64,7 @@ from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.config import ChannelMixer, DeltaMixer, StateSpaceMixer
+    from hotset.model.mixers import ChannelMixer, DeltaMixer, StateSpaceMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 

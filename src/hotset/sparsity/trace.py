@@ -34,7 +34,7 @@ import numpy as np
 from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.config import MAX_EXPERTS
+from hotset.model.keys import MAX_EXPERTS
 from hotset.sparsity import sidecar
 
 if TYPE_CHECKING:

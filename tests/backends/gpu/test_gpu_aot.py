@@ -35,7 +35,7 @@ from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenT
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
+from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.operations import Activate, Value
 from hotset.placement.cards import CARDS
 
