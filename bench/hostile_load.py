@@ -81,6 +81,7 @@ def _long_texts() -> Iterator[Request]:
         yield "/tokenize", json.dumps({"content": text}, ensure_ascii=False).encode()[: BODY_BYTES - 1]
         yield _json("/v1/completions", prompt=text, max_tokens=1)
         yield _json("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=1)
+        yield _json("/infill", input_prefix=text, input_suffix=text)
         yield _json("/v1/embeddings", input=text)
         yield _json("/tokenize", messages=[{"role": "user", "content": text}])
 

@@ -56,6 +56,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # chance: torch, where it stands in for a device, then has other bits from one backend to the next.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
+# What other programs have on this machine is none of the tests' models (tests/storage/test_elsewhere.py).
+os.environ["HOTSET_ELSEWHERE"] = "0"
+
 # A job in a shell's background ignores Ctrl-C, and so does what it starts: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

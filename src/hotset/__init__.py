@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hotset.api import Model, compare, compare_chunks, load, plan
+    from hotset.async_model import AsyncModel
     from hotset.engine.perplexity import Divergence, PerplexityResult
     from hotset.engine.reranking import RankedDocument
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "hotset.api": ("Model", "compare", "compare_chunks", "load", "plan"),
+    "hotset.async_model": ("AsyncModel",),
     "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
     "hotset.engine.reranking": ("RankedDocument",),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
@@ -63,6 +65,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AsyncModel",
     "ChatMessage",
     "Choice",
     "Chunk",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread, in_turns
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
-from hotset.engine.sampler import SamplingParams
+from hotset.engine.sampler import Sampling, SamplingParams
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.generation import (
     ChatMessage,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hotset.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
+Messages = Sequence[Mapping[str, Any] | ChatMessage]
 
 
 @taking(LoadSettings)
@@ -114,8 +115,7 @@ class Model:
         self.kv_type = decided.settings.kv_type
         self.sparsity = decided.choice
         self.notes = decided.notes
-        self.placement = decided.placement
-        self.ram, self.stored = decided.ram, decided.stored
+        self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
         self.engine = Engine(
             backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
@@ -165,7 +165,7 @@ class Model:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any] | ChatMessage],
+        messages: Messages,
         tools: list[dict[str, Any]] | None = None,
         *,
         add_generation_prompt: bool | None = None,
@@ -192,7 +192,9 @@ class Model:
 
     # ---- generation ----
 
-    def generate(self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Any) -> Completion:
+    def generate(
+        self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
+    ) -> Completion:
         """The answer to a prompt: text (special tokens in it are plain text), or token ids taken as they are.
 
         reuse_prefix: False computes the prompt even where its beginning is in the cache.
@@ -201,7 +203,7 @@ class Model:
         return self.generate_many([prompt], reuse_prefix=reuse_prefix, **params)[0]
 
     def generate_many(
-        self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Any
+        self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
         """Answers several prompts side by side; each answer is the same as from `generate`."""
         checked = sampling_params(params)
@@ -211,7 +213,9 @@ class Model:
                 running.enter_context(generation)
             return [generation.finish() for generation in generations]
 
-    def stream(self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
+    ) -> Iterator[Chunk]:
         """The answer piece by piece, a chunk per token; leaving the loop cancels the rest.
 
         Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
@@ -220,25 +224,21 @@ class Model:
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any] | ChatMessage],
-        *,
-        stream: Literal[False] = ...,
-        **params: Any,
+        self, messages: Messages, *, stream: Literal[False] = ..., **params: Unpack[Sampling]
     ) -> ChatMessage: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Mapping[str, Any] | ChatMessage], *, stream: Literal[True], **params: Any
+        self, messages: Messages, *, stream: Literal[True], **params: Unpack[Sampling]
     ) -> Iterator[Chunk]: ...
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any] | ChatMessage],
+        messages: Messages,
         *,
         stream: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **params: Any,
+        **params: Unpack[Sampling],
     ) -> ChatMessage | Iterator[Chunk]:
         """The next message of a conversation, or the rest of a last one that is the assistant's.
 
@@ -276,6 +276,7 @@ class Model:
             stop_ids=self.tokenizer.stop_ids,
             reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
+            breakers=self.tokenizer.sequences_with(params.breakers),
             owner=owner,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hotset.backends.base import StepStats
@@ -17,7 +18,7 @@ from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.engine.stop import StopMatcher
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
-from hotset.parameters import shown
+from hotset.parameters import data_frame, shown
 from hotset.text.messages import checked_calls
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ class Chunk:
         return self._counted.answer() if self._counted else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """A finished answer.
+    """A finished answer. A notebook shows its text and speed.
 
     tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
     prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
@@ -106,10 +107,30 @@ class Completion:
         skipped. Added up at the call: 0.1 ms per token."""
         return self._counted.answer() if self._counted else None
 
+    def __repr__(self) -> str:
+        return f"Completion({shown(self.text)}, {self._summary()}, seed={self.seed})"
 
-@dataclass(frozen=True, slots=True)
+    def _repr_html_(self) -> str:
+        text = f"<pre style='white-space: pre-wrap'>{escape(self.text)}</pre>"
+        return f"{text}<small>{escape(self._summary())}</small>"
+
+    def _summary(self) -> str:
+        speed = f"{self.timings.predicted_per_second:.1f} tokens/s"
+        return f"{len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, {speed}"
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each token: its id and, where they were asked for, `logprob` and
+        `top`, a dictionary of the likeliest. Raises HotsetError where pandas is not installed."""
+        columns: dict[str, list[Any]] = {"token": self.tokens}
+        if self.logprobs:
+            columns["logprob"] = [one.logprob for one in self.logprobs]
+            columns["top"] = [dict(one.top) for one in self.logprobs]
+        return data_frame(columns)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class ChatMessage:
-    """An answer in a conversation: append it to the messages to go on."""
+    """An answer in a conversation: append it to the messages to go on. A notebook shows it."""
 
     content: str
     completion: Completion
@@ -118,6 +139,12 @@ class ChatMessage:
     def as_dict(self) -> dict[str, str]:
         """The message as OpenAI's clients write it."""
         return {"role": self.role, "content": self.content}
+
+    def __repr__(self) -> str:
+        return f"ChatMessage({self.role!r}, {shown(self.content)})"
+
+    def _repr_html_(self) -> str:
+        return self.completion._repr_html_()
 
 
 class Generation:
@@ -237,7 +264,7 @@ class Generation:
         )
 
 
-def sampling_params(params: dict[str, Any]) -> SamplingParams:
+def sampling_params(params: Mapping[str, Any]) -> SamplingParams:
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError
 
 _MAX_SHOWN = 80
 
@@ -62,6 +63,15 @@ def shown(value: Any) -> str:
     except Exception:
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def data_frame(columns: Mapping[str, Any]) -> Any:
+    """A pandas.DataFrame; HotsetError where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise HotsetError("tables are pandas' DataFrames; install it with: pip install pandas") from None
+    return pandas.DataFrame(columns)
 
 
 def _float(value: Any) -> float:

@@ -38,6 +38,7 @@ from tiny_gguf import write_llama
 
 import hotset as hotset_package
 from hotset.cli.console import print_error
+from hotset.cli.options import NamedModelOptions
 
 try:
     from hotset import _core  # noqa: F401
@@ -782,3 +783,38 @@ def test_plain_values_are_what_the_library_makes_of_them() -> None:
                         option,
                     )
     assert n_plain > 100
+
+
+def test_options_of_llama_cpp_are_taken_or_answered(model: Path):
+    """For what hotset does anyway they change nothing; otherwise the message names the option that it has."""
+    plain = answer(model, "Hello", "--temp", 0)
+    taken = ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "--jinja")
+    assert answer(model, "Hello", "--temp", 0, *taken[:2], "--jinja")["text"] == plain["text"]
+    quantized = [answer(model, "Hello", "--temp", 0, *given)["text"] for given in (taken, taken[2:4])]
+    assert quantized[0] == quantized[1]
+    for options, named in (
+        (("-fa", "off"), "--flash-attn"),
+        (("-ctv", "q8_0"), "--cache-type "),
+        (("--cpu-moe",), "--vram-budget"),
+        (("--n-cpu-moe", "3"), "--vram-budget"),
+        (("-ot", "exps=CPU"), "--n-gpu-layers"),
+        (("-hff", "x.gguf"), "--hf-repo"),
+        (("-hf", "owner/repo"), "twice"),
+    ):
+        done = inside("run", "-m", model, "-p", "Hello", *options)
+        assert done.returncode == 2, options
+        assert named in " ".join(done.stderr.replace("│", " ").split()), options
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"hf_repo": "o/r"}, "hf:o/r"),
+        ({"hf_repo": "o/r:Q4_K_M"}, "hf:o/r:Q4_K_M"),
+        ({"hf_repo": "hf:o/r", "hf_file": "a/m.gguf"}, "hf:o/r:a/m.gguf"),
+        ({"hf_repo": "o/r:Q8_0", "hf_file": "m.gguf"}, "hf:o/r:m.gguf"),
+        ({}, None),
+    ],
+)
+def test_a_model_that_is_named_as_llama_cpp_has_it(options: dict[str, str], expected: str | None):
+    assert NamedModelOptions(**options).named(None) == expected

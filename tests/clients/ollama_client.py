@@ -51,7 +51,7 @@ assert shown.modelinfo["general.architecture"] == shown.details.family
 (running,) = client.ps().models
 assert running.model == MODEL
 
-for wrong, status in ({"model": "other"}, 404), ({"options": {"mirostat": 2}}, 400):
+for wrong, status in ({"model": "other"}, 404), ({"options": {"mirostat": 3}}, 400):
     taken = True
     try:
         client.chat(**{"model": MODEL, "messages": MESSAGES} | wrong)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hotset.backends.base import LOGIT_GROUP
-from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp, top_k
+from hotset.engine.filters import top_k
+from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text.mask import TokenMask
@@ -70,6 +71,20 @@ PARAMS: list[dict[str, Any]] = [
     {"presence_penalty": 2.0, "penalty_last_n": 3, "top_k": 0},
     {"logit_bias": {7: 11.5, 8: -math.inf, 9: -3}, "top_k": 10},
     {"logit_bias": {7: 11.5}, "repetition_penalty": 1.4, "temperature": 0},
+]
+
+# Beside other filters (their definitions: test_samplers.py)
+MORE: list[dict[str, Any]] = [
+    {"top_n_sigma": 1.5},
+    {"top_n_sigma": 1.5, "top_k": 0},
+    {"typical_p": 0.5, "top_k": 0},
+    {"typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.02},
+    {"xtc_probability": 0.9, "xtc_threshold": 0.01, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"dynatemp_range": 0.8, "dynatemp_exponent": 2.0},
+    {"mirostat": 1},
+    {"mirostat": 2, "mirostat_tau": 2.0},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 0},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 0, "temperature": 0},
 ]
 
 
@@ -152,7 +167,7 @@ def grouped(logits: np.ndarray) -> np.ndarray:
     return np.asarray(logits.reshape(-1, LOGIT_GROUP).max(axis=1))
 
 
-@pytest.mark.parametrize("options", [*PARAMS, {"logit_bias": dict.fromkeys(range(99), 1.0)}], ids=str)
+@pytest.mark.parametrize("options", [*PARAMS, *MORE, {"logit_bias": dict.fromkeys(range(99), 1.0)}], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forbidden", "infinite", "nan"])
 def test_the_largest_of_groups_change_no_token(options: dict[str, Any], kind: str):
     params = SamplingParams(seed=3, **options)
@@ -234,7 +249,7 @@ class Allowed:
 
 
 @pytest.mark.parametrize("n_allowed", [1, 3, 17, 300, N_VOCAB - 8])
-@pytest.mark.parametrize("options", PARAMS, ids=str)
+@pytest.mark.parametrize("options", [*PARAMS, *MORE], ids=str)
 def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
     n_allowed: int, options: dict[str, Any]
 ):
@@ -389,6 +404,23 @@ def test_a_bias_that_forbids_everything_is_an_error():
         ({"max_tokens": -(10**5000)}, "max_tokens must be at least 1, not a int that cannot be shown"),
         ({"seed": 2**64}, "seed must be between 0"),
         ({"penalty_last_n": math.inf}, "penalty_last_n must be a whole number"),
+        ({"top_n_sigma": math.nan}, "top_n_sigma must be a finite number"),
+        ({"typical_p": 1.5}, "typical_p must be between 0 and 1"),
+        ({"xtc_probability": -1}, "xtc_probability must be between 0 and 1"),
+        ({"xtc_threshold": 2}, "xtc_threshold must be between 0 and 1"),
+        ({"dynatemp_range": -1}, "dynatemp_range must be at least 0"),
+        ({"dynatemp_exponent": -1}, "dynatemp_exponent must be at least 0"),
+        ({"mirostat": 3}, "mirostat must be between 0 and 2"),
+        ({"mirostat_tau": 101}, "mirostat_tau must be between 0 and 100"),
+        ({"mirostat_eta": 1.1}, "mirostat_eta must be between 0 and 1"),
+        ({"dry_multiplier": -1}, "dry_multiplier must be at least 0"),
+        ({"dry_base": 0.9}, "dry_base must be at least 1"),
+        ({"dry_allowed_length": -1}, "dry_allowed_length must be at least 0"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n must be at least -1"),
+        ({"dry_sequence_breakers": "ab"}, "dry_sequence_breakers must be a list of strings"),
+        ({"dry_sequence_breakers": ["a", ""]}, "none of them empty"),
+        ({"dry_sequence_breakers": ["é" * 21]}, "the longest of 42 bytes"),
+        ({"dry_sequence_breakers": ["a"] * 65}, "has 65 strings"),
     ],
 )
 def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], message: str):
@@ -415,6 +447,11 @@ EXTREMES: list[dict[str, Any]] = [
     {"top_k": 10**30},
     {"penalty_last_n": 10**30, "presence_penalty": 1},
     {"logprobs": 10**30, "max_tokens": 10**30},
+    *({"dry_multiplier": value, "dry_base": max(value, 1), "dry_allowed_length": 0} for value in HUGE),
+    *({"top_n_sigma": value} for value in HUGE),
+    *({"dynatemp_range": value, "dynatemp_exponent": value} for value in HUGE),
+    *({"mirostat": 1 + (value < 1), "temperature": value} for value in HUGE),
+    *({"typical_p": value, "xtc_probability": 1, "xtc_threshold": value} for value in HUGE[:3]),
 ]
 
 

@@ -184,7 +184,12 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
     devices = facts["devices"]
     kinds = {name.partition(":")[0] for name in devices}
     memory = SimpleNamespace(**facts["memory"])
-    environment = {"HOTSET_HOME": str(home), "HOTSET_EXPERT_MISSES": "", "COLUMNS": "200"}
+    environment = {
+        "HOTSET_HOME": str(home),
+        "HOTSET_ELSEWHERE": "0",
+        "HOTSET_EXPERT_MISSES": "",
+        "COLUMNS": "200",
+    }
 
     def of(device: torch.device) -> dict[str, Any]:
         return devices[str(device)]

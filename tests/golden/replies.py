@@ -133,6 +133,10 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case({"prompt": "h" * 3000}),
         *_wrong({"prompt": "hello"}),
     ],
+    ("POST", "/infill"): [
+        Case({"input_prefix": "a", "input_suffix": "b"}),
+        *_wrong({"input_prefix": "a", "input_suffix": "b"}),
+    ],
     ("POST", "/v1/embeddings"): [
         Case({"input": ["hello", "ok"]}), Case({"input": [104, 105], "encoding_format": "base64"}),
         Case({"input": ""}), Case({"input": "a", "dimensions": 3}), Case({"input": "a", "dimensions": 33}),

@@ -23,7 +23,8 @@ ARCHITECTURE = DOCS / "ARCHITECTURE.md"
 LAYERS = (
     ("errors", "units", "escaping"), ("files", "cores", "memory", "reporter", "parameters"),
     ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
-    ("placement",), ("engine", "convert", "report"), ("generation", "loader"), ("api",),
+    ("placement",), ("engine", "convert", "report"), ("generation", "loader"), ("async_model",),
+    ("api",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
 # A part of the package itself, not of a module of it: there whatever imports what.

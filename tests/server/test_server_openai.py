@@ -285,7 +285,7 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
         refused |= (
             {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "verbosity": 2}
             if url == CHAT
-            else {"suffix": "x", "best_of": 4, "logprobs": 21}
+            else {"suffix": "x", "echo": 3, "best_of": 4, "logprobs": 21}
         )
         for name, value in refused.items():
             reply = await client.post(

@@ -1426,3 +1426,18 @@ def test_the_default_from_the_hub_must_be_the_one_that_is_known(
     with pytest.raises(DownloadError, match="another file than the smollm2-135m that is known"):
         resolve(entry.name)
     assert hub.asked("resolve") == []
+
+
+def test_a_model_of_a_repository_by_its_quantisation(home: Path, hub: FakeHub) -> None:
+    """As llama.cpp and Ollama name it; once it is here the hub is not asked."""
+    files = ("m-Q4_K_M.gguf", "m-IQ4_XS.gguf", "large-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-Q4_K_M.gguf")
+    hub.repositories["owner/repo"] = {name: b"GGUF" + name.encode() for name in files}
+    for kind, name in (("Q4_K_M", "m-Q4_K_M.gguf"), ("iq4_xs", "m-IQ4_XS.gguf")):
+        path = resolve(f"hf:owner/repo:{kind}")
+        assert path.name == name
+        n_asked = len(hub.requests)
+        assert resolve(f"hf:owner/repo:{kind}", download=False) == path
+        assert len(hub.requests) == n_asked
+    for kind in ("Q4_K", "Q2_K", "Q4"):
+        with pytest.raises(ModelNotFoundError, match=f"has no file {kind}; its GGUF files: "):
+            resolve(f"hf:owner/repo:{kind}")

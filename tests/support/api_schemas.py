@@ -27,6 +27,7 @@ from hotset.server.ollama import OllamaChatBody, OllamaGenerateBody
 from hotset.server.openai.chat import ChatBody
 from hotset.server.openai.completions import CompletionBody
 from hotset.server.openai.responses import ResponsesBody
+from hotset.server.openai.schema import MORE_SAMPLERS
 
 Json = dict[str, Any]
 _MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(anthropic_types.RawMessageStreamEvent)
@@ -166,6 +167,7 @@ _OF_OPENAI = {
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
         "presence_penalty", "logit_bias", "seed", "stop", "max_tokens", "ignore_eos", "logprobs",
+        *MORE_SAMPLERS,
     )
 } | {"penalty_last_n": "repeat_last_n"}  # fmt: skip
 
@@ -439,7 +441,8 @@ class OllamaChat(ApiSchema):
         "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
         "repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n",
         "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "seed": "seed",
-        "stop": "stop", "max_tokens": "num_predict", "logprobs": "logprobs",
+        "stop": "stop", "max_tokens": "num_predict", "logprobs": "logprobs", "typical_p": "typical_p",
+        "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
     }  # fmt: skip
 
     def sampled(self, params: Json) -> Json:

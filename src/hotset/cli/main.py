@@ -27,6 +27,7 @@ from hotset.escaping import escaped
 SUBCOMMANDS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
+    "mcp": ("mcp", "mcp"),
     "batch": ("batch", "batch"),
     "embed": ("embed", "embed"),
     "rerank": ("embed", "rerank"),

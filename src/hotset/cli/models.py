@@ -13,8 +13,9 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
+from hotset.errors import ModelNotFoundError
 from hotset.report.bars import percent
-from hotset.storage import catalogue, resolve, store
+from hotset.storage import catalogue, elsewhere, on_this_machine, resolve, store
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
@@ -65,17 +66,21 @@ def list_command(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the models of the store, ReLU models marked, or the supported architectures."""
+    """List the models on this machine, ReLU models marked, or the supported architectures.
+
+    They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place.
+    """
     if architectures:
         _list_architectures(json)
         return
     memory = store.usable_memory()
-    local = store.list_models()
+    local = on_this_machine()
     items: list[dict[str, Any]] = [
         {
             "name": model.name,
             "size": model.size,
             "local": True,
+            "source": model.source or "store",
             "path": str(model.path),
             "dialect": model.dialect,
             "relu": model.relu,
@@ -119,7 +124,9 @@ def list_command(
             human_size(item["size"]),
             "yes" if item["fits"] else "no",
             "ReLU" if item["relu"] else "dense",
-            "here" if item["local"] else ("not here yet" if not item["unsupported"] else "cannot run yet"),
+            _where(item)
+            if item["local"]
+            else ("not here yet" if not item["unsupported"] else "cannot run yet"),
         ]
         for item in items
     ]
@@ -127,6 +134,10 @@ def list_command(
         columns.append("needs")
         rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
     print_table(columns, rows)
+
+
+def _where(item: dict[str, Any]) -> str:
+    return "here" if item["source"] == "store" else str(item["source"])
 
 
 def _list_architectures(json: bool) -> None:
@@ -147,6 +158,8 @@ def rm(
     """Delete models from the store."""
     deleted = []
     for name in names:
+        if store.find_local(name) is None and (other := elsewhere.find(name)) is not None:
+            raise ModelNotFoundError(f"'{name}' is a model of {other.source}: delete it there.")
         files, freed = store.remove(name)
         deleted.append({"name": name, "files": [str(path) for path in files], "freed": freed})
         if not json:

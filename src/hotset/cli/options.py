@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_LLAMA = "As llama.cpp has it"
 _FORM = "Form of the answer (needs the extra serve)"
 
 
@@ -31,9 +32,9 @@ def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typ
 
 def _model_names(incomplete: str) -> list[str]:
     """Of the store and the catalogue, for the completion of a shell; where none fits it completes files."""
-    from hotset.storage import catalogue, store
+    from hotset.storage import catalogue, on_this_machine
 
-    known = [*(model.name for model in store.list_models()), *(entry.name for entry in catalogue.ENTRIES)]
+    known = [*(model.name for model in on_this_machine()), *(entry.name for entry in catalogue.ENTRIES)]
     return sorted({name for name in known if name.startswith(incomplete)})
 
 
@@ -61,7 +62,9 @@ ContextSize = Annotated[
 LONGEST = 512  # tokens of a sequence that is watched
 OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
 SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
-CacheType = Annotated[str, _option("--cache-type -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)]
+CacheType = Annotated[
+    str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)
+]
 Activation = Annotated[
     str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
 ]
@@ -121,6 +124,27 @@ RamBudget = Annotated[
 ]
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 
+# llama.cpp's, for what hotset does anyway, or has another option for.
+HfRepo = Annotated[
+    str | None,
+    _option("--hf-repo -hf -hfr", "OWNER/REPOSITORY[:QUANT]: MODEL is hf: and this.", _LLAMA, metavar="NAME"),
+]
+HfFile = Annotated[
+    str | None, _option("--hf-file -hff", "The file of that repository.", _LLAMA, metavar="FILE")
+]
+ValueType = Annotated[
+    str | None, _option("--cache-type-v -ctv", "Has to be the type of --cache-type.", _LLAMA)
+]
+FlashAttention = Annotated[
+    str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
+]
+Jinja = Annotated[bool, _option("--jinja", "Chat templates always are.", _LLAMA)]
+CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "Refused: see --vram-budget.", _LLAMA)]
+NCpuMoe = Annotated[int | None, _option("--n-cpu-moe -ncmoe", "Refused: see --vram-budget.", _LLAMA)]
+OverrideTensor = Annotated[
+    list[str] | None, _option("--override-tensor -ot", "Refused: see --n-gpu-layers.", _LLAMA)
+]
+
 Alias = Annotated[
     list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
 ]
@@ -179,6 +203,59 @@ PresencePenalty = Annotated[float | None, _option("--presence-penalty", "Penalis
 FrequencyPenalty = Annotated[
     float | None, _option("--frequency-penalty", "Penalise what occurred, each time.", _SAMPLING)
 ]
+_DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
+RepeatLastN = Annotated[
+    int | None, _option("--repeat-last-n", "Recent are so many tokens; -1: all, 0: none.", _SAMPLING, min=-1)
+]
+DryMultiplier = Annotated[
+    float | None, _option("--dry-multiplier", "What repeating costs; 0: off, 0.8 is usual.", _DRY)
+]
+DryBase = Annotated[
+    float | None, _option("--dry-base", "By what it grows with each token repeated; 1.75.", _DRY)
+]
+DryAllowedLength = Annotated[
+    int | None, _option("--dry-allowed-length", "Shorter repetitions cost nothing; 2.", _DRY, min=0)
+]
+DryPenaltyLastN = Annotated[
+    int | None, _option("--dry-penalty-last-n", "Look at so many tokens; -1: all, 0: none.", _DRY, min=-1)
+]
+DrySequenceBreakers = Annotated[
+    list[str] | None,
+    _option("--dry-sequence-breaker", "A repetition ends at this text; repeatable; none: no defaults.", _DRY),
+]
+TopNSigma = Annotated[
+    float | None,
+    _option(
+        "--top-nsigma --top-n-sigma",
+        "Only logits so many standard deviations below the largest; -1: all.",
+        _MORE,
+    ),
+]
+TypicalP = Annotated[
+    float | None,
+    _option(
+        "--typical --typical-p", "Only tokens of a typical surprise, of this probability; 1: all.", _MORE
+    ),
+]
+XtcProbability = Annotated[
+    float | None, _option("--xtc-probability", "How often the likeliest are left out; 0: never.", _MORE)
+]
+XtcThreshold = Annotated[
+    float | None, _option("--xtc-threshold", "They are at least this likely; 0.1.", _MORE)
+]
+DynatempRange = Annotated[
+    float | None, _option("--dynatemp-range", "The temperature moves so far both ways; 0: off.", _MORE)
+]
+DynatempExponent = Annotated[
+    float | None, _option("--dynatemp-exp", "How it depends on the entropy; 1.", _MORE)
+]
+MirostatVersion = Annotated[
+    int | None, _option("--mirostat", "Mirostat 1 or 2 in place of top-k, top-p, ...; 0: off.", _MORE)
+]
+MirostatTau = Annotated[
+    float | None, _option("--mirostat-ent", "Its target entropy, tau, in bits; 5.", _MORE)
+]
+MirostatEta = Annotated[float | None, _option("--mirostat-lr", "Its learning rate, eta; 0.1.", _MORE)]
 LogitBias = Annotated[
     list[str] | None, _option("--logit-bias", "ID+BIAS or ID-BIAS, such as 15043-1; repeatable.", _SAMPLING)
 ]
@@ -303,12 +380,64 @@ class ModelOptions(SparsityOptions, GPUOptions):
     threads: Threads = None
     cache_type: CacheType = "f16"
     backend: BackendName = "auto"
+    cache_type_v: ValueType = None
+    flash_attn: FlashAttention = None
+    jinja: Jinja = False
+    cpu_moe: CpuMoe = False
+    n_cpu_moe: NCpuMoe = None
+    override_tensor: OverrideTensor = None
+
+    def _check_llama_cpp(self) -> None:
+        """Wrong usage for what llama.cpp's options say that hotset does in another way."""
+        if self.cache_type_v not in (None, self.cache_type):
+            raise typer.BadParameter(
+                f"keys and values have one type, which --cache-type names ({self.cache_type}).",
+                param_hint="--cache-type-v",
+            )
+        if self.flash_attn not in (None, "on", "auto", "1", "true"):
+            raise typer.BadParameter(
+                f"attention is always fused; '{self.flash_attn}' is none of on and auto.",
+                param_hint="--flash-attn",
+            )
+        if self.cpu_moe or self.n_cpu_moe is not None:
+            raise typer.BadParameter(
+                "which experts a GPU has is decided by their use, within --vram-budget; --no-gpu leaves all "
+                "to the CPU.",
+                param_hint="--cpu-moe" if self.cpu_moe else "--n-cpu-moe",
+            )
+        if self.override_tensor:
+            raise typer.BadParameter(
+                "single tensors have no place of their own: --n-gpu-layers places layers, --gpu-index "
+                "neurons, and --vram-budget bounds all of it.",
+                param_hint="--override-tensor",
+            )
 
     def fields(self) -> dict[str, Any]:
+        self._check_llama_cpp()
         own: dict[str, Any] = {"n_threads": self.threads, "kv_type": self.cache_type}
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModelOptions(ModelOptions):
+    """The same, and a model of the hub that is named as llama.cpp's users do."""
+
+    hf_repo: HfRepo = None
+    hf_file: HfFile = None
+
+    def named(self, given: str | None) -> str | None:
+        """The model that is named so, or else the given one."""
+        if self.hf_repo is None:
+            if self.hf_file is not None:
+                raise typer.BadParameter("it is a file of --hf-repo; name that too.", param_hint="--hf-file")
+            return given
+        if given is not None:
+            raise typer.BadParameter("the model is given twice.", param_hint="--hf-repo")
+        repository, _, quant = self.hf_repo.removeprefix("hf:").partition(":")
+        wanted = self.hf_file or quant
+        return f"hf:{repository}:{wanted}" if wanted else f"hf:{repository}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +477,21 @@ class SamplingOptions:
     repeat_penalty: RepeatPenalty = None
     presence_penalty: PresencePenalty = None
     frequency_penalty: FrequencyPenalty = None
+    repeat_last_n: RepeatLastN = None
+    dry_multiplier: DryMultiplier = None
+    dry_base: DryBase = None
+    dry_allowed_length: DryAllowedLength = None
+    dry_penalty_last_n: DryPenaltyLastN = None
+    dry_sequence_breaker: DrySequenceBreakers = None
+    top_nsigma: TopNSigma = None
+    typical: TypicalP = None
+    xtc_probability: XtcProbability = None
+    xtc_threshold: XtcThreshold = None
+    dynatemp_range: DynatempRange = None
+    dynatemp_exp: DynatempExponent = None
+    mirostat: MirostatVersion = None
+    mirostat_ent: MirostatTau = None
+    mirostat_lr: MirostatEta = None
     logit_bias: LogitBias = None
     seed: Seed = None
     stop: Stop = None
@@ -368,6 +512,21 @@ class SamplingOptions:
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "penalty_last_n": self.repeat_last_n,
+            "dry_multiplier": self.dry_multiplier,
+            "dry_base": self.dry_base,
+            "dry_allowed_length": self.dry_allowed_length,
+            "dry_penalty_last_n": self.dry_penalty_last_n,
+            "dry_sequence_breakers": _breakers(self.dry_sequence_breaker),
+            "top_n_sigma": self.top_nsigma,
+            "typical_p": self.typical,
+            "xtc_probability": self.xtc_probability,
+            "xtc_threshold": self.xtc_threshold,
+            "dynatemp_range": self.dynatemp_range,
+            "dynatemp_exponent": self.dynatemp_exp,
+            "mirostat": self.mirostat,
+            "mirostat_tau": self.mirostat_ent,
+            "mirostat_eta": self.mirostat_lr,
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
             "seed": self.seed if self.seed != -1 else None,  # llama.cpp's way to ask for any
             "stop": tuple(self.stop) if self.stop else None,
@@ -386,6 +545,11 @@ class SamplingOptions:
         from hotset.cli.console import read_text
 
         return read_text(self.grammar_file, "--grammar-file")
+
+
+def _breakers(given: list[str] | None) -> list[str] | None:
+    """As llama.cpp has it: any that are given replace the defaults, and "none" is no text."""
+    return None if given is None else [one for one in given if one != "none"]
 
 
 def _json_schema(given: str | None) -> str | None:

@@ -25,7 +25,7 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
-from hotset.storage import catalogue, resolve, store
+from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ def run(  # noqa: PLR0913 - options of a subcommand
     stats: options.Stats = False,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.NamedModelOptions,
     sampling: options.SamplingOptions,
     scale: options.ScaleOptions,
 ) -> None:
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
-    name, text = _arguments(model, prompt, model_option, prompt_option, file)
+    name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
     params, settings = sampling.params(), loading.settings(n_ctx=ctx_size, max_sequences=1)
     interactive = text is None
     if interactive and json:
@@ -137,7 +137,7 @@ def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
 def _choose() -> str:
     """Asks which model to chat with: those that are here first, of each the ReLU models, then by size."""
     memory = store.usable_memory()
-    local = store.list_models()
+    local = on_this_machine()
     here = {model.name for model in local}
     choices = [(model.name, model.size, model.relu, True) for model in local]
     choices += [

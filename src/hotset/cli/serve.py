@@ -18,7 +18,7 @@ from hotset.files import expanded
 from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.settings import ServerSettings
-from hotset.storage import catalogue, resolve, store
+from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -159,12 +159,14 @@ def serve(
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.NamedModelOptions,
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
     """Serve a model over HTTP, or several: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
+    if loading.hf_repo is not None or loading.hf_file is not None:
+        models = [loading.named(models[0] if models else None) or ""]
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     is_scaled = any(
@@ -314,5 +316,5 @@ def check_installed() -> None:
 
 def model_name(path: Path) -> str:
     """What a model is called: as in the store, or as its file."""
-    stored = (model.name for model in store.list_models() if model.path == path)
+    stored = (model.name for model in on_this_machine() if model.path == path)
     return next(stored, path.stem)

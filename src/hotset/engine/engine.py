@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import Literal, NamedTuple, assert_never
@@ -138,14 +138,15 @@ class Engine:
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
         constraint: Constraint | None = None,
+        breakers: Iterable[Tokens[int]] = (),
         owner: Owner | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
-        constraint: what the answer must follow; it ends with "stop" where nothing can follow. owner: for whom
-        it runs. Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a
-        token id outside the vocabulary.
+        constraint: what the answer must follow; it ends with "stop" where nothing can follow. breakers: as of
+        `Sampler`. owner: for whom it runs. Raises ContextLengthError when the prompt and one token do not
+        fit, InvalidRequestError for a token id outside the vocabulary.
         """
         self.require_logits()
         params = params or SamplingParams()
@@ -156,7 +157,7 @@ class Engine:
                 f"{self.n_ctx}; shorten it or load the model with a larger n_ctx"
             )
         forbidden = stop_ids if params.ignore_eos else ()
-        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint)
+        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint, breakers)
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)

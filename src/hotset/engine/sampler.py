@@ -1,11 +1,12 @@
 """From a row of logits to a token.
 
-The order is llama.cpp's: what a constraint allows, logit bias, penalties, top-k, top-p, min-p, temperature,
-draw. A vocabulary may have 150,000 entries and a step 3 ms, so the few candidates are selected first and
-everything else is done on them, in float64. Where the backend has found the largest logits of groups, `Draw`
+The order is llama.cpp's: what a constraint allows, logit bias, penalties, DRY, top-n-sigma, top-k, typical,
+top-p, min-p, XTC, temperature, draw. With mirostat it is bias, penalties, DRY, temperature, mirostat. A
+vocabulary may have 150,000 entries and a step 3 ms, so the few candidates are selected first and everything
+else is done on them, in float64. Where the backend has found the largest logits of groups, `Draw`
 (csrc/draw.h) does in one call what is written here, and reads only the groups that can matter. Each sampler
-draws from its own generator, exactly one number per token: what it returns never depends on the sequences
-beside it.
+draws from its own generator, exactly one number per token (XTC from a second one): what it returns never
+depends on the sequences beside it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import math
 import secrets
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.base import LOGIT_GROUP
+from hotset.engine.filters import Mirostat, drawn, dynamic_temperature, top_k, top_n_sigma, typical, xtc
+from hotset.engine.repetitions import Repetitions
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
 from hotset.text.mask import TokenMask
 
-_GROUP = 64
 _LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
 _SMALLEST = float(np.finfo(np.float32).tiny)
 # What a byte of a constraint's mask adds to eight logits: zeros, and -inf for what is not allowed. To look
@@ -37,25 +39,6 @@ _ALLOWING = np.where(
     np.float32(0),
     np.float32(-math.inf),
 )
-
-
-def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k largest logits: indices by falling logit, ties by rising index, and their values."""
-    n = logits.size
-    if k <= n // _GROUP:
-        # The maxima of disjoint groups are distinct logits: their k-th largest is at most the k-th largest of
-        # all. Groups are columns, so that the maximum is taken over whole rows at once.
-        maxima = logits[: n - n % _GROUP].reshape(_GROUP, -1).max(axis=0)
-        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-        candidates = np.flatnonzero(logits >= bound)
-        if bound == -math.inf:  # few are allowed: all others would have to be sorted
-            is_out = logits[candidates] == bound
-            candidates = np.concatenate([candidates[~is_out], candidates[is_out][:k]])
-    else:
-        candidates = np.arange(n)
-    order = np.argsort(-logits[candidates], kind="stable")[:k]
-    indices = candidates[order]
-    return indices, logits[indices]
 
 
 class Constraint(Protocol):
@@ -92,19 +75,39 @@ class TokenLogprobs(NamedTuple):
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 """How many strings may end an answer, and how long each may be: all are looked for at every token."""
+MAX_BREAKER_BYTES = 40
+"""How long a string may be that no repetition goes beyond; as many as of stops."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
 
-    temperature: 0 takes the most likely token. Applied last, as llama.cpp does.
+    temperature: 0 takes the most likely token, after bias, penalties and DRY alone. Applied last, as
+        llama.cpp does.
     top_k: keep the k most likely tokens; 0 keeps all.
     top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
     min_p: keep tokens at least min_p times as likely as the most likely; 0 keeps all.
     repetition_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
     frequency_penalty, presence_penalty: subtracted from the logit of a recent token, per occurrence and once.
     penalty_last_n: how many tokens, of prompt and answer, are recent; -1 means all, 0 none.
+    top_n_sigma: keep tokens whose logit is at most so many standard deviations of all logits below the
+        largest; 0 or less keeps all.
+    typical_p: keep the tokens whose surprise is nearest to the expected one, the fewest that together are
+        more likely than typical_p; 1 keeps all.
+    xtc_probability, xtc_threshold: with this probability, of the tokens that are at least as likely as the
+        threshold only the least likely is kept; a probability of 0 is off.
+    dynatemp_range, dynatemp_exponent: the temperature is between temperature - range (0 at least) and
+        temperature + range, by the entropy of the tokens that are left, over the largest possible, to the
+        power of the exponent; a range of 0 is off.
+    mirostat: 1 or 2 draws by that version of mirostat, in place of top_n_sigma, top_k, typical_p, top_p,
+        min_p, XTC and the dynamic temperature, which then have no effect; 0 is off.
+    mirostat_tau, mirostat_eta: the surprise in bits that mirostat keeps to (100 at most), and how fast.
+    dry_multiplier: a token that would go on with a repetition of n tokens, n at least dry_allowed_length,
+        loses dry_multiplier * dry_base ** (n - dry_allowed_length) of its logit; 0 is off.
+    dry_base, dry_allowed_length: see dry_multiplier.
+    dry_penalty_last_n: how many tokens, of prompt and answer, DRY looks at; -1 means all, 0 none.
+    dry_sequence_breakers: strings that no repetition goes beyond; at most 64 of 40 bytes.
     logit_bias: token id → number added to its logit; -inf forbids the token.
     seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` is that one).
     logprobs: None for none, n for those of the chosen token and of the n most likely.
@@ -124,6 +127,20 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
+    top_n_sigma: float = -1.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
@@ -145,6 +162,20 @@ class SamplingParams:
             "frequency_penalty": real_number("frequency_penalty", self.frequency_penalty),
             "presence_penalty": real_number("presence_penalty", self.presence_penalty),
             "penalty_last_n": whole_number("penalty_last_n", self.penalty_last_n, -1),
+            "top_n_sigma": real_number("top_n_sigma", self.top_n_sigma),
+            "typical_p": real_number("typical_p", self.typical_p, 0, 1),
+            "xtc_probability": real_number("xtc_probability", self.xtc_probability, 0, 1),
+            "xtc_threshold": real_number("xtc_threshold", self.xtc_threshold, 0, 1),
+            "dynatemp_range": real_number("dynatemp_range", self.dynatemp_range, 0),
+            "dynatemp_exponent": real_number("dynatemp_exponent", self.dynatemp_exponent, 0),
+            "mirostat": whole_number("mirostat", self.mirostat, 0, 2),
+            "mirostat_tau": real_number("mirostat_tau", self.mirostat_tau, 0, 100),
+            "mirostat_eta": real_number("mirostat_eta", self.mirostat_eta, 0, 1),
+            "dry_multiplier": real_number("dry_multiplier", self.dry_multiplier, 0),
+            "dry_base": real_number("dry_base", self.dry_base, 1),
+            "dry_allowed_length": whole_number("dry_allowed_length", self.dry_allowed_length, 0),
+            "dry_penalty_last_n": whole_number("dry_penalty_last_n", self.dry_penalty_last_n, -1),
+            "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "stop": _stops(self.stop),
             "logit_bias": _biases(self.logit_bias),
@@ -185,6 +216,61 @@ class SamplingParams:
             self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         )
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether DRY can change a logit."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def breakers(self) -> tuple[str, ...]:
+        """The strings that DRY looks for."""
+        return self.dry_sequence_breakers if self.is_dry else ()
+
+    @property
+    def orders(self) -> bool:
+        """Whether a filter beside top-k, top-p and min-p may leave tokens out, or the temperature change."""
+        return (
+            self.top_n_sigma > 0 or self.typical_p < 1 or self.xtc_probability > 0 or self.dynatemp_range > 0
+        )
+
+
+class Sampling(TypedDict, total=False):
+    """The fields of SamplingParams as the keywords of `generate`, `stream` and `chat`: for editors and type
+    checkers."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    top_n_sigma: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    logprobs: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool
+    regex: str | None
+    grammar: str | None
+
 
 _FORMS = ("json_schema", "json_object", "regex", "grammar")
 
@@ -215,6 +301,19 @@ def _stops(stop: Any) -> tuple[str, ...]:
     return stops
 
 
+def _breakers(given: Any) -> tuple[str, ...]:
+    breakers = tuple(given) if isinstance(given, list | tuple) else (None,)
+    if not all(isinstance(one, str) and one for one in breakers):
+        raise InvalidRequestError("dry_sequence_breakers must be a list of strings, none of them empty")
+    longest = max((len(one.encode(errors="replace")) for one in breakers), default=0)
+    if len(breakers) > MAX_STOPS or longest > MAX_BREAKER_BYTES:
+        raise InvalidRequestError(
+            f"dry_sequence_breakers has {len(breakers)} strings, the longest of {longest} bytes; at most "
+            f"{MAX_STOPS} of {MAX_BREAKER_BYTES} are taken"
+        )
+    return breakers
+
+
 def _biases(given: Any) -> dict[int, float]:
     if given is None:
         return {}
@@ -235,7 +334,7 @@ class Sampler:
     """Chooses the tokens of one sequence.
 
     tokens: the prompt, which the penalties count. forbidden: token ids that are never chosen. constraint: of
-    the tokens that are.
+    the tokens that are. breakers: how tokens spell `dry_sequence_breakers` (Tokenizer.sequences_with).
     """
 
     def __init__(
@@ -245,7 +344,9 @@ class Sampler:
         tokens: Iterable[int] = (),
         forbidden: Iterable[int] = (),
         constraint: Constraint | None = None,
+        breakers: Iterable[Sequence[int]] = (),
     ) -> None:
+        tokens = list(tokens)
         self.params = params
         self.constraint = constraint
         self._n_vocab = n_vocab
@@ -257,6 +358,8 @@ class Sampler:
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
         self._random = np.random.Generator(np.random.Philox(self.seed)).random
+        # Of XTC's chances: what else is drawn is the same with and without it.
+        self._xtc_random = np.random.Generator(np.random.Philox([self.seed, 1])).random
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         # Infinite are those alone that forbid: what is merely huge must not become so.
         self._bias = np.fromiter(
@@ -271,19 +374,27 @@ class Sampler:
         last_n = min(params.penalty_last_n, sys.maxsize)  # (a deque knows no more)
         self._recent: deque[int] = deque(maxlen=last_n if last_n >= 0 else None)
         self._counts: Counter[int] = Counter()
-        self._adjusts = bool(bias) or params.penalizes
+        self._repetitions = (
+            Repetitions(tokens, params.dry_penalty_last_n, breakers) if params.is_dry else None
+        )
+        self._adjusts = bool(bias) or params.penalizes or params.is_dry
         has_copy = self._adjusts or constraint is not None
         self._scratch = np.empty(n_vocab if has_copy else 0, np.float32)
         self._draw = self._new_draw()
+        self._mirostat: Mirostat | None = None
+        if params.mirostat:
+            self._mirostat = Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, n_vocab)
         for token in tokens:
             self._count(token)
 
     def _new_draw(self) -> _core.Draw | None:
         """None where the largest of groups would not decide: what a constraint allows is of any group, and
-        without top-k the sum of all logits is needed."""
+        without top-k the sum of all logits is needed; or where it does not know what is asked for."""
         params, n_vocab = self.params, self._n_vocab
-        by_k = params.temperature == 0 or 0 < params.top_k < n_vocab
-        if not by_k or self.constraint is not None or n_vocab % LOGIT_GROUP:
+        by_k = 0 < params.top_k < n_vocab and not params.orders and not params.mirostat
+        if not (by_k or params.temperature == 0) or params.is_dry:
+            return None
+        if self.constraint is not None or n_vocab % LOGIT_GROUP:
             return None
         penalties = (
             max(_SMALLEST, min(params.repetition_penalty, _LARGEST)),
@@ -300,6 +411,8 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.accept(token)
         self._count(token)
+        if self._repetitions is not None:
+            self._repetitions.push(token)
 
     def _count(self, token: int) -> None:
         if not self.params.penalizes:
@@ -322,7 +435,9 @@ class Sampler:
 
         largest: as StepResult.largest, of this row; the token is the same without.
         """
-        u = self._random() if self.params.temperature else 0.0
+        params = self.params
+        u = self._random() if params.temperature else 0.0
+        chance = self._xtc_random() if params.temperature and params.xtc_probability else 1.0
         if largest is not None and self._draw is not None:
             token = self._draw.token(logits, largest, self._counts, u)
             if token >= 0:
@@ -333,15 +448,15 @@ class Sampler:
             logits = self.adjusted(logits)
             if self.constraint is not None:
                 logits, allowed = self._constrained(logits, self.constraint.mask())
-            if self.params.temperature == 0:
+            if params.temperature == 0:
                 chosen = int(np.argmax(logits))
                 self._check_largest(float(logits[chosen]))
+            elif self._mirostat is not None:
+                self._check_largest(float(logits.max()))
+                chosen = self._mirostat.draw(logits, params.temperature, u)
             else:
-                ids, logits = self._candidates(logits)
-                cumulative = np.exp(logits / self.params.temperature).cumsum()
-                # A float below 1 times the total can round up to it, past the last that has a probability.
-                drawn = int(cumulative.searchsorted(u * cumulative[-1], side="right"))
-                chosen = int(ids[min(drawn, int(cumulative.searchsorted(cumulative[-1])))])
+                ids, relative = self._candidates(logits, is_xtc=chance < params.xtc_probability)
+                chosen = int(ids[drawn(relative, self._temperature(relative), u)])
         return chosen if allowed is None else int(allowed[chosen])
 
     def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
@@ -385,7 +500,29 @@ class Sampler:
             values = _bounded(values - _float32(params.presence_penalty))
             values[is_out] = -math.inf
             adjusted[ids] = values
+        if self._repetitions is not None:
+            ids, lengths = self._repetitions.continued(params.dry_allowed_length)
+            values = adjusted[ids]
+            is_out = np.isneginf(values)
+            values = _bounded(values - self._repetition_penalties(lengths))
+            values[is_out] = -math.inf
+            adjusted[ids] = values
         return adjusted
+
+    def _repetition_penalties(self, lengths: np.ndarray) -> np.ndarray:
+        """float32, what DRY takes from logits of tokens that go on with repetitions of these lengths."""
+        params = self.params
+        powers = np.float64(params.dry_base) ** (lengths - params.dry_allowed_length).astype(np.float64)
+        penalties: np.ndarray = np.minimum(params.dry_multiplier * powers, _LARGEST).astype(np.float32)
+        return penalties
+
+    def _temperature(self, relative: np.ndarray) -> float:
+        params = self.params
+        if not params.dynatemp_range:
+            return params.temperature
+        low = max(params.temperature - params.dynatemp_range, 0.0)
+        high = params.temperature + params.dynatemp_range
+        return dynamic_temperature(relative, low, high, params.dynatemp_exponent)
 
     def _check_largest(self, largest: float) -> None:
         """Raises where the likeliest token is none."""
@@ -400,38 +537,62 @@ class Sampler:
             raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
         raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
 
-    def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids that survive top-k, top-p and min-p, and their logits less the largest, float64."""
+    def _candidates(self, logits: np.ndarray, is_xtc: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids that survive the filters, and their logits less the largest, float64."""
         params = self.params
-        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        total = None
-        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
-            ids, values = top_k(logits, params.top_k)
-            self._check_largest(float(values[0]) if len(ids) else math.nan)
-            relative = values.astype(np.float64)
-            relative -= relative[0]
-        else:
-            largest = logits.max()
-            self._check_largest(float(largest))
-            relative = logits - largest
-            cut = log_min_p
-            if params.top_p < 1:
-                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
-                total = float(np.exp(relative).sum())
-                cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
-            if cut == -math.inf:
-                return np.arange(logits.size), relative.astype(np.float64)
-            ids = np.flatnonzero(relative >= cut - 1e-3)  # a margin for float32; the exact cut follows
-            relative = relative[ids].astype(np.float64)
-            order = np.argsort(-relative, kind="stable")
-            ids, relative = ids[order], relative[order]
+        near: np.ndarray | None = None
+        if params.top_n_sigma > 0:
+            self._check_largest(float(logits.max()))
+            near = top_n_sigma(logits, params.top_n_sigma)
+            logits = logits[near]
+        ids, relative, total = self._likely(logits)
+        if near is not None:
+            ids = near[ids]
+        if params.typical_p < 1:
+            kept = typical(relative, params.typical_p)
+            ids, relative, total = ids[kept], relative[kept] - relative[kept[0]], None
         n = len(ids)
         if params.top_p < 1:
             cumulative = np.exp(relative).cumsum()
             n = int(cumulative.searchsorted(params.top_p * (total or cumulative[-1]))) + 1
         if params.min_p > 0:
-            n = min(n, int((-relative).searchsorted(-log_min_p, side="right")))
-        return ids[:n], relative[:n]
+            n = min(n, int((-relative).searchsorted(-math.log(params.min_p), side="right")))
+        ids, relative = ids[:n], relative[:n]
+        if is_xtc and (n_out := xtc(relative, params.xtc_threshold)):
+            ids, relative = ids[n_out:], relative[n_out:] - relative[n_out]
+        return ids, relative
+
+    def _likely(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, float | None]:
+        """Indices of the logits that are left by top-k, or that later filters may keep; these less the
+        largest, float64, by falling value where a filter follows; and where some of them were left out that
+        top-p counts, the sum of the exponentials of all."""
+        params = self.params
+        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
+            ids, values = top_k(logits, params.top_k)
+            self._check_largest(float(values[0]) if len(ids) else math.nan)
+            relative = values.astype(np.float64)
+            relative -= relative[0]
+            if params.orders and relative[-1] == -math.inf:
+                n = int((-relative).searchsorted(math.inf))
+                ids, relative = ids[:n], relative[:n]
+            return ids, relative, None
+        largest = logits.max()
+        self._check_largest(float(largest))
+        relative = logits - largest
+        cut, total = -math.inf, None
+        if params.typical_p == 1:
+            cut = math.log(params.min_p) if params.min_p > 0 else cut
+            if params.top_p < 1:
+                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                total = float(np.exp(relative).sum())
+                cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
+        if cut == -math.inf and not params.orders:
+            return np.arange(logits.size), relative.astype(np.float64), None
+        # (a margin for float32; the exact cut follows)
+        ids = np.flatnonzero(relative >= cut - 1e-3 if cut > -math.inf else relative > cut)
+        relative = relative[ids].astype(np.float64)
+        order = np.argsort(-relative, kind="stable")
+        return ids[order], relative[order], total
 
 
 def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:

@@ -30,6 +30,7 @@ from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
 from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES
+from hotset.text.infill import Gap
 from hotset.text.messages import BY_LAST_ROLE, Opening
 from hotset.text.output import Parser
 from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
@@ -53,6 +54,7 @@ class AnswerRequest:
     OpenAI's shape; tool_choice: "none", "auto", "required", or the name of a function in {"name": ...};
     parallel_tool_calls: False ends an answer with its first call. template: further variables of the chat
     template. prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
+    gap: in place of prompts, what is around a gap that is filled in.
     n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
     prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
     generates: False for the prompt's logprobs alone.
@@ -65,6 +67,7 @@ class AnswerRequest:
     opening: Opening = BY_LAST_ROLE
     prompts: Sequence[str | Sequence[int]] = ()
     parse_special: bool = True
+    gap: Gap | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, str] = "auto"
     parallel_tool_calls: bool = True
@@ -87,7 +90,7 @@ class AnswerRequest:
 
     @property
     def n_answers(self) -> int:
-        return self.n * (1 if self.messages is not None else len(self.prompts))
+        return self.n * (len(self.prompts) if self.messages is None and self.gap is None else 1)
 
 
 # -- deltas; index: which of the answers it belongs to ------------------------------------------------

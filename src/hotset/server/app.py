@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
-from hotset.server import anthropic, facts, health, manage, ollama, rerank, site, tokens
+from hotset.server import anthropic, facts, health, infill, manage, ollama, rerank, site, tokens
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
@@ -32,6 +32,7 @@ ROUTERS = (
     models.router,
     chat.router,
     completions.router,
+    infill.router,
     embeddings.router,
     rerank.router,
     rerank.cohere,

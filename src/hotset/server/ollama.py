@@ -72,6 +72,7 @@ from hotset.server.streams import (
     whole,
 )
 from hotset.server.turns import Turn, tool_call
+from hotset.text.infill import Gap, InfillTokens
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
@@ -101,16 +102,16 @@ class OllamaOptions(Body):
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Share | None = None
     min_p: Share | None = None
-    typical_p: Literal[1] | None = None
+    typical_p: Share | None = None
     tfs_z: Literal[1] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     penalize_newline: Literal[True] | None = None
-    mirostat: Literal[0] | None = None
-    mirostat_tau: float | None = None  # of mirostat, which is off
-    mirostat_eta: float | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
@@ -198,7 +199,7 @@ class OllamaGenerateBody(AnswerBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
     template: Literal[""] | None = None
     context: Annotated[list[int], Field(max_length=0)] | None = None
     images: NoImages = None
@@ -246,6 +247,10 @@ def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_
     """Raises InvalidRequestError for what is wrong with it."""
     request = partial(AnswerRequest, params=_params(body, defaults), stream=body.streams)
     prompt = body.prompt or ""
+    if body.suffix:
+        if body.system:
+            raise RequestError("a gap is filled in without a system message", param="system")
+        return request(gap=Gap(prefix=prompt, suffix=body.suffix))
     if body.raw:
         if body.system:
             raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
@@ -296,6 +301,10 @@ def _params(body: AnswerBody, defaults: Mapping[str, Any]) -> SamplingParams:
         "top_k": options.top_k,
         "top_p": options.top_p,
         "min_p": options.min_p,
+        "typical_p": options.typical_p,
+        "mirostat": options.mirostat,
+        "mirostat_tau": options.mirostat_tau,
+        "mirostat_eta": options.mirostat_eta,
         "repetition_penalty": options.repeat_penalty,
         "penalty_last_n": options.repeat_last_n,
         "presence_penalty": options.presence_penalty,
@@ -447,7 +456,7 @@ async def chat(body: OllamaChatBody, http: Request) -> Response:
 
 @router.post("/api/generate", responses=documented(shapes.OllamaGenerateReply, JSON_LINES))
 async def generate(body: OllamaGenerateBody, http: Request) -> Response:
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return await _loaded(http, body, chat=False)
     service = await _named(http, body)
     request = await off_loop(http, generate_request, body, service.sampling)
@@ -622,8 +631,12 @@ def _capabilities(gguf: GGUFFile, template: str) -> list[str]:
     """What the model is for, and what its chat template has a place for."""
     if f"{gguf.architecture}.pooling_type" in gguf.metadata:
         return ["embedding"]
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    vocabulary = {text: id for id, text in enumerate(tokens)} if isinstance(tokens, Sequence) else {}
+    inserts = ["insert"] if InfillTokens.of(vocabulary, gguf.metadata) else []
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
-    return ["completion", *(name for name, found in marks.items() if any(mark in template for mark in found))]
+    found = [name for name, texts in marks.items() if any(text in template for text in texts)]
+    return ["completion", *inserts, *found]
 
 
 def _plain(value: Any, verbose: bool) -> Any:

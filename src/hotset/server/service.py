@@ -24,6 +24,7 @@ from hotset.api import Model
 from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors
 from hotset.engine.prompt_logprobs import PromptLogprobs
+from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Event, Owner
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.escaping import clause
@@ -37,6 +38,7 @@ from hotset.server.outputs import Output, output_of
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
+from hotset.text.infill import encode_gap
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -384,10 +386,18 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     if request.messages is not None:
         how = {"variables": request.template, **request.opening._asdict()}
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
+    elif request.gap is not None:
+        most = _room(model, request.params) if request.gap.trims else model.n_ctx
+        prompts = [encode_gap(model.tokenizer, model.gguf.metadata, request.gap, most)]
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     owner = Owner.of(request.client, seconds)
     return [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
+
+
+def _room(model: Model, params: SamplingParams) -> int:
+    """Tokens of a prompt that leave room for the answer, or for half the context if that is less."""
+    return model.n_ctx - min(params.max_tokens or model.n_ctx, model.n_ctx // 2)
 
 
 def _prepared_prompt(

@@ -234,6 +234,30 @@ class DetokenizeReply(Shape):
     prompt: str
 
 
+class InfillTimings(Shape):
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class InfillReply(Shape):
+    """Of a stream each event, of which the last has all fields. response_fields may choose some of them."""
+
+    content: str = ""
+    stop: bool = True
+    model: str = ""
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word"] = "eos"
+    stopping_word: str = ""
+    timings: InfillTimings | None = None
+
+
 # ---- /v1/responses ----
 
 Status = Literal["completed", "incomplete"]

@@ -1,10 +1,11 @@
 """Sidecar files: tensors that hotset built from a model, kept so that they are built once.
 
-A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written or
-is full, it is `cache/<fingerprint>/<what>.hotset.gguf` under the folder of the store (storage.store.home). It
-names the model that it was built from by a fingerprint and the settings that it was built with; one that does
-not match, that is damaged, or whose tensors are not those of its kind, is built again. Writing is atomic
-(GGUFWriter), so that two processes that build at once cost time and nothing else.
+A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written,
+is full or is another program's (storage/elsewhere.py), it is `cache/<fingerprint>/<what>.hotset.gguf` under
+the folder of the store (storage.store.home). It names the model that it was built from by a fingerprint and
+the settings that it was built with; one that does not match, that is damaged, or whose tensors are not those
+of its kind, is built again. Writing is atomic (GGUFWriter), so that two processes that build at once cost
+time and nothing else.
 """
 
 from __future__ import annotations
@@ -98,10 +99,14 @@ def stem_of(path: Path) -> str:
 
 def places(gguf: GGUFFile, what: str, model: str) -> list[Path]:
     """Where a sidecar may lie, the better place first; `model` is the fingerprint."""
+    from hotset.storage.elsewhere import is_foreign
     from hotset.storage.store import home
 
+    cached = home() / "cache" / model / f"{what}{SUFFIX}"
+    if is_foreign(gguf.path):
+        return [cached]
     beside = gguf.path.with_name(f"{stem_of(gguf.path)}.{what}{SUFFIX}")
-    return [beside, home() / "cache" / model / f"{what}{SUFFIX}"]
+    return [beside, cached]
 
 
 def find(
@@ -195,7 +200,7 @@ def _writable(paths: list[Path], n_bytes: int) -> Path:
     for i, path in enumerate(paths):
         folder = path.parent
         try:
-            if i > 0:
+            if i == len(paths) - 1:
                 folder.mkdir(parents=True, exist_ok=True)
             check_target(path)
             if not os.access(folder, os.W_OK):

@@ -12,7 +12,7 @@ what decoding touches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,9 @@ from hotset.model.operations import (
     Op,
     TransposedLinear,
 )
+from hotset.parameters import data_frame
 from hotset.sparsity import taps
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -56,9 +58,9 @@ class LayerStats:
     attention_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StatsSummary:
-    """All layers and steps, mean per token.
+    """All layers and steps, mean per token. A notebook shows a bar for each layer.
 
     bytes_touched_per_token: weights that were read. bytes_total_per_token: that the same steps would have
     read with every neuron and no predictor. left_out_per_token: of the bytes that were not read those of
@@ -81,6 +83,33 @@ class StatsSummary:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each layer, whose columns are the fields of LayerStats. Raises
+        HotsetError where pandas is not installed."""
+        rows = [asdict(layer) for layer in self.layers]
+        names = [field.name for field in fields(LayerStats)]
+        return data_frame({name: [row[name] for row in rows] for name in names})
+
+    def __repr__(self) -> str:
+        return f"StatsSummary({self._line()})"
+
+    def _line(self) -> str:
+        read, total = human_size(self.bytes_touched_per_token), human_size(self.bytes_total_per_token)
+        return (
+            f"{self.active_share:.1%} of the neurons active, {read} of {total} read per token, "
+            f"{len(self.layers)} layers, {self.n_tokens} tokens"
+        )
+
+    def _repr_html_(self) -> str:
+        """A bar for each layer: the share of its neurons that fired."""
+        bars = "".join(
+            f"<tr><td>layer {layer.layer}</td><td><div style='width: 12em'><div style='width: "
+            f"{100 * layer.active_share:.1f}%; height: 0.8em; background: currentColor'></div></div></td>"
+            f"<td>{layer.active_share:.1%}</td></tr>"
+            for layer in self.layers
+        )
+        return f"<p>{self._line()}</p><table>{bars}</table>"
 
     def with_quality(self, quality: Sequence[PredictorQuality]) -> StatsSummary:
         """The same with each layer's recall and precision filled in."""

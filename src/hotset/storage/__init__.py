@@ -1,5 +1,5 @@
 """Where models are kept, what they are called, and how they get here."""
 
-from hotset.storage.names import resolve
+from hotset.storage.names import on_this_machine, resolve
 
-__all__ = ["resolve"]
+__all__ = ["on_this_machine", "resolve"]

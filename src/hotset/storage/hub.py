@@ -236,6 +236,7 @@ def select_files(
 ) -> Selection:
     """What to fetch of a hub repository: `file` or the best model, with its activation statistics.
 
+    file: its path, or the quantisation of the model that is wanted, such as Q4_K_M (case does not matter).
     everything: all files of the repository instead. Raises ModelNotFoundError, and DownloadError for a
     listing that no folder can hold.
     """
@@ -243,6 +244,8 @@ def select_files(
     by_path = {hub_file.path: hub_file for hub_file in files}
     if len(by_path) < len(files):
         raise DownloadError(f"The repository {repo} lists a file twice: refused.")
+    if file is not None and file not in by_path:
+        file = _of_type(files, file) or file
     if file is not None:
         if file not in by_path:
             known = ", ".join(sorted(p for p in by_path if p.endswith(".gguf"))) or "none"
@@ -262,6 +265,12 @@ def select_files(
     if extra := len(chosen) - len(model):
         reason += f", with {extra} file{'s' if extra > 1 else ''} that belong to it"
     return Selection(repo, revision, model[0].path, tuple(chosen.values()), reason)
+
+
+def _of_type(files: list[HubFile], kind: str) -> str | None:
+    """The (first) file of the smallest model whose name claims this quantisation."""
+    groups, _ = _models([file for file in files if type_of(file.path) == kind.upper()])
+    return min(groups, key=lambda path: (_size(groups[path]), path), default=None)
 
 
 def _check_names(chosen: dict[str, HubFile]) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from hotset.errors import ModelNotFoundError, UnsupportedModelError
 from hotset.reporter import Reporter
-from hotset.storage import catalogue, store
+from hotset.storage import catalogue, elsewhere, store
+from hotset.storage.store import StoredModel
 
 
 def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
-    """The file of a model: a path, a stored name, a catalogue name, or hf:owner/repository[:file].
+    """The file of a model: a path, a stored name, the name of a model of Ollama's, LM Studio's or the Hugging
+    Face cache, a catalogue name, or hf:owner/repository[:file].
 
     What is not here is fetched when `download` is true, reporting to `progress`.
     Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
@@ -20,6 +22,8 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
     text = os.fspath(name)
     if (local := store.local_path(text)) is not None:
         return local
+    if (other := elsewhere.find(text)) is not None:
+        return other.path
     entry = catalogue.find(text)
     if entry is None and not text.startswith("hf:"):
         raise store.unknown(text)
@@ -30,3 +34,10 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
     from hotset.storage import fetch  # HTTP is loaded where it is needed
 
     return fetch.pull(text, progress=progress)
+
+
+def on_this_machine() -> list[StoredModel]:
+    """The models of the store, and behind them those of other programs that no model of the store hides."""
+    stored = store.list_models()
+    names = {model.name.lower() for model in stored}
+    return [*stored, *(model for model in elsewhere.list_models() if model.name.lower() not in names)]

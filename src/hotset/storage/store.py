@@ -30,13 +30,17 @@ _RELU_NAME = re.compile(r"relu|prosparse|bamboo|turbosparse|smallthinker", re.IG
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on this machine. `path` is its (first) file, `size` the bytes of all its shards."""
+    """A model on this machine. `path` is its (first) file, `size` the bytes of all its shards.
+
+    source: the program whose it is; "" for the store's own.
+    """
 
     name: str
     path: Path
     size: int
     dialect: str  # "gguf" or "powerinfer"
     relu: bool  # sparse by nature, by its name and dialect
+    source: str = ""
 
 
 def home() -> Path:
@@ -103,13 +107,13 @@ def list_models() -> list[StoredModel]:
     if not folder.is_dir():
         return []
     files = [path for path in sorted(folder.glob("*.gguf")) if path.is_file()]
-    models = [_describe(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
+    models = [describe(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
     for child in sorted(p for p in folder.iterdir() if p.is_dir()):
         paths = complete_models(child)
         base = child.name.replace("--", "/", 1)
         for path in paths:
             name = base if len(paths) == 1 else f"{base}:{path.relative_to(child).as_posix()}"
-            models.append(_describe(path, name))
+            models.append(describe(path, name))
     return sorted(models, key=lambda model: model.name.lower())
 
 
@@ -122,12 +126,13 @@ def sidecars(path: Path) -> list[Path]:
     return sorted(file for file in path.parent.glob(f"*{SIDECAR_SUFFIX}") if name.fullmatch(file.name))
 
 
-def _describe(path: Path, name: str) -> StoredModel:
+def describe(path: Path, name: str, source: str = "") -> StoredModel:
+    """A model by its (first) file, which is read at its beginning alone."""
     with path.open("rb") as file:
         dialect = "powerinfer" if file.read(4) == b"PWRI" else "gguf"
     size = sum(part.stat().st_size for part in shards(path))
     relu = dialect == "powerinfer" or bool(_RELU_NAME.search(name) or _RELU_NAME.search(path.name))
-    return StoredModel(name, path, size, dialect, relu)
+    return StoredModel(name, path, size, dialect, relu, source)
 
 
 def find_local(name: str) -> StoredModel | None:
@@ -153,7 +158,9 @@ def find_local(name: str) -> StoredModel | None:
     if not file and entry and entry.file:
         file = entry.file.lower()
     if file:
-        inside = [m for m in inside if m.path.relative_to(folder).as_posix().lower() == file]
+        quant = re.compile(rf"(?<![a-z0-9]){re.escape(file)}(?![a-z0-9_])")  # hf:owner/repository:Q4_K_M
+        named = [m for m in inside if m.path.relative_to(folder).as_posix().lower() == file]
+        inside = named or [m for m in inside if quant.search(m.path.name.lower())]
     return inside[0] if len(inside) == 1 or (inside and file) else None
 
 

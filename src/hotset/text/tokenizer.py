@@ -34,7 +34,7 @@ _END_OF_GENERATION = frozenset(
     [
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
         "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>",
-        "<|tool_response>", "<start_function_response>", "<｜end▁of▁sentence｜>",
+        "<|tool_response>", "<start_function_response>", "<｜end▁of▁sentence｜>", "▁<EOT>",
         # fill-in-the-middle: the end of a file or of a repository
         "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
         "<|file_sep|>",
@@ -57,6 +57,7 @@ _SPACE = "\u2581"  # SentencePiece's visible space
 
 WHOLE_TEXT_KEY = "hotset.tokenizer_whole_text"
 """The key of a file whose texts SentencePiece itself tokenizes, user-defined tokens in them included."""
+_MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
 
@@ -80,6 +81,7 @@ class Tokenizer:
     ) -> None:
         self.tokens: list[str] = _strings(metadata, "tokenizer.ggml.tokens")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        self._sequences: dict[str, frozenset[tuple[int, ...]]] = {}  # of texts that were asked for
         n = len(self.tokens)
         if n == 0:
             raise TokenizerError(
@@ -213,6 +215,46 @@ class Tokenizer:
         for part, special in self._user_defined.split(text):
             ids += self._encode_plain(part, after_special=False) if special is None else [special]
         return ids
+
+    def sequences_with(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
+        """Sequences of tokens in which one of `texts` (none empty) occurs: each token that holds it, each
+        that ends with its beginning, followed by the tokens of its rest, and its own tokens."""
+        found: set[tuple[int, ...]] = set()
+        for text in texts:
+            known = self._sequences.get(text)
+            if known is None:
+                if len(self._sequences) >= _MOST_SEQUENCES:
+                    self._sequences.clear()
+                known = self._sequences[text] = frozenset(self._found_sequences(text))
+            found |= known
+        return found
+
+    def _found_sequences(self, text: str) -> Iterator[tuple[int, ...]]:
+        wanted = _utf8(text)
+        data, ends = self._all_bytes
+        ends_of = ends[1:]
+        for match in re.finditer(b"(?=" + re.escape(wanted) + b")", data):
+            id = int(ends_of.searchsorted(match.start(), side="right"))
+            if match.start() + len(wanted) <= ends[id + 1]:
+                yield (id,)
+        bytes_of = np.frombuffer(data, np.uint8)
+        lengths = np.diff(ends)
+        for n in range(1, len(text)):
+            head = _utf8(text[:n])
+            ids = np.flatnonzero(lengths >= len(head))
+            for i in range(len(head)):
+                ids = ids[bytes_of[ends_of[ids] - 1 - i] == head[-1 - i]]
+            tail = tuple(self.encode_inside(text[n:]))
+            for id in ids.tolist():
+                yield (id, *tail)
+        if own := self.encode_inside(text):
+            yield tuple(own)
+
+    @cached_property
+    def _all_bytes(self) -> tuple[bytes, np.ndarray]:
+        """The bytes of all tokens, one after the other, and where each begins and the last ends."""
+        pieces = [self.token_bytes(id) for id in range(len(self.tokens))]
+        return b"".join(pieces), np.cumsum([0, *map(len, pieces)])
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
         """The ids of `text` (not empty), which holds no special token.

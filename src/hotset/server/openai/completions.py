@@ -20,6 +20,7 @@ from hotset.server.openai.schema import NO_DEFAULTS, SamplingFields, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.shapes import EVENT_STREAM, documented
 from hotset.server.streams import off_loop, serving, streamed, whole
+from hotset.text.infill import Gap
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
@@ -44,14 +45,16 @@ class CompletionBody(SamplingFields):
             return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
+    def _gap(self) -> Gap:
+        assert self.suffix is not None
+        if not isinstance(self.prompt, str):
+            raise RequestError("with a suffix the prompt is one text", param="prompt")
+        if self.echo:
+            raise RequestError("echo is not supported with a suffix; leave it out", param="echo")
+        return Gap(prefix=self.prompt, suffix=self.suffix)
+
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Raises what is wrong with it."""
-        if self.suffix is not None:
-            raise RequestError(
-                "suffix is not supported: this model only continues a text; leave it out",
-                param="suffix",
-                code="unsupported_parameter",
-            )
         if self.best_of not in (None, self.n or 1):
             raise RequestError(
                 "best_of is not supported, unless it equals n; leave it out and ask for n answers",
@@ -61,7 +64,8 @@ class CompletionBody(SamplingFields):
         only_echo = self.max_tokens == 0 and bool(self.echo)  # what evaluation harnesses ask for
         sampling = self.model_copy(update={"max_tokens": None}) if only_echo else self
         return AnswerRequest(
-            prompts=self.prompts(),
+            prompts=() if self.suffix else self.prompts(),
+            gap=self._gap() if self.suffix else None,
             parse_special=self.parse_special is not False,
             n=self.n or 1,
             params=sampling.sampling({"max_tokens": _DEFAULT_TOKENS, **defaults}, logprobs=self.logprobs),
@@ -158,6 +162,8 @@ class _Reply:
         return [_Text(self._prompt_text(answer, index), [*found[:n]], prompt.tokens[:n]), *rest]
 
     def _prompt_text(self, answer: Answer, index: int) -> str:
+        if answer.request.gap is not None:
+            return answer.request.gap.prefix
         given = answer.request.prompts[index // answer.request.n]
         return given if isinstance(given, str) else self._tokenizer.decode(given)
 
@@ -192,9 +198,11 @@ class _Reply:
         if not self._tokenizer.is_special(token):
             return True
         request, tokens, at = answer.request, answer.prompt_of(index).tokens, self._positions[index]
+        if at >= len(tokens):
+            return False
         given = request.prompts[index // request.n]
-        if at >= len(tokens) or not isinstance(given, str):
-            return at < len(tokens)
+        if not isinstance(given, str):
+            return True
         if at == 0:
             return request.parse_special and given.startswith(self._tokenizer.piece(token))
         return not (at == len(tokens) - 1 and self._tokenizer.add_eos)

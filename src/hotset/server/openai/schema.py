@@ -29,6 +29,13 @@ MAX_METADATA = 64
 MAX_TOOLS = 1024
 """Tools of a request."""
 
+MORE_SAMPLERS = (
+    "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent",
+    "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers",
+)  # fmt: skip
+"""Fields of SamplingParams that llama-server has by the same names."""
+
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
 
@@ -115,6 +122,20 @@ class SamplingFields(Body):
     repeat_penalty: float | None = None
     repetition_penalty: float | None = None
     repeat_last_n: int | None = None
+    top_n_sigma: float | None = None
+    typical_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dynatemp_range: Annotated[float, Field(ge=0)] | None = None
+    dynatemp_exponent: Annotated[float, Field(ge=0)] | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
+    dry_multiplier: Annotated[float, Field(ge=0)] | None = None
+    dry_base: Annotated[float, Field(ge=1)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = None
+    dry_sequence_breakers: list[str] | None = None
     ignore_eos: bool | None = None
     n_predict: int | None = None
     cache_prompt: bool | None = None
@@ -177,6 +198,7 @@ class SamplingFields(Body):
             if given.get(name) is not None:
                 raise RequestError(f"response_format and {name} both say what to follow", param=name)
             given[name] = value
+        given |= {name: getattr(self, name) for name in MORE_SAMPLERS}
         # -1 is llama.cpp's way to ask for any seed, and for as many tokens as it takes.
         unset = [name for name in ("seed", "max_tokens") if given[name] == -1]
         return sampled(given | dict.fromkeys(unset), defaults, unset)

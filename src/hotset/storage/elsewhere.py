@@ -1,0 +1,220 @@
+"""Models that other programs have put on this machine: they are run where they lie, and nothing is written
+there.
+
+    Ollama        $OLLAMA_MODELS, ~/.ollama/models or /usr/share/ollama/.ollama/models
+                    manifests/HOST/NAMESPACE/MODEL/TAG   JSON, whose layers name files of blobs/ by SHA-256
+    LM Studio     ~/.lmstudio/models or ~/.cache/lm-studio/models
+                    PUBLISHER/REPOSITORY/*.gguf
+    Hugging Face  $HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub
+                    models--OWNER--REPOSITORY/refs/main, snapshots/REVISION/**.gguf
+
+What is in these folders is hostile until it is checked: a name has letters, digits and ". _ -" alone, and a
+manifest leads to a file of blobs/ and nowhere else. HOTSET_ELSEWHERE=0 leaves them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hotset.errors import HotsetError, ModelNotFoundError, UnsupportedModelError
+from hotset.files import read_small_text
+from hotset.storage import store
+from hotset.storage.store import StoredModel
+
+_MOST_MANIFESTS = 10_000
+_MAX_MANIFEST = 1 << 20  # bytes
+_PART = re.compile(r"(?!\.+$)[\w.-]{1,128}", re.ASCII)  # of a name
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_MODEL_LAYER, _ADAPTER_LAYER = (f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter"))
+_OWN_HOST, _OWN_NAMESPACE, _ANY_TAG = "registry.ollama.ai", "library", ":latest"
+
+
+def list_models() -> list[StoredModel]:
+    """Every model of another program, by name; of one name the first counts."""
+    found: dict[str, StoredModel] = {}
+    for source, (roots, models) in _SOURCES.items():
+        for root in _folders(roots):
+            try:
+                for name, path in models(root):
+                    if _is_gguf(path):
+                        model = store.describe(path, name, source)
+                        found.setdefault(name.lower(), model)
+            except OSError:  # another user's, or gone in the meantime
+                continue
+    return sorted(found.values(), key=lambda model: model.name.lower())
+
+
+def find(name: str) -> StoredModel | None:
+    """The model of that name; case does not matter, nor does `:latest` or `hf:`.
+
+    Raises ModelNotFoundError for a repository of several models, and UnsupportedModelError for a model of
+    Ollama's with an adapter.
+    """
+    wanted = name.removeprefix("hf:").lower()
+    models = list_models()
+    for model in models:
+        if model.name.lower() in (wanted, wanted + _ANY_TAG):
+            if model.source == "Ollama":
+                _check_layers(model.name)
+            return model
+    inside = [model for model in models if model.name.lower().startswith(wanted + ":")]
+    if len(inside) > 1 and store.is_repository(name):  # (of hf:owner/repository one is chosen, and fetched)
+        names = " and ".join(model.name for model in inside[:4])
+        raise ModelNotFoundError(f"Several models are called '{name}': name one of {names}.")
+    return None
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a file is in a folder of another program, where nothing is to be written."""
+    absolute = Path(os.path.abspath(path))
+    return any(absolute.is_relative_to(root) for roots, _ in _SOURCES.values() for root in _folders(roots))
+
+
+def _folders(roots: Callable[[Path | None], Iterator[Path]]) -> Iterator[Path]:
+    if os.environ.get("HOTSET_ELSEWHERE") == "0":
+        return
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one
+        home = None
+    for root in roots(home):
+        if root.is_dir():
+            yield Path(os.path.abspath(root))
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+# ---- Ollama ----
+
+
+def _ollama_roots(home: Path | None) -> Iterator[Path]:
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        yield Path(chosen)
+        return
+    if home is not None:
+        yield home / ".ollama" / "models"
+    yield Path("/usr/share/ollama/.ollama/models")
+
+
+def _ollama_models(root: Path) -> Iterator[tuple[str, Path]]:
+    """Names and files. A manifest that is damaged is no model."""
+    for manifest in islice(sorted((root / "manifests").glob("*/*/*/*")), _MOST_MANIFESTS):
+        parts = manifest.relative_to(root / "manifests").parts
+        if not all(_PART.fullmatch(part) for part in parts):
+            continue
+        digests = _layers(manifest).get(_MODEL_LAYER, [])
+        paths = [_blob(root, digest) for digest in digests]
+        if len(paths) == 1 and paths[0] is not None:
+            yield _ollama_name(parts), paths[0]
+
+
+def _ollama_name(parts: tuple[str, ...]) -> str:
+    host, namespace, model, tag = parts
+    name = f"{model}:{tag}"
+    if (host, namespace) == (_OWN_HOST, _OWN_NAMESPACE):
+        return name
+    return f"{namespace}/{name}" if host == _OWN_HOST else f"{host}/{namespace}/{name}"
+
+
+def _layers(manifest: Path) -> dict[str, list[str]]:
+    """The digests of a manifest by their media types; nothing where it is no manifest."""
+    try:
+        read: Any = json.loads(read_small_text(manifest, _MAX_MANIFEST))
+    except (OSError, ValueError, RecursionError, HotsetError):
+        return {}
+    layers = read.get("layers") if isinstance(read, dict) else None
+    found: dict[str, list[str]] = {}
+    for layer in layers if isinstance(layers, list) else ():
+        kind, digest = (
+            layer.get(key) if isinstance(layer, dict) else None for key in ("mediaType", "digest")
+        )
+        if isinstance(kind, str) and isinstance(digest, str):
+            found.setdefault(kind, []).append(digest)
+    return found
+
+
+def _blob(root: Path, digest: str) -> Path | None:
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        return None
+    paths = [root / "blobs" / f"sha256{between}{match[1]}" for between in "-:"]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _check_layers(name: str) -> None:
+    for root in _folders(_ollama_roots):
+        for manifest in (root / "manifests").glob("*/*/*/*"):
+            parts = manifest.relative_to(root / "manifests").parts
+            if _ollama_name(parts) == name and _ADAPTER_LAYER in _layers(manifest):
+                raise UnsupportedModelError(
+                    f"'{name}' of Ollama is a model with an adapter (LoRA), which is not applied: run the "
+                    "model that it was made from."
+                )
+
+
+# ---- LM Studio and the Hugging Face cache ----
+
+
+def _lm_studio_roots(home: Path | None) -> Iterator[Path]:
+    if home is not None:
+        yield home / ".lmstudio" / "models"
+        yield home / ".cache" / "lm-studio" / "models"
+
+
+def _lm_studio_models(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder in sorted(root.glob("*/*")):
+        if folder.is_dir():
+            yield from _of_folder("/".join(folder.relative_to(root).parts), folder)
+
+
+def _hub_roots(home: Path | None) -> Iterator[Path]:
+    if chosen := os.environ.get("HF_HUB_CACHE"):
+        yield Path(chosen)
+    elif chosen := os.environ.get("HF_HOME"):
+        yield Path(chosen) / "hub"
+    elif home is not None:
+        yield Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface" / "hub"
+
+
+def _hub_models(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder in sorted(root.glob("models--*--*")):
+        _, owner, repository = folder.name.split("--", 2)
+        snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime_ns)
+        try:
+            main = read_small_text(folder / "refs" / "main", 256).strip()
+        except (OSError, HotsetError):
+            main = ""
+        chosen = [path for path in snapshots if path.name == main] or snapshots
+        if chosen:
+            yield from _of_folder(f"{owner}/{repository}", chosen[-1])
+
+
+def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The models of a repository, by its name, and their files' where there are several."""
+    if not all(_PART.fullmatch(part) for part in name.split("/")):
+        return
+    paths = [path for path in store.complete_models(folder) if not path.name.lower().startswith("mmproj")]
+    for path in paths:
+        inside = path.relative_to(folder)
+        if all(_PART.fullmatch(part) for part in inside.parts):
+            yield (name if len(paths) == 1 else f"{name}:{inside.as_posix()}"), path
+
+
+_SOURCES: dict[
+    str, tuple[Callable[[Path | None], Iterator[Path]], Callable[[Path], Iterator[tuple[str, Path]]]]
+] = {
+    "Ollama": (_ollama_roots, _ollama_models),
+    "LM Studio": (_lm_studio_roots, _lm_studio_models),
+    "Hugging Face cache": (_hub_roots, _hub_models),
+}

@@ -1,0 +1,126 @@
+"""A gap that is filled in: /infill, and suffix of /v1/completions and /api/generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_schemas import events_of
+from tiny_server import run, write_model
+
+import hotset
+from hotset.server.service import Service
+
+PRE, SUF, MID = 1, 2, 3  # three bytes, which are the marks of this model
+MARKS = {
+    "tokenizer.ggml.fim_pre_token_id": PRE,
+    "tokenizer.ggml.fim_suf_token_id": SUF,
+    "tokenizer.ggml.fim_mid_token_id": MID,
+}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+COMPLETION = {"model": "tiny", "prompt": "hello", "suffix": "there", "max_tokens": 9, **GREEDY}
+INFILL = {"input_prefix": "hello", "input_suffix": "there", "n_predict": 9, **GREEDY}
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("marked") / "tiny.gguf", **MARKS)
+
+
+@pytest.fixture(scope="module")
+def prompt(marked: Path) -> Iterator[tuple[list[int], str]]:
+    """What is around the gap in tokens, and the answer to it."""
+    with hotset.load(marked, backend="cpu", n_threads=1) as model:
+        text = model.tokenizer.encode_inside
+        ids = [model.tokenizer.bos_id or 0, PRE, *text("hello"), SUF, *text("there"), MID]
+        yield ids, model.generate(ids, max_tokens=9, temperature=0, ignore_eos=True).text
+
+
+def test_a_suffix_is_filled_in_in_every_schema(marked: Path, prompt: tuple[list[int], str]):
+    ids, text = prompt
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found = (await client.post("/v1/completions", json=COMPLETION)).json()
+        assert found["choices"][0]["text"] == text
+        assert found["usage"]["prompt_tokens"] == len(ids)
+        scored = (await client.post("/v1/completions", json=COMPLETION | {"logprobs": 1})).json()
+        assert scored["choices"][0]["logprobs"]["text_offset"][0] == len("hello")
+        reply = await client.post("/v1/completions", json=COMPLETION | {"stream": True})
+        assert "".join(event["choices"][0]["text"] for event in events_of(reply.text)) == text
+
+        options = {"num_predict": 9, "temperature": 0}
+        body = {"model": "tiny", "prompt": "hello", "suffix": "there", "options": options, "stream": False}
+        found = (await client.post("/api/generate", json=body)).json()
+        assert text.startswith(found["response"])  # (Ollama's has no ignore_eos)
+        assert found["prompt_eval_count"] == len(ids)
+        assert "insert" in (await client.post("/api/show", json={"model": "tiny"})).json()["capabilities"]
+
+        found = (await client.post("/infill", json=INFILL)).json()
+        assert (found["content"], found["stop"], found["stop_type"]) == (text, True, "limit")
+        assert (found["tokens_predicted"], found["tokens_evaluated"]) == (9, len(ids))
+        assert found["timings"]["prompt_n"] + found["tokens_cached"] == len(ids)
+        reply = await client.post("/infill", json=INFILL | {"stream": True})
+        *events, last = events_of(reply.text)
+        assert "".join(event["content"] for event in events) == text
+        assert [event["stop"] for event in events] == [False] * len(events)
+        assert (last["stop"], last["tokens_predicted"]) == (True, 9)
+
+    run(marked, work)
+
+
+def test_what_editors_send(marked: Path, prompt: tuple[list[int], str]):
+    """A request as llama.vim writes it, and one that only has the prompt read."""
+    ids, _ = prompt
+    extra = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y"}]
+    sent: dict[str, Any] = INFILL | {
+        "input_extra": extra, "prompt": "", "id_slot": 0, "n_indent": 0, "samplers": ["top_k", "infill"],
+        "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "stream": False,
+        "response_fields": ["content", "timings/prompt_n", "timings/none", "tokens_cached", "none/none"],
+    }  # fmt: skip
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        read = (await client.post("/infill", json=sent | {"n_predict": 0})).json()
+        assert read["content"] == ""
+        found = (await client.post("/infill", json=sent)).json()
+        assert found.keys() == {"content", "timings/prompt_n", "tokens_cached"}
+        assert found["tokens_cached"] > 0, "the first request has left its prompt in the cache"
+        assert found["tokens_cached"] + found["timings/prompt_n"] > len(ids)
+        begun = (await client.post("/infill", json=INFILL | {"prompt": "ab"})).json()
+        assert begun["tokens_evaluated"] == len(ids) + 2
+        huge = {"input_prefix": "p" * 5000, "input_suffix": "s" * 5000}
+        found = (await client.post("/infill", json=INFILL | huge)).json()
+        assert found["tokens_evaluated"] == service.model.n_ctx - 9
+
+    run(marked, work)
+
+
+def test_what_cannot_be_filled_in_is_refused(marked: Path, path: Path):
+    async def refused(client: httpx.AsyncClient, url: str, message: str, body: dict[str, Any]) -> None:
+        reply = await client.post(url, json=body)
+        assert reply.status_code == 400, reply.text
+        assert message in reply.text
+
+    async def without(client: httpx.AsyncClient, service: Service) -> None:
+        for url, body in (
+            ("/v1/completions", COMPLETION),
+            ("/infill", INFILL),
+            ("/api/generate", {"model": "tiny", "prompt": "a", "suffix": "b"}),
+        ):
+            await refused(client, url, "cannot fill in the middle", body)
+        shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+        assert "insert" not in shown["capabilities"]
+
+    async def having(client: httpx.AsyncClient, service: Service) -> None:
+        await refused(client, "/v1/completions", "echo is not supported", COMPLETION | {"echo": True})
+        await refused(client, "/v1/completions", "one text", COMPLETION | {"prompt": ["a", "b"]})
+        await refused(client, "/v1/completions", "do not fit", COMPLETION | {"suffix": "s" * 5000})
+        system = {"model": "tiny", "prompt": "a", "suffix": "b", "system": "c"}
+        await refused(client, "/api/generate", "without a system message", system)
+        other = await client.post("/infill", json=INFILL | {"model": "other"})
+        assert other.status_code == 404
+
+    run(path, without)
+    run(marked, having)

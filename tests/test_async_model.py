@@ -1,0 +1,131 @@
+"""AsyncModel gives what Model gives, side by side, and ends what nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_server import MESSAGES, write_model
+from waiting import until
+
+import hotset
+from hotset import AsyncModel
+
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hotset.Model]:
+    path: Path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as loaded:
+        yield loaded
+
+
+def run(model: hotset.Model, work: Callable[[AsyncModel], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        await work(AsyncModel(model))
+
+    asyncio.run(all_of_it())
+
+
+def test_each_method_gives_what_the_model_gives(model: hotset.Model):
+    prompts = ["hello", "a", [104, 105]]
+    expected = [model.generate(prompt, **SAMPLED) for prompt in prompts]
+    chunks = list(model.stream("hello", stop=["\x01\x02"], **SAMPLED))
+    chat = model.chat(MESSAGES, **SAMPLED)
+    chatted = [chunk.text for chunk in model.chat(MESSAGES, stream=True, **SAMPLED)]
+
+    async def work(many: AsyncModel) -> None:
+        found = await asyncio.gather(*(many.generate(prompt, **SAMPLED) for prompt in prompts))
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+        assert [one.text for one in found] == [one.text for one in expected]
+        assert [one.tokens for one in await many.generate_many(prompts, **SAMPLED)] == [
+            one.tokens for one in expected
+        ]
+        streamed = [chunk async for chunk in many.stream("hello", stop=["\x01\x02"], **SAMPLED)]
+        assert "".join(chunk.text for chunk in streamed) == "".join(chunk.text for chunk in chunks)
+        assert streamed[-1].finish_reason == "length"
+        assert (await many.chat(MESSAGES, **SAMPLED)).as_dict() == chat.as_dict()
+        assert "".join([c.text async for c in many.stream_chat(MESSAGES, **SAMPLED)]) == "".join(chatted)
+        assert (await many.embed(["a", "hello"]) == model.embed(["a", "hello"])).all()
+
+    run(model, work)
+
+
+def test_a_stop_string_ends_an_answer(model: hotset.Model):
+    text = model.generate("hello", **SAMPLED).text
+    stop = text[4:6]
+
+    async def work(many: AsyncModel) -> None:
+        found = await many.generate("hello", stop=[stop], **SAMPLED)
+        assert found.text == text[: text.index(stop)]
+        assert found.finish_reason == "stop"
+
+    run(model, work)
+    until(lambda: not model.engine.has_work, "what a stop string ended goes on")
+
+
+def test_what_nobody_waits_for_is_cancelled(model: hotset.Model):
+    endless = {"temperature": 0, "ignore_eos": True}
+
+    async def work(many: AsyncModel) -> None:
+        async with aclosing(many.stream("hello", **endless)) as chunks:
+            async for _ in chunks:
+                break
+        task = asyncio.create_task(many.generate("hello", **endless))
+        while not model.engine.has_work:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ExceptionGroup) as failed:
+            await many.generate_many(["hello", [10**6]], **endless)
+        assert "vocabulary" in str(failed.value.exceptions[0])
+
+    run(model, work)
+    until(lambda: not model.engine.has_work, "what was cancelled goes on")
+
+
+def test_errors_are_those_of_the_model(model: hotset.Model):
+    async def work(many: AsyncModel) -> None:
+        with pytest.raises(hotset.InvalidRequestError, match="there is no parameter 'tempature'"):
+            await many.generate("a", tempature=1)  # type: ignore[call-arg]
+        with pytest.raises(hotset.ContextLengthError):
+            await many.generate("a" * 9999)
+        with pytest.raises(hotset.UnsupportedModelError):
+            await many.rerank("a", ["b"])
+
+    run(model, work)
+
+
+def test_it_closes_the_model_with_what_runs(tmp_path: Path):
+    async def work() -> None:
+        loaded = await asyncio.to_thread(
+            hotset.load, write_model(tmp_path / "tiny.gguf"), backend="cpu", n_threads=1
+        )
+        async with AsyncModel(loaded) as many:
+            task = asyncio.create_task(many.generate("hello", temperature=0, ignore_eos=True))
+            while not loaded.engine.has_work:
+                await asyncio.sleep(0)
+        assert (await task).finish_reason == "cancelled"
+        with pytest.raises(hotset.InvalidRequestError, match="has been closed"):
+            await many.generate("a")
+
+    asyncio.run(work())
+
+
+def test_vectors_do_not_wait_in_the_loop(model: hotset.Model):
+    """An answer goes on while vectors are made."""
+
+    async def work(many: AsyncModel) -> None:
+        answer, vectors = await asyncio.gather(many.generate("a", **SAMPLED), many.embed(["hello"] * 20))
+        assert answer.tokens == model.generate("a", **SAMPLED).tokens
+        assert vectors.shape[0] == 20
+        assert np.isfinite(vectors).all()
+
+    run(model, work)
