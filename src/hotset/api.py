@@ -32,6 +32,7 @@ from hotset.generation import (
 )
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
+from hotset.loader.speculate import open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -121,6 +122,7 @@ class Model:
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
             is_encoder=self.graph.is_encoder,
+            speculator=open_speculator(decided, lambda: self.tokenizer),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self._closed = False
@@ -447,6 +449,8 @@ class Model:
         self.thread.close()
         if "chat_template" in self.__dict__:  # (a cached property)
             self.chat_template.close()
+        if self.engine.speculator is not None:
+            self.engine.speculator.close()
         self.backend.close()
         self.weights.close()
         self.gguf.close()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_SPECULATION = "Speculative decoding"
 _FORM = "Form of the answer (needs the extra serve)"
 
 
@@ -81,6 +82,17 @@ SparsePrompts = Annotated[
 ]
 BackendName = Annotated[
     str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
+]
+
+Speculate = Annotated[
+    str | None, _option("--speculate", "What drafts tokens: off (the default) or ngram.", _SPECULATION)
+]
+DraftMax = Annotated[
+    int, _option("--draft-max", "Tokens drafted at a time at most.", _SPECULATION, min=1, max=16)
+]
+LookupFile = Annotated[
+    Path | None,
+    _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
 ]
 
 DeviceNames = Annotated[
@@ -284,7 +296,24 @@ class PlanOptions(PlacementOptions, SparsityOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(GPUOptions, SparsityOptions):
+class SpeculationOptions(LoadOptions):
+    """Which tokens are drafted, to be verified several in a step."""
+
+    speculate: Speculate = None
+    draft_max: DraftMax = 8
+    lookup: LookupFile = None
+
+    def fields(self) -> dict[str, Any]:
+        names = ("speculate", "draft_max", "lookup")
+        return super().fields() | {name: getattr(self, name) for name in names}
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        return self.lookup is not None or self.speculate not in (None, "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(SpeculationOptions, GPUOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
 
@@ -301,6 +330,11 @@ class ModelOptions(SparsityOptions, GPUOptions):
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(SpeculationOptions, ModelOptions):
+    """How a model is loaded that is to generate answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

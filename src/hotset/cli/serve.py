@@ -111,7 +111,7 @@ def serve(
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.AnswerOptions,
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:

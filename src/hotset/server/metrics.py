@@ -24,6 +24,9 @@ ENGINE_COUNTERS = {
     "hotset_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were computed."),
     "hotset_cached_prompt_tokens": ("reused_tokens", "Tokens of prompts that were found in the cache."),
     "hotset_generated_tokens": ("generated_tokens", "Generated tokens."),
+    "hotset_answer_steps": ("answer_steps", "Steps in which an answer got tokens, summed over answers."),
+    "hotset_drafted_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
+    "hotset_accepted_tokens": ("accepted_tokens", "Those of them that were right."),
     "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
     "hotset_refused": ("refused", "Requests that found the queue full."),
 }
@@ -52,6 +55,7 @@ ENGINE_GAUGES = {
     "hotset_cache_pages_used": ("pages_used", "Those of sequences that run."),
     "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for later requests."),
 }
+STEP_SIZES = "hotset_step_size_seconds", "What a step of so many tokens takes, as far as it was learned."
 
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

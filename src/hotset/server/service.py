@@ -31,7 +31,14 @@ from hotset.report.experts import expert_counts
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
 from hotset.server.errors import NotReadyError, RequestError
-from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, EXPERT_COUNTERS, Metrics
+from hotset.server.metrics import (
+    DISK_COUNTERS,
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    EXPERT_COUNTERS,
+    STEP_SIZES,
+    Metrics,
+)
 from hotset.server.outputs import Output, output_of
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
@@ -251,6 +258,12 @@ class Service:
             yield CounterMetricFamily(name, what, now[field])
         for name, (field, what) in ENGINE_GAUGES.items():
             yield GaugeMetricFamily(name, what, now[field])
+        speculator = self.model.engine.speculator
+        if speculator is not None:
+            sizes = GaugeMetricFamily(*STEP_SIZES, labels=("n_tokens",))
+            for n, seconds in speculator.step_times.measured.items():
+                sizes.add_metric((str(n),), seconds)
+            yield sizes
         if self.model.stored is not None:
             counts = asdict(self.model.stored.counts())
             for name, (field, what) in DISK_COUNTERS.items():
