@@ -11,9 +11,12 @@ from drafters import Guesser
 from tiny_gguf import write_llama
 
 import hotset
+from hotset.engine.draft_model import ModelDrafter
 from hotset.engine.speculation import Speculator, StepTimes
-from hotset.errors import FormatError, InvalidRequestError
+from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
 from hotset.generation import Completion
+from hotset.loader.decide import ram_limit
+from hotset.loader.speculate import draft_bytes
 from hotset.settings import MOST_DRAFTED, LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
@@ -76,6 +79,48 @@ def test_ngram_drafts_change_nothing(tmp_path: Path, make: Any, settings: dict[s
             assert essence(answers(drafting, kind)) == essence(found)
         counted = drafting.thread.counters()
         assert counted.drafted_tokens > counted.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("n_layer", [1, 2])
+def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
+    """The model itself, whose tokens are right, drawn ones too; and one that is seldom right."""
+    path = write_model(tmp_path / "model.gguf")
+    draft = write_model(tmp_path / "draft.gguf", n_layer=n_layer)
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, draft=draft, **SMALL) as drafting:
+        for kind in KINDS:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens > 0
+        if n_layer == 2:
+            assert counted.accepted_tokens > 0.95 * counted.drafted_tokens
+        speculator = drafting.engine.speculator
+        assert speculator is not None
+        assert isinstance(speculator.drafter, ModelDrafter)
+        assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
+    drafting.close()
+
+
+def test_a_draft_model_has_the_same_vocabulary(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    longer = write_model(tmp_path / "longer.gguf", more_tokens=["<pad1>", "<pad2>"])
+    for one, other in ((path, longer), (longer, path)):  # what pads a vocabulary is never drafted
+        with hotset.load(one, **SMALL) as plain, hotset.load(one, draft=other, **SMALL) as drafting:
+            for kind in KINDS[:2]:
+                assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+            assert drafting.thread.counters().drafted_tokens > 0
+    with pytest.raises(InvalidRequestError, match="their vocabularies differ from token"):
+        hotset.load(path, draft=sparse(tmp_path), **SMALL)
+
+
+def test_a_budget_of_memory_is_shared_with_the_draft_model(tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "draft.gguf")
+    reserved = draft_bytes(LoadSettings(draft=draft, n_ctx=256))
+    assert draft.stat().st_size < reserved < draft.stat().st_size + (64 << 20)
+    assert draft_bytes(LoadSettings()) == 0
+    settings = LoadSettings(ram_budget=1.0)
+    assert ram_limit(settings, 1 << 40, 2**40, reserved) == 2**30 - reserved
+    with pytest.raises(OutOfMemoryError, match="draft model needs"):
+        ram_limit(settings, 1 << 40, 2**40, 2**30)
 
 
 @pytest.mark.parametrize("make", [dense, sparse, experts])
@@ -151,6 +196,9 @@ def test_timings_say_how_many_tokens_a_step_gave(tmp_path: Path) -> None:
     [
         ({"speculate": "mtp"}, "multi-token prediction"),
         ({"speculate": "often"}, "must be one of off, ngram"),
+        ({"speculate": "draft"}, "name it with draft"),
+        ({"speculate": "ngram", "draft": "a.gguf"}, "serves speculate draft, not ngram"),
+        ({"draft": "a.gguf", "lookup": "a.txt"}, "serves speculate ngram, not draft"),
         ({"speculate": "off", "lookup": "a.txt"}, "serves speculate ngram"),
         ({"speculate": "ngram", "draft_max": 17}, "draft_max"),
         ({"speculate": "ngram", "backend": "reference"}, "NumPy"),
@@ -164,6 +212,7 @@ def test_settings_that_mean_nothing_are_errors(settings: dict[str, Any], message
 def test_what_is_implied() -> None:
     assert LoadSettings().drafter == "off"
     assert LoadSettings(lookup="a.txt").drafter == "ngram"
+    assert LoadSettings(draft="a.gguf").drafter == "draft"
 
 
 def test_a_text_to_look_up_must_be_there_and_be_text(tmp_path: Path) -> None:

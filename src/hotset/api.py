@@ -32,7 +32,7 @@ from hotset.generation import (
 )
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
-from hotset.loader.speculate import open_speculator
+from hotset.loader.speculate import draft_bytes, open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -68,7 +68,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened)
+        decided = plan_model(opened, reserved=draft_bytes(opened.settings))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -85,7 +85,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened)
+        decided = plan_model(opened, reserved=draft_bytes(settings))
         decided.weights.close()
         return decided.placement
 
@@ -122,7 +122,7 @@ class Model:
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
             is_encoder=self.graph.is_encoder,
-            speculator=open_speculator(decided, lambda: self.tokenizer),
+            speculator=open_speculator(decided, backend, lambda: self.tokenizer),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self._closed = False

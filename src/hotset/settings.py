@@ -19,7 +19,7 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
-Speculate = Literal["off", "ngram"]
+Speculate = Literal["off", "ngram", "draft"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 _MAX_SEQUENCES = 4096  # each has a row of the page table
 MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
@@ -60,9 +60,10 @@ class LoadSettings:
     sparse_prompts: prompts are thresholded too, not only answers.
 
     speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
-    stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer.
-    draft_max: how many at a time at most, up to 16. lookup: a file of text in which n-grams are looked up
-    too; implies "ngram".
+    stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
+    "draft", those that a smaller model draws.
+    draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
+    to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
 
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
@@ -88,6 +89,7 @@ class LoadSettings:
     thresholds: str | os.PathLike[str] | None = None
     sparse_prompts: bool = False
     speculate: Speculate | None = None
+    draft: str | os.PathLike[str] | None = None
     draft_max: int = 8
     lookup: str | os.PathLike[str] | None = None
     max_batch: int = 512
@@ -149,7 +151,7 @@ class LoadSettings:
         if asked == "mtp":  # type: ignore[comparison-overlap]
             raise InvalidRequestError(
                 "speculate mtp needs the multi-token prediction layers (MTP, nextn) of a file, which this "
-                "version does not load; use ngram"
+                "version does not load; use ngram or draft"
             )
         if asked not in get_args(Speculate):
             raise InvalidRequestError(
@@ -158,6 +160,12 @@ class LoadSettings:
         if self.lookup is not None and asked != "ngram":
             raise InvalidRequestError(
                 f"a text to look up serves speculate ngram, not {asked}; leave one of them out"
+            )
+        if (self.draft is not None) != (asked == "draft"):
+            raise InvalidRequestError(
+                "speculate draft needs a model that drafts: name it with draft"
+                if self.draft is None
+                else f"a draft model serves speculate draft, not {asked}; leave one of them out"
             )
         if asked != "off" and self.backend == "reference":
             raise InvalidRequestError(
@@ -168,7 +176,8 @@ class LoadSettings:
     @property
     def drafter(self) -> Speculate:
         """What drafts tokens: as asked, or as implied."""
-        return self.speculate or ("off" if self.lookup is None else "ngram")
+        implied: Speculate = "ngram" if self.lookup is not None else "off"
+        return self.speculate or ("draft" if self.draft is not None else implied)
 
     @property
     def asks_for_thresholds(self) -> bool:

@@ -85,7 +85,13 @@ BackendName = Annotated[
 ]
 
 Speculate = Annotated[
-    str | None, _option("--speculate", "What drafts tokens: off (the default) or ngram.", _SPECULATION)
+    str | None, _option("--speculate", "What drafts tokens: off (the default), ngram or draft.", _SPECULATION)
+]
+DraftModel = Annotated[
+    str | None,
+    _option(
+        "--draft", "A smaller model with the same vocabulary, that drafts.", _SPECULATION, metavar="MODEL"
+    ),
 ]
 DraftMax = Annotated[
     int, _option("--draft-max", "Tokens drafted at a time at most.", _SPECULATION, min=1, max=16)
@@ -300,16 +306,17 @@ class SpeculationOptions(LoadOptions):
     """Which tokens are drafted, to be verified several in a step."""
 
     speculate: Speculate = None
+    draft: DraftModel = None
     draft_max: DraftMax = 8
     lookup: LookupFile = None
 
     def fields(self) -> dict[str, Any]:
-        names = ("speculate", "draft_max", "lookup")
+        names = ("speculate", "draft", "draft_max", "lookup")
         return super().fields() | {name: getattr(self, name) for name in names}
 
     @property
     def asks_for_drafts(self) -> bool:
-        return self.lookup is not None or self.speculate not in (None, "off")
+        return bool(self.lookup or self.draft) or self.speculate not in (None, "off")
 
 
 @dataclass(frozen=True, kw_only=True)

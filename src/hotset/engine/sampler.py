@@ -10,6 +10,7 @@ beside it.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import secrets
@@ -256,7 +257,8 @@ class Sampler:
                 raise InvalidRequestError(
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
-        self._random = np.random.Generator(np.random.Philox(self.seed)).random
+        self._generator = np.random.Generator(np.random.Philox(self.seed))
+        self._random = self._generator.random
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         # Infinite are those alone that forbid: what is merely huge must not become so.
         self._bias = np.fromiter(
@@ -294,6 +296,16 @@ class Sampler:
             n_vocab, params.temperature, min(params.top_k, n_vocab), params.top_p, params.min_p, penalties,
             list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
         )  # fmt: skip
+
+    def foreseen(self) -> Sampler:
+        """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
+        it is: for drafts. It knows no constraint."""
+        other, generator = copy.copy(self), copy.deepcopy(self._generator)
+        vars(other).update(
+            constraint=None, _generator=generator, _random=generator.random, _recent=self._recent.copy(),
+            _counts=self._counts.copy(),
+        )  # fmt: skip
+        return other
 
     def accept(self, token: int) -> None:
         """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""

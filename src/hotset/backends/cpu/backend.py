@@ -118,6 +118,11 @@ class CpuBackend:
             raise
 
     @property
+    def runtime(self) -> _core.Runtime | None:
+        """Its threads, for the plans of another model that computes between two steps; None once closed."""
+        return self._runtime
+
+    @property
     def isa(self) -> str:
         """The instruction set whose kernels run: avx512, avx2, neon or scalar."""
         return str(self._plan_for(frozenset()).plan.isa)
