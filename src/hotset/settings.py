@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overloa
 
 from hotset.backends.base import SAVED_TOKENS
 from hotset.errors import InvalidRequestError
-from hotset.model.config import parse_activation
+from hotset.model.activation import parse_activation
 from hotset.model.cost import KVType
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.reporter import Reporter
