@@ -171,9 +171,9 @@ class ModelDrafter:
             positions += range(start, start + n)
             slots += [each.own.slot] * n
             outputs += [len(tokens) - 1] if draws else []
-        arrays = (np.array(values, np.int32) for values in (tokens, positions, slots))
+        ids, at, rows = (np.array(values, np.int32) for values in (tokens, positions, slots))
         begun = time.perf_counter()
-        result = self._backend.step(Batch(*arrays, self._table, np.array(outputs, np.int32)))
+        result = self._backend.step(Batch(ids, at, rows, self._table, np.array(outputs, np.int32)))
         if draws and len(tokens) == len(parts):
             taken = time.perf_counter() - begun
             self._seconds += (taken - self._seconds) * (_LEARNED if self._seconds else 1.0)

@@ -24,6 +24,7 @@ from hotset.engine.states import StatePool
 from hotset.errors import OutOfMemoryError
 from hotset.settings import MOST_DRAFTED
 
+_KEPT_STATES = 4  # of prefixes, the newest ones, which no draft takes the slots of
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `on_logits`
 
 Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each
@@ -185,7 +186,7 @@ class Scheduler:
         for i, (sequence, n) in enumerate(chunks):
             drafted = len(sequence.draft)
             for j in range(drafted):
-                slot = states.allocate()
+                slot = states.allocate(evict=states.n_idle > _KEPT_STATES)
                 if slot is None:
                     del sequence.draft[j:]
                     break

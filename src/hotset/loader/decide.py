@@ -276,11 +276,12 @@ def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
 
 def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     """Slots for recurrent states: as many as take the memory of keys and values, but enough for n_seqs
-    sequences and some prefixes, and no more than max_sequences and every page can use."""
+    sequences, their drafts and some prefixes, and no more than max_sequences and every page can use."""
     if not cost.state_bytes:
         return 0
     n_pages = _n_pages(settings, n_ctx)
     kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
-    least = 2 * (settings.n_seqs + 1) + _KEPT_STATES
-    most = 2 * (settings.max_sequences + 1) + n_pages
+    n_drafted = 0 if settings.drafter == "off" else settings.draft_max
+    least = (2 + n_drafted) * settings.n_seqs + 2 + _KEPT_STATES
+    most = (2 + n_drafted) * settings.max_sequences + 2 + n_pages
     return max(least, min(most, kv_bytes // cost.state_bytes))
