@@ -209,6 +209,14 @@ def test_settings_that_mean_nothing_are_errors(settings: dict[str, Any], message
         LoadSettings(**settings)
 
 
+def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    path = write_model(tmp_path / "model.gguf")
+    with pytest.raises(InvalidRequestError, match="exact on the CPU alone"):
+        hotset.load(path, device="cpu", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
+
+
 def test_what_is_implied() -> None:
     assert LoadSettings().drafter == "off"
     assert LoadSettings(lookup="a.txt").drafter == "ngram"

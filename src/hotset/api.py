@@ -105,8 +105,7 @@ class Model:
 
     def __init__(self, decided: Decided, backend: Backend) -> None:
         self.decided = decided
-        self.gguf = decided.gguf
-        self.weights = decided.weights
+        self.gguf, self.weights = decided.gguf, decided.weights
         self.config = decided.config
         self.graph = decided.graph
         self.cost = decided.cost
@@ -114,8 +113,7 @@ class Model:
         self.n_ctx = decided.n_ctx
         self.kv_type = decided.settings.kv_type
         self.sparsity = decided.choice
-        self.notes = decided.notes
-        self.placement = decided.placement
+        self.notes, self.placement = decided.notes, decided.placement
         self.ram, self.stored = decided.ram, decided.stored
         self.engine = Engine(
             backend, self.n_ctx, decided.settings.max_sequences,
@@ -449,8 +447,7 @@ class Model:
         self.thread.close()
         if "chat_template" in self.__dict__:  # (a cached property)
             self.chat_template.close()
-        if self.engine.speculator is not None:
-            self.engine.speculator.close()
+        self.engine.close()
         self.backend.close()
         self.weights.close()
         self.gguf.close()

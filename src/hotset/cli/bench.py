@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,66 +158,81 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     output = "json" if json else output
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
-    depths = _integers(depth, "-d")
+    depths, name = _integers(depth, "-d"), model_option or model or catalogue.DEFAULT
+    n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
+    kv_types = _kv_types(cache_type)
     if step_tokens is not None:
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
-        with ProgressBar() as bar:
-            settings = loading.settings(
-                n_ctx=depths[0] + max(sizes), max_batch=max(512, *sizes), progress=bar,
-                n_threads=_integers(threads, "-t", minimum=1)[0] if threads else None,
-                kv_type=_kv_types(cache_type)[0],
-            )  # fmt: skip
-            path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
-        _bench_steps(path, settings, sizes, depths[0], repetitions, as_json=output in ("json", "jsonl"))
+        options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
+        loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
+        as_json = output in ("json", "jsonl")
+        _bench_steps(name, loading_one, sizes, depths[0], repetitions, as_json=as_json)
         return
-    plain = [(p, 0) for p in _integers(prompt, "-p")] + [(0, n) for n in _integers(gen, "-n")]
-    pairs = [pair for pair in [*plain, *map(_pair, both or [])] if any(pair)]
-    tests = [Test(p, n, d) for d in depths for p, n in pairs]
-    if not tests:
-        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+    tests = _tests(depths, _integers(prompt, "-p"), _integers(gen, "-n"), both or [])
     if loading.asks_for_drafts and file is None:
         raise typer.BadParameter(
             "random tokens say nothing about drafts: give a text with -f.", param_hint="--speculate"
         )
     with ProgressBar() as bar:
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
-        path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
-
+        path = resolve(name, progress=bar)
     printer = _PRINTERS[output]()
-    first = True
-    # Nothing is drawn while a repetition runs.
-    progress = ProgressBar(transient=True, auto_refresh=False)
-    for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
-        for kv_type in _kv_types(cache_type):
-            with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
-                facts = _facts(loaded, path, batch)
-                engine = loaded.engine
-                conditions = Conditions(
-                    repetitions, batch, engine.collect_stats, engine.thresholded, engine.speculator,
-                    _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)),
-                )  # fmt: skip
-                read = _bandwidth_reader(loaded, path, facts["n_threads"])
-                if first:
-                    print_choice(loaded)
-                    print_memory(loaded)
-                    measured = statistics.median(read() for _ in range(3))
-                    printer.bandwidth(measured, facts["n_threads"])
-                    first = False
-                for test in tests:
-                    result = measure(
-                        loaded.backend, test, conditions, read,
-                        stored=loaded.stored, on_run=progress.counting(test.name, "runs"),
-                    )  # fmt: skip
-                    progress.clear()
-                    entry = _entry(facts, test, result, *_touched(loaded, test, result))
-                    printer.row(entry | _drafts(loaded, result) | _disk(loaded, test, result))
+    for i, (n, kv_type) in enumerate(product(n_threads, kv_types)):
+        with hotset.load(path, settings, n_threads=n, kv_type=kv_type) as loaded:
+            read = _bandwidth_reader(loaded, path, loaded.backend.n_threads or 1)
+            if not i:
+                print_choice(loaded)
+                print_memory(loaded)
+                measured = statistics.median(read() for _ in range(3))
+                printer.bandwidth(measured, loaded.backend.n_threads or 1)
+            engine = loaded.engine
+            conditions = Conditions(
+                repetitions, batch, engine.collect_stats, engine.thresholded, engine.speculator,
+                _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)),
+            )  # fmt: skip
+            _bench_tests(loaded, _facts(loaded, path, batch), tests, conditions, read, printer)
     printer.end()
 
 
+def _tests(depths: list[int], prompts: list[int], gens: list[int], both: list[str]) -> list[Test]:
+    plain = [(p, 0) for p in prompts] + [(0, n) for n in gens]
+    pairs = [pair for pair in [*plain, *map(_pair, both)] if any(pair)]
+    if not pairs:
+        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+    return [Test(p, n, d) for d in depths for p, n in pairs]
+
+
+def _bench_tests(
+    model: Model,
+    facts: dict[str, Any],
+    tests: list[Test],
+    conditions: Conditions,
+    read: Callable[[], float],
+    printer: Any,
+) -> None:
+    """A row for each test. Nothing is drawn while a repetition runs."""
+    progress = ProgressBar(transient=True, auto_refresh=False)
+    for test in tests:
+        on_run = progress.counting(test.name, "runs")
+        result = measure(model.backend, test, conditions, read, stored=model.stored, on_run=on_run)
+        progress.clear()
+        entry = _entry(facts, test, result, *_touched(model, test, result))
+        printer.row(entry | _drafts(model, result) | _disk(model, test, result))
+
+
 def _bench_steps(
-    path: Path, settings: LoadSettings, sizes: list[int], depth: int, repetitions: int, *, as_json: bool
+    name: str,
+    loading: Callable[..., LoadSettings],
+    sizes: list[int],
+    depth: int,
+    repetitions: int,
+    *,
+    as_json: bool,
 ) -> None:
     """What a step of so many tokens of one sequence takes."""
+    with ProgressBar() as bar:
+        settings = loading(progress=bar)
+        path = resolve(name, progress=bar)
     with hotset.load(path, settings) as model:
         print_choice(model)
         print_memory(model)

@@ -126,6 +126,11 @@ class Engine:
             self.speculator.reset()
         self._forget_requests()
 
+    def close(self) -> None:
+        """Frees what drafts tokens; safe to call twice."""
+        if self.speculator is not None:
+            self.speculator.close()
+
     def _forget_requests(self) -> None:
         self._interrupted: set[Sequence | None] = set()  # by other threads; None: all sequences
         self._in_flight: frozenset[Sequence] = frozenset()  # of the step that the backend runs

@@ -32,12 +32,17 @@ def open_speculator(
     """Drafts for a model; None where its settings ask for none, and for a model that generates nothing.
 
     backend: the model's, whose threads a draft model uses too. tokenizer: the model's, made at the call. The
-    caller closes the result. Raises InvalidRequestError for a text that cannot be looked up and for a draft
-    model with another vocabulary; what `load` raises for a model that cannot be loaded.
+    caller closes the result. Raises InvalidRequestError for a model on a device, for a text that cannot be
+    looked up and for a draft model with another vocabulary; what `load` raises for one that cannot be loaded.
     """
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
         return None
+    if decided.placement is not None:
+        raise InvalidRequestError(
+            "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
+            "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"
+        )
     drafter: Drafter
     if settings.draft is not None:
         drafter = _open_draft(decided, settings.draft, backend)
