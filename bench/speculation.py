@@ -100,9 +100,7 @@ def main() -> None:
         hotset.load(args.model, **settings) as plain,
         hotset.load(args.model, speculate=args.speculate, draft=args.draft, **settings) as drafting,
     ):
-        print(
-            "| work | t/s without | with | ratio | tokens per step | accepted |\n|---|--:|--:|--:|--:|--:|"
-        )
+        print("| work | t/s without | with | ratio | tokens per step | accepted |\n|---|--:|--:|--:|--:|--:|")
         for kind, texts in prompts().items():
             for text in texts:
                 entry = {"work": kind, **compare(plain, drafting, text, args)}

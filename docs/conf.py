@@ -33,6 +33,7 @@ NAVIGATION = {
         "docs/SPECULATION",
         "docs/MEMORY",
         "docs/GPU",
+        "docs/VULKAN",
         "docs/guides/convert",
         "docs/TRAINING",
         "docs/PREDICTORS",

@@ -103,7 +103,7 @@ LookupFile = Annotated[
 
 DeviceNames = Annotated[
     str | None,
-    _option("--device", "cuda:0, mps, xpu; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
+    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
 ]
 VramBudget = Annotated[
     float | None,
