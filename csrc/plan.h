@@ -45,6 +45,8 @@ struct TokenTile {
     int end = 0;
 };
 
+constexpr int kSavedTokens = 17;  // of a sequence in a step, the last ones, whose states can be saved
+
 // One step's tokens, and what is computed from them once for all layers.
 struct StepTokens {
     int n_tokens = 0;

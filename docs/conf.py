@@ -30,6 +30,7 @@ NAVIGATION = {
         "docs/guides/clients",
         "docs/EMBEDDINGS",
         "docs/guides/sparsity",
+        "docs/SPECULATION",
         "docs/MEMORY",
         "docs/GPU",
         "docs/VULKAN",

@@ -80,6 +80,7 @@ NB_MODULE(_core, m) {
     using namespace hotset::bindings;
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
     m.attr("PAGE_SIZE") = hotset::kPageSize;
+    m.attr("SAVED_TOKENS") = hotset::kSavedTokens;
     m.attr("LOGIT_GROUP") = hotset::kLogitGroup;
     nb::register_exception_translator(&translate);
     bind_mapped(m);

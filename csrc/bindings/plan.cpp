@@ -130,6 +130,7 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
             "a model with recurrent layers needs slots for the states of a batch");
     const int n_states = plan_->limits().n_states;
     std::vector<char> used(n_states), seen(n_sequences);
+    int left = 0;  // tokens of the same sequence from t on
     const auto use = [&](int slot) -> char* {
         require(slot >= -1 && slot < n_states,
                 "a state of the batch lies outside the " + std::to_string(n_states) + " slots of the cache");
@@ -148,13 +149,13 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
         if (char* mark = use(slot)) *mark = 1;
         require((slot < 0) == (position == 0), "a sequence has a state before every token but its first");
     }
-    for (int t = 0; t < n; t++) {
+    for (int t = n - 1; t >= 0; t--) {
+        left = t + 1 < n && sequences.data()[t + 1] == sequences.data()[t] ? left + 1 : 1;
         char* mark = use(saves->data()[t]);
         if (!mark) continue;
         require(!*mark, "a step writes a state once, and none that it reads");
         *mark = 1;
-        require(t + 1 == n || sequences.data()[t + 1] != sequences.data()[t] ||
-                    (positions.data()[t] + 1) % kPageSize == 0,
+        require(left <= kSavedTokens || (positions.data()[t] + 1) % kPageSize == 0,
                 "a state is saved at the end of a page or of a sequence's tokens");
     }
 }

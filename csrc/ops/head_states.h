@@ -20,7 +20,8 @@ struct HeadStatesFacts {
 class HeadStates : public Op {
   public:
     HeadStates(const Plan& plan, HeadStatesFacts facts) : plan_(plan), h_(facts) {
-        max_saves_ = plan.max_tokens() / kPageSize + 2;  // at the ends of pages, and of the tokens
+        // At the ends of pages, and behind the last tokens.
+        max_saves_ = plan.max_tokens() / kPageSize + 1 + kSavedTokens;
     }
 
     // As many phases as the tasks take.

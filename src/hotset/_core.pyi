@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 PAGE_SIZE: int
+SAVED_TOKENS: int
 LOGIT_GROUP: int
 
 def isa() -> str: ...

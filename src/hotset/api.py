@@ -32,6 +32,7 @@ from hotset.generation import (
 )
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
+from hotset.loader.speculate import draft_bytes, open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -68,7 +69,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened)
+        decided = plan_model(opened, reserved=draft_bytes(opened.settings))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -85,7 +86,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened)
+        decided = plan_model(opened, reserved=draft_bytes(settings))
         decided.weights.close()
         return decided.placement
 
@@ -105,8 +106,7 @@ class Model:
 
     def __init__(self, decided: Decided, backend: Backend) -> None:
         self.decided = decided
-        self.gguf = decided.gguf
-        self.weights = decided.weights
+        self.gguf, self.weights = decided.gguf, decided.weights
         self.config = decided.config
         self.graph = decided.graph
         self.cost = decided.cost
@@ -121,6 +121,7 @@ class Model:
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
             is_encoder=self.graph.is_encoder,
+            speculator=open_speculator(decided, backend, lambda: self.tokenizer),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self._closed = False
@@ -448,6 +449,7 @@ class Model:
         self.thread.close()
         if "chat_template" in self.__dict__:  # (a cached property)
             self.chat_template.close()
+        self.engine.close()
         self.backend.close()
         self.weights.close()
         self.gguf.close()

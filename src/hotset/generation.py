@@ -36,6 +36,9 @@ class Timings(NamedTuple):
     predicted_tokens: int
     prompt_per_second: float  # computed prompt tokens until the first generated one
     predicted_per_second: float  # generated tokens after the first
+    tokens_per_step: float = 1.0  # of those after the first; more than 1 with speculative decoding
+    drafted_tokens: int = 0  # that were verified
+    accepted_tokens: int = 0  # of these, those that were right
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,9 @@ class Generation:
             n,
             (sequence.n_prompt - sequence.n_reused) / before if before > 0 else 0.0,
             (n - 1) / after if after > 0 else 0.0,
+            sequence.tokens_per_step,
+            sequence.n_drafted,
+            sequence.n_accepted,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
+from hotset.backends.base import SAVED_TOKENS
 from hotset.errors import InvalidRequestError
 from hotset.model.activation import parse_activation
 from hotset.model.cost import KVType
@@ -18,8 +19,10 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
+Speculate = Literal["off", "ngram", "draft"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 _MAX_SEQUENCES = 4096  # each has a row of the page table
+MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,12 @@ class LoadSettings:
     thresholds: a file of `hotset calibrate`, by default the one beside the model; implies "threshold".
     sparse_prompts: prompts are thresholded too, not only answers.
 
+    speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
+    stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
+    "draft", those that a smaller model draws.
+    draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
+    to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
+
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
     max_sequences: how many at most.
@@ -80,6 +89,10 @@ class LoadSettings:
     profile: str | os.PathLike[str] | None = None
     thresholds: str | os.PathLike[str] | None = None
     sparse_prompts: bool = False
+    speculate: Speculate | None = None
+    draft: str | os.PathLike[str] | None = None
+    draft_max: int = 8
+    lookup: str | os.PathLike[str] | None = None
     max_batch: int = 512
     n_seqs: int = 1
     max_sequences: int = 16
@@ -90,11 +103,12 @@ class LoadSettings:
             self._check(name, whole_number, 1)
         self._check("max_sequences", whole_number, 1, _MAX_SEQUENCES)
         self._check("n_gpu_layers", whole_number, 0)
+        self._check("draft_max", whole_number, 1, MOST_DRAFTED)
         for name in ("split_neurons", "reset_gpu_index", "sparse_prompts"):
             self._check(name, flag)
         for name in ("activation", "sparsity", "predictor"):
             self._check(name, text)
-        for name in ("gpu_index", "profile", "thresholds"):
+        for name in ("gpu_index", "profile", "thresholds", "lookup"):
             self._check(name, _path)
         self._check("vram_budget", _budget)
         self._check("ram_budget", _ram_budget)
@@ -121,6 +135,7 @@ class LoadSettings:
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
             )
+        self._check_speculation()
         self._check_vulkan()
         if self.ram_budget is not None and self.backend == "reference":
             raise InvalidRequestError(
@@ -132,6 +147,43 @@ class LoadSettings:
         value = getattr(self, name)
         if value is not None or type(self).__dataclass_fields__[name].default is not None:
             object.__setattr__(self, name, checked(name, value, *bounds))
+
+    def _check_speculation(self) -> None:
+        asked = self.drafter
+        if asked == "mtp":  # type: ignore[comparison-overlap]
+            raise InvalidRequestError(
+                "speculate mtp needs the multi-token prediction layers (MTP, nextn) of a file, which this "
+                "version does not load; use ngram or draft"
+            )
+        if asked not in get_args(Speculate):
+            raise InvalidRequestError(
+                f"speculate must be one of {', '.join(get_args(Speculate))}, not {shown(asked)}"
+            )
+        if self.lookup is not None and asked != "ngram":
+            raise InvalidRequestError(
+                f"a text to look up serves speculate ngram, not {asked}; leave one of them out"
+            )
+        if (self.draft is not None) != (asked == "draft"):
+            raise InvalidRequestError(
+                "speculate draft needs a model that drafts: name it with draft"
+                if self.draft is None
+                else f"a draft model serves speculate draft, not {asked}; leave one of them out"
+            )
+        if asked != "off" and self.on_vulkan:
+            raise InvalidRequestError(
+                "speculative decoding is exact on the CPU alone; leave out speculate, or the device"
+            )
+        if asked != "off" and self.backend == "reference":
+            raise InvalidRequestError(
+                "the reference computes with NumPy, whose results depend on the size of a step, so that "
+                "drafts could change a text; leave it out, or speculate"
+            )
+
+    @property
+    def drafter(self) -> Speculate:
+        """What drafts tokens: as asked, or as implied."""
+        implied: Speculate = "ngram" if self.lookup is not None else "off"
+        return self.speculate or ("draft" if self.draft is not None else implied)
 
     def _check_vulkan(self) -> None:
         """What a Vulkan device does not do."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafters import Guesser
 
 import hotset
 from hotset import _core
@@ -23,12 +24,13 @@ from hotset.backends.reference import ReferenceBackend
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence as Request
+from hotset.engine.speculation import Speculator
 from hotset.errors import InvalidRequestError, OutOfMemoryError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
-from hotset.settings import LoadSettings
+from hotset.settings import MOST_DRAFTED, LoadSettings
 from hotset.sparsity.profile import Counter
 
 pytest.importorskip("torch")
@@ -229,7 +231,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "begins in the middle": ({"positions": [1, 2]}, "before every token but its first"),
     "begins with a state": ({"states": [3]}, "before every token but its first"),
     "leaves one out": ({"positions": [0, 2]}, "follow one another"),
-    "saves inside a page": ({"saves": [1, 2]}, "end of a page"),
+    "saves inside a page": (
+        {
+            "tokens": [1] * 19, "positions": list(range(19)), "sequences": [0] * 19,
+            "saves": [-1, 1, *[-1] * 16, 2],
+        },
+        "end of a page",
+    ),
     "comes twice": (
         {
             "tokens": [1, 1, 1], "positions": [0, 0, 1], "sequences": [0, 1, 0], "saves": [-1, -1, 2],
@@ -475,3 +483,42 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
             Counter(model.config)
     with pytest.raises(InvalidRequestError, match="layers without an FFN"):
         hotset.load(path, backend="cpu", sparsity="predicted")
+
+
+# ---- drafted tokens
+
+
+@pytest.mark.parametrize("n_states", [40, 13])
+def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states: int) -> None:
+    """Three requests side by side, whose drafts are right for some tokens: each goes on from the state behind
+    the last right one. With few slots drafts are cut."""
+    expected = []
+    for i, n in enumerate((3, 60, 120)):
+        engine = Engine(backend(gguf), N_CTX)
+        expected.append(ask(engine, prompt(n, i), seed=i, max_tokens=50, temperature=0.6 * i, logprobs=1)[0])
+        drain(engine)
+    answers = {tuple(one.tokens[: one.n_prompt]): one.generated for one in expected}
+    guesser = Guesser(lambda each: answers.get(tuple(each.tokens[: each.n_prompt]), []), 260, 0.8)
+    engine = Engine(
+        backend(gguf, n_states=n_states, n_threads=2), N_CTX, speculator=Speculator(guesser, MOST_DRAFTED)
+    )
+    asked = []
+    for i, n in enumerate((3, 60, 120)):
+        asked.append(ask(engine, prompt(n, i), seed=i, max_tokens=50, temperature=0.6 * i, logprobs=1))
+        engine.step()
+    drain(engine)
+    for (sequence, rows), other in zip(asked, expected, strict=True):
+        assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
+        assert_computed_alone(gguf, sequence, rows)
+    assert engine.counters().accepted_tokens > 0
+    # What they leave in the cache is a prefix for others.
+    longer = [*asked[2][0].tokens, 7, 7]
+    again, rows = ask(engine, longer, temperature=0, max_tokens=20)
+    drain(engine)
+    assert again.n_reused > 0
+    assert_computed_alone(gguf, again, rows)
+
+
+def test_a_recurrent_model_cannot_draft(path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot take drafted tokens back"):
+        hotset.load(path, draft=path, n_ctx=64, backend="cpu", n_threads=1)

@@ -674,6 +674,51 @@ def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
     assert [line["n_prompt"] for line in lines] == [8, 0]
 
 
+@needs_core
+def test_bench_says_what_steps_of_several_tokens_take(model: Path) -> None:
+    arguments = ("bench", model, "--step-tokens", "1,2,4", "-t", 1, "-r", 2, "-d", 70)
+    found = json.loads(inside(*arguments, "--json").stdout)
+    assert [entry["n_tokens"] for entry in found] == [1, 2, 4]
+    assert all(entry.keys() == {"n_tokens", "ms"} and entry["ms"] > 0 for entry in found)
+    table = inside(*arguments).stdout
+    assert "÷ 1" in table
+    assert re.search(r"^ *4 +[\d.]+ +[\d.]+ +[\d.]+", table, re.MULTILINE)
+
+
+@needs_core
+def test_bench_says_what_became_of_drafted_tokens(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8, "utf-8")
+    arguments: tuple[Any, ...] = ("bench", model, "-p", 0, "-n", 40, "-d", 100, "-t", 1, "-r", 2, "-f", text)
+    [entry] = json.loads(inside(*arguments, "--speculate", "ngram", "--json").stdout)
+    assert entry["tokens_per_step"] >= 1
+    facts = entry["speculation"]
+    assert facts["speculate"] == "ngram"
+    assert facts["drafted_tokens"] >= facts["accepted_tokens"]
+    assert facts["step_ms"]["1"] > 0
+    table = inside(*arguments, "--lookup", text)
+    assert "speculation ngram | " in table.stderr
+    assert "speculation" not in json.loads(inside(*arguments, "--json").stdout)[0]
+    short = inside(*arguments, "-d", 2000)
+    assert (short.returncode, "are needed" in short.stderr) == (2, True)
+    random = inside("bench", model, "--speculate", "ngram")
+    assert (random.returncode, "random tokens" in random.stderr) == (2, True)
+
+
+@needs_core
+def test_run_says_how_many_tokens_a_step_gave(model: Path) -> None:
+    arguments = ("run", model, "-p", "abcabcabc", "-n", 20, "--temp", 0, "-t", 1, "--json")
+    plain = json.loads(inside(*arguments).stdout)
+    drafted = json.loads(inside(*arguments, "--speculate", "ngram", "--draft-max", 4).stdout)
+    assert drafted["tokens"] == plain["tokens"]
+    assert plain["tokens_per_step"] == 1
+    assert drafted["tokens_per_step"] >= 1
+    assert drafted["speculation"]["speculate"] == "ngram"
+    assert "speculation" not in plain
+    stats = inside(*arguments[:-1], "--speculate", "ngram", "--stats")
+    assert re.search(r"\[speculation ngram \| [\d.]+ tokens per step \| \d+ of \d+ drafted", stats.stderr)
+
+
 def test_perplexity_agrees_with_the_python_api(model: Path, tmp_path: Path) -> None:
     import hotset as package
 

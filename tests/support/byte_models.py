@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,18 @@ def write_model(
     experts: tuple[int, int] | None = None,
     down_neuron_major: bool = False,
     vectors: Mapping[str, np.ndarray] | None = None,
+    more_tokens: Sequence[str] = (),
     **keys: Any,
 ) -> Path:
     """A llama of a few layers over bytes and three special tokens, every parameter random.
 
-    vectors: more tensors.
+    vectors: more tensors. more_tokens: special ones behind those three.
     """
-    tokens = byte_letters() + SPECIALS
+    specials = [*SPECIALS, *more_tokens]
+    tokens = byte_letters() + specials
     tokenizer: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS), "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(specials), "tokenizer.ggml.merges": ["h e"],
         "tokenizer.ggml.bos_token_id": BOS, "tokenizer.ggml.eos_token_id": EOS,
         "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": TEMPLATE,
     }  # fmt: skip

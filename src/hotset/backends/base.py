@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     pass
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
+SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
 LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
 
 
@@ -37,8 +38,8 @@ class Batch:
     Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
     sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
     its first token of the batch, -1 where that is the first of all. saves: int32 [n_tokens], the slot that
-    takes the state after a token, the last of a page or of the sequence in the batch; -1: none. A step that
-    reads a slot does not write it, and so can be run again.
+    takes the state after a token, the last of a page or one of the last SAVED_TOKENS of the sequence in the
+    batch; -1: none. A step that reads a slot does not write it, and so can be run again.
     """
 
     tokens: np.ndarray
@@ -90,7 +91,9 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
         raise InvalidRequestError("tokens of a sequence with a state must follow one another")
     if ((states[owners] < 0) != (first == 0)).any():
         raise InvalidRequestError("a sequence has a state before every token but its first")
-    ends = np.append(begins[1:], True) | ((batch.positions + 1) % PAGE_SIZE == 0)
+    ends = np.append(begins[1:], True)
+    last = np.flatnonzero(ends)[np.cumsum(begins) - 1]  # of the sequence of each token
+    ends = (last - np.arange(len(last)) < SAVED_TOKENS) | ((batch.positions + 1) % PAGE_SIZE == 0)
     if not ends[saves >= 0].all():
         raise InvalidRequestError("a state is saved at the end of a page or of a sequence's tokens")
     if len(np.unique(written)) != len(written) or np.isin(written, states[owners]).any():

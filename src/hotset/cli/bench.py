@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,20 +29,23 @@ import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
 from hotset.cli import options
-from hotset.cli.console import print_choice, print_json, print_memory, say
+from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
 from hotset.cli.doctor import package_version
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
+from hotset.engine.counters import Counters
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
+from hotset.engine.step_sizes import measure_steps
 from hotset.escaping import LONGEST_CELL, escaped
 from hotset.formats.mapped import MappedFile
 from hotset.offload.cache_stats import CacheStats
 from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
 from hotset.report.disk import disk_dict, disk_line
+from hotset.report.speculation import speculation_dict, speculation_line
 from hotset.storage import catalogue, resolve
 from hotset.units import human_count
 
@@ -49,8 +54,10 @@ if TYPE_CHECKING:
     from hotset.backends.base import Backend, StepStats
     from hotset.engine.engine import ThresholdedTokens
     from hotset.engine.sequence import Sequence
+    from hotset.engine.speculation import Speculator
     from hotset.model.cost import KVType
     from hotset.offload.weight_store import StoredWeights
+    from hotset.settings import LoadSettings
 
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -75,18 +82,35 @@ class Test:
         return self.n_depth + self.n_prompt + self.n_gen
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What became of drafted tokens. steps: in which an answer got tokens, of which there were `tokens`."""
+
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+
+    @classmethod
+    def of(cls, now: Counters, before: Counters) -> Drafted:
+        """Between two looks at an engine's counters."""
+        names = ("generated_tokens", "answer_steps", "drafted_tokens", "accepted_tokens")
+        return cls(*(getattr(now, name) - getattr(before, name) for name in names))
+
+
 @dataclass
 class Measurement:
     """Seconds of each repetition, and bytes per second read of the mapped file beside them.
 
     stats: of the steps of the warm-up that generated, or of those of prompts where none did. The same tokens
-    give the same counts again, and counting in the repetitions would cost them time. disk: of each repetition
-    under a budget of memory.
+    give the same counts again, and counting in the repetitions would cost them time. drafted: what became of
+    drafted tokens, of all repetitions. disk: of each repetition under a budget of memory.
     """
 
     seconds: list[float] = field(default_factory=list)
     bandwidth: list[float] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
+    drafted: Drafted | None = None
     disk: list[CacheStats] = field(default_factory=list)
 
 
@@ -111,6 +135,20 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     cache_type: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="Type of the KV cache: f16, q8_0.")
     ] = "f16",
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            exists=True,
+            dir_okay=False,
+            help="Depth and prompt are this text, and answers the likeliest tokens; default: random tokens.",
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        str | None,
+        typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8."),
+    ] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     *,
@@ -120,42 +158,96 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     output = "json" if json else output
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
-    depths = _integers(depth, "-d")
-    plain = [(p, 0) for p in _integers(prompt, "-p")] + [(0, n) for n in _integers(gen, "-n")]
-    pairs = [pair for pair in [*plain, *map(_pair, both or [])] if any(pair)]
-    tests = [Test(p, n, d) for d in depths for p, n in pairs]
-    if not tests:
-        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+    depths, name = _integers(depth, "-d"), model_option or model or catalogue.DEFAULT
+    n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
+    kv_types = _kv_types(cache_type)
+    if step_tokens is not None:
+        sizes = _integers(step_tokens, "--step-tokens", minimum=1)
+        options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
+        loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
+        as_json = output in ("json", "jsonl")
+        _bench_steps(name, loading_one, sizes, depths[0], repetitions, as_json=as_json)
+        return
+    tests = _tests(depths, _integers(prompt, "-p"), _integers(gen, "-n"), both or [])
+    if loading.asks_for_drafts and file is None:
+        raise typer.BadParameter(
+            "random tokens say nothing about drafts: give a text with -f.", param_hint="--speculate"
+        )
     with ProgressBar() as bar:
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
-        path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
-
+        path = resolve(name, progress=bar)
     printer = _PRINTERS[output]()
-    first = True
-    # Nothing is drawn while a repetition runs.
-    progress = ProgressBar(transient=True, auto_refresh=False)
-    for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
-        for kv_type in _kv_types(cache_type):
-            with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
-                facts = _facts(loaded, path, batch)
-                engine = loaded.engine
-                conditions = Conditions(repetitions, batch, engine.collect_stats, engine.thresholded)
-                read = _bandwidth_reader(loaded, path, facts["n_threads"])
-                if first:
-                    print_choice(loaded)
-                    print_memory(loaded)
-                    measured = statistics.median(read() for _ in range(3))
-                    printer.bandwidth(measured, facts["n_threads"])
-                    first = False
-                for test in tests:
-                    result = measure(
-                        loaded.backend, test, conditions, read,
-                        stored=loaded.stored, on_run=progress.counting(test.name, "runs"),
-                    )  # fmt: skip
-                    progress.clear()
-                    entry = _entry(facts, test, result, *_touched(loaded, test, result))
-                    printer.row(entry | _disk(loaded, test, result))
+    for i, (n, kv_type) in enumerate(product(n_threads, kv_types)):
+        with hotset.load(path, settings, n_threads=n, kv_type=kv_type) as loaded:
+            read = _bandwidth_reader(loaded, path, loaded.backend.n_threads or 1)
+            if not i:
+                print_choice(loaded)
+                print_memory(loaded)
+                measured = statistics.median(read() for _ in range(3))
+                printer.bandwidth(measured, loaded.backend.n_threads or 1)
+            engine = loaded.engine
+            conditions = Conditions(
+                repetitions, batch, engine.collect_stats, engine.thresholded, engine.speculator,
+                _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)),
+            )  # fmt: skip
+            _bench_tests(loaded, _facts(loaded, path, batch), tests, conditions, read, printer)
     printer.end()
+
+
+def _tests(depths: list[int], prompts: list[int], gens: list[int], both: list[str]) -> list[Test]:
+    plain = [(p, 0) for p in prompts] + [(0, n) for n in gens]
+    pairs = [pair for pair in [*plain, *map(_pair, both)] if any(pair)]
+    if not pairs:
+        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+    return [Test(p, n, d) for d in depths for p, n in pairs]
+
+
+def _bench_tests(
+    model: Model,
+    facts: dict[str, Any],
+    tests: list[Test],
+    conditions: Conditions,
+    read: Callable[[], float],
+    printer: Any,
+) -> None:
+    """A row for each test. Nothing is drawn while a repetition runs."""
+    progress = ProgressBar(transient=True, auto_refresh=False)
+    for test in tests:
+        on_run = progress.counting(test.name, "runs")
+        result = measure(model.backend, test, conditions, read, stored=model.stored, on_run=on_run)
+        progress.clear()
+        entry = _entry(facts, test, result, *_touched(model, test, result))
+        printer.row(entry | _drafts(model, result) | _disk(model, test, result))
+
+
+def _bench_steps(
+    name: str,
+    loading: Callable[..., LoadSettings],
+    sizes: list[int],
+    depth: int,
+    repetitions: int,
+    *,
+    as_json: bool,
+) -> None:
+    """What a step of so many tokens of one sequence takes."""
+    with ProgressBar() as bar:
+        settings = loading(progress=bar)
+        path = resolve(name, progress=bar)
+    with hotset.load(path, settings) as model:
+        print_choice(model)
+        print_memory(model)
+        found = measure_steps(
+            model.backend, sizes, depth=depth, repetitions=repetitions,
+            thresholded=model.engine.thresholded != "none",
+        )  # fmt: skip
+    if as_json:
+        print_json([time._asdict() for time in found])
+        return
+    one = found[0]
+    print_table(
+        [">tokens", ">ms", f">÷ {one.n_tokens}", ">ms per token"],
+        [[str(n), f"{ms:.2f}", f"{ms / one.ms:.2f}", f"{ms / n:.2f}"] for n, ms in found],
+    )
 
 
 def _integers(text: str, option: str, minimum: int = 0) -> list[int]:
@@ -197,12 +289,15 @@ def _mean_depth(test: Test) -> float:
 @dataclass(frozen=True)
 class Conditions:
     """How a test is measured. batch: tokens of a step at most. collect_stats: the warm-up generates some more
-    tokens, and counts which neurons fire."""
+    tokens, and counts which neurons fire. speculator: drafts tokens. text: the tokens of depth and prompt, of
+    which answers are then the likeliest continuation; None: random ones."""
 
     repetitions: int
     batch: int
     collect_stats: bool = False
     thresholded: ThresholdedTokens = "none"
+    speculator: Speculator | None = None
+    text: list[int] | None = None
 
 
 def measure(
@@ -220,12 +315,13 @@ def measure(
     """
     repetitions, collect_stats = conditions.repetitions, conditions.collect_stats
     on_run(0, repetitions + 1)
-    with closing(_RandomRequests(backend, test, conditions.batch, conditions.thresholded)) as run:
+    with closing(_Requests(backend, test, conditions)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)
         on_run(1, repetitions + 1)
         run.engine.collect_stats, run.engine.step_stats = False, None
+        counted = run.engine.counters()
         for i in range(repetitions):
             if test.n_gen:
                 result.bandwidth.append(read_bandwidth())
@@ -234,30 +330,33 @@ def measure(
             if stored is not None and before is not None:
                 result.disk.append(stored.counts() - before)
             on_run(i + 2, repetitions + 1)
+        if conditions.speculator is not None:
+            result.drafted = Drafted.of(run.engine.counters(), counted)
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
     return result
 
 
-class _RandomRequests:
-    """Requests of random tokens, one after the other, to an engine that is driven by its thread.
+class _Requests:
+    """Requests of random tokens or of a text, one after the other, to an engine that is driven by its thread.
 
     What is measured is what the engine takes from one event to another. No thread waits for each token: on
     two cores a thread that is woken for one takes 2 to 4% of the speed from the step that computes the next
     (docs/decisions/021), and other engines' benchmarks have no such reader.
     """
 
-    def __init__(self, backend: Backend, test: Test, batch: int, thresholded: ThresholdedTokens) -> None:
-        self.test = test
+    def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:
+        self.test, self._text = test, conditions.text
         self.n_vocab = backend.n_vocab
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
         self.engine = Engine(
-            backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf, thresholded=thresholded
-        )
+            backend, n_ctx, 1, max_batch=conditions.batch, prompt_seconds=math.inf,
+            thresholded=conditions.thresholded, speculator=conditions.speculator,
+        )  # fmt: skip
         self.stats: list[StepStats] = []  # of the steps of the latest request
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)
-        self._depth = self._draw(test.n_depth)
+        self._depth = self._draw(test.n_depth) if self._text is None else self._text[: test.n_depth]
 
     def close(self) -> None:
         self._thread.close()
@@ -265,7 +364,10 @@ class _RandomRequests:
     def once(self, n_gen: int) -> float:
         """The seconds of the prompt and of n_gen tokens after it."""
         test = self.test
-        tokens = [*self._depth, *self._draw(test.n_prompt)] or self._draw(1)
+        if self._text is not None:
+            tokens = self._text[: max(test.n_depth + test.n_prompt, 1)]
+        else:
+            tokens = [*self._depth, *self._draw(test.n_prompt)] or self._draw(1)
         sequence = self._sequence(tokens, n_gen)
         self._thread.submit(sequence)
         self._thread.wait_for_end(sequence)
@@ -298,14 +400,15 @@ class _RandomRequests:
             def sample(self, logits: Any, largest: Any = None) -> int:  # noqa: ARG002
                 return next(self.left)
 
-        reuse = self.test.n_depth > 0
+        reuse = self.test.n_depth > 0 and not (self._text and self.test.n_prompt)
         if not n_gen:
             return self.engine.prepare_score(
                 tokens, lambda *_: None, first=len(tokens) - 1, reuse_prefix=reuse
             )
         params = SamplingParams(temperature=0, max_tokens=n_gen + 1)
         sequence = self.engine.prepare(tokens, params, reuse_prefix=reuse)
-        sequence.sampler = Drawn(params, self.n_vocab)
+        if self._text is None:
+            sequence.sampler = Drawn(params, self.n_vocab)
         return sequence
 
     def _draw(self, n: int) -> list[int]:
@@ -339,6 +442,29 @@ def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, floa
         return model.cost.bytes_per_token(depth, model.kv_type), summary.active_share
     n_bytes = summary.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
     return n_bytes, summary.active_share
+
+
+def _drafts(model: Model, result: Measurement) -> dict[str, Any]:
+    """What became of drafted tokens; nothing without any."""
+    found, speculator = result.drafted, model.engine.speculator
+    if found is None or speculator is None:
+        return {}
+    facts = speculation_dict(
+        speculator.drafter.name, found.drafted, found.accepted, speculator.step_times.measured
+    )
+    return {"tokens_per_step": found.tokens / max(found.steps, 1), "speculation": facts}
+
+
+def _tokens_of(model: Model, file: Path | None, n: int) -> list[int] | None:
+    """The first tokens of a text, at least n."""
+    if file is None:
+        return None
+    tokens = model.tokenizer.encode(read_text(file, "-f")[: 64 * max(n, 1)])[: max(n, 1)]
+    if len(tokens) < n:
+        raise typer.BadParameter(
+            f"it has {len(tokens)} tokens, and {n} are needed for -d and -p.", param_hint="-f"
+        )
+    return tokens
 
 
 def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
@@ -471,6 +597,8 @@ class _Markdown:
         if sparse:
             cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
         self._line(cells)
+        if "speculation" in entry:
+            say(speculation_line(entry["speculation"], entry["tokens_per_step"]), dim=True)
         if "disk_bytes_per_token" in entry:
             say(disk_line(entry), dim=True)
 
@@ -515,7 +643,7 @@ class _Csv(_Json):
         flat = {
             key: escaped(value) if isinstance(value, str) else value
             for key, value in entry.items()
-            if not key.startswith("samples")
+            if not key.startswith("samples") and not isinstance(value, dict)
         }
         writer = csv.DictWriter(sys.stdout, flat, quoting=csv.QUOTE_ALL, lineterminator="\n")
         if not self._entries:

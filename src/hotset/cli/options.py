@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
 _LLAMA = "As llama.cpp has it"
+_SPECULATION = "Speculative decoding"
 _FORM = "Form of the answer (needs the extra serve)"
 
 
@@ -92,6 +93,23 @@ SparsePrompts = Annotated[
 ]
 BackendName = Annotated[
     str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
+]
+
+Speculate = Annotated[
+    str | None, _option("--speculate", "What drafts tokens: off (the default), ngram or draft.", _SPECULATION)
+]
+DraftModel = Annotated[
+    str | None,
+    _option(
+        "--draft", "A smaller model with the same vocabulary, that drafts.", _SPECULATION, metavar="MODEL"
+    ),
+]
+DraftMax = Annotated[
+    int, _option("--draft-max", "Tokens drafted at a time at most.", _SPECULATION, min=1, max=16)
+]
+LookupFile = Annotated[
+    Path | None,
+    _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
 ]
 
 DeviceNames = Annotated[
@@ -369,7 +387,25 @@ class PlanOptions(PlacementOptions, SparsityOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(GPUOptions, SparsityOptions):
+class SpeculationOptions(LoadOptions):
+    """Which tokens are drafted, to be verified several in a step."""
+
+    speculate: Speculate = None
+    draft: DraftModel = None
+    draft_max: DraftMax = 8
+    lookup: LookupFile = None
+
+    def fields(self) -> dict[str, Any]:
+        names = ("speculate", "draft", "draft_max", "lookup")
+        return super().fields() | {name: getattr(self, name) for name in names}
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        return bool(self.lookup or self.draft) or self.speculate not in (None, "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(SpeculationOptions, GPUOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
 
@@ -438,6 +474,11 @@ class NamedModelOptions(ModelOptions):
         repository, _, quant = self.hf_repo.removeprefix("hf:").partition(":")
         wanted = self.hf_file or quant
         return f"hf:{repository}:{wanted}" if wanted else f"hf:{repository}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(SpeculationOptions, NamedModelOptions):
+    """How a model is loaded that is to generate answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

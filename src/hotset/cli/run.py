@@ -55,7 +55,7 @@ def run(  # noqa: PLR0913 - options of a subcommand
     stats: options.Stats = False,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.NamedModelOptions,
+    loading: options.AnswerOptions,
     sampling: options.SamplingOptions,
     scale: options.ScaleOptions,
 ) -> None:
@@ -243,6 +243,10 @@ def _answer(
         if with_stats and not interrupted:
             stats = _with_quality(model, last.answer_stats, prompt, tokens, parse_special)
             print_stats(stats, model.decided.channels)
+            if facts := _speculation(model, last.timings):
+                from hotset.report.speculation import speculation_line
+
+                say(f"[{speculation_line(facts['speculation'], last.timings.tokens_per_step)}]", dim=True)
             if facts := _disk(model, last.timings):
                 from hotset.report.disk import disk_line
 
@@ -260,6 +264,7 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
             "prompt_tokens": timings.prompt_tokens,
             "prompt_per_second": timings.prompt_per_second,
             "predicted_per_second": timings.predicted_per_second,
+            "tokens_per_step": timings.tokens_per_step,
             "finish_reason": last.finish_reason,
             "bytes_per_token": round(bytes_touched(model, timings, stats)),
             "sparsity": {
@@ -271,10 +276,24 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
             "active_share": stats.active_share if stats else None,
             "model": str(model.gguf.path),
         }
+        | _speculation(model, timings)
         | _placement(model)
         | _disk(model, timings)
         | _experts(model)
     )
+
+
+def _speculation(model: Model, timings: Timings) -> dict[str, Any]:
+    """What became of drafted tokens; nothing without any."""
+    speculator = model.engine.speculator
+    if speculator is None:
+        return {}
+    from hotset.report.speculation import speculation_dict
+
+    drafted = timings.drafted_tokens, timings.accepted_tokens
+    return {
+        "speculation": speculation_dict(speculator.drafter.name, *drafted, speculator.step_times.measured)
+    }
 
 
 def _expert_counts(model: Model) -> CacheStats | None:

@@ -159,7 +159,7 @@ def serve(
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
     *,
-    loading: options.NamedModelOptions,
+    loading: options.AnswerOptions,
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:

@@ -37,7 +37,7 @@ class BatchBuilder:
                 positions[n_tokens] = start
                 sequences[n_tokens] = sequence.slot
             else:
-                tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
+                tokens[n_tokens : n_tokens + n] = sequence.coming(n)
                 positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
                 sequences[n_tokens : n_tokens + n] = sequence.slot
             if self._has_thresholds:

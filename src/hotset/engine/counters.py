@@ -11,7 +11,9 @@ class Counters:
 
     steps, step_seconds: batches that a backend computed. cancelled_steps: those that were ended before.
     prompt_tokens: computed of prompts (again, where a sequence had lost its pages). reused_tokens: of prompts
-    that were in the cache. generated_tokens. preemptions: sequences that lost their pages to others.
+    that were in the cache. generated_tokens. answer_steps: in which a sequence got tokens, summed over
+    sequences. drafted_tokens: that were verified; accepted_tokens: that were right. preemptions: sequences
+    that lost their pages to others.
     finished: came to their end ("stop", "length"). cancelled, timed_out, failed: did not. refused: found the
     queue full.
 
@@ -25,6 +27,9 @@ class Counters:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
+    answer_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
     cancelled: int = 0

@@ -28,6 +28,7 @@ from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams
 from hotset.engine.scheduler import Chunks, Scheduler
 from hotset.engine.sequence import FinishReason, Owner, Sequence
+from hotset.engine.speculation import Speculator
 from hotset.errors import (
     CacheLostError,
     ContextLengthError,
@@ -63,6 +64,7 @@ class Engine:
     (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
     thresholded: whose small values are zero where the graph has thresholds (operations.Threshold): those of
     generated tokens, or of prompts too. It is a fact of a token, whatever step it is in.
+    speculator: drafts tokens (engine/speculation.py); None: steps give each sequence one token.
     is_encoder: texts are computed for what is inside them (`prepare_tap`), each in one step, and nothing is
     generated.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
@@ -81,6 +83,7 @@ class Engine:
         thresholded: ThresholdedTokens = "none",
         flops: Callable[[float], float] | None = None,
         is_encoder: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
@@ -91,7 +94,7 @@ class Engine:
                 f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
             )
         self.backend = backend
-        self.is_encoder = is_encoder
+        self.is_encoder, self.speculator = is_encoder, speculator
         max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
         self.collect_stats = collect_stats
@@ -110,6 +113,7 @@ class Engine:
             backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted,
             whole_texts=is_encoder,
         )  # fmt: skip
+        self.scheduler.speculator = speculator
         self._batches = BatchBuilder(
             max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
         )
@@ -118,7 +122,14 @@ class Engine:
     def reset(self) -> None:
         """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
         self.scheduler.reset()
+        if self.speculator is not None:
+            self.speculator.reset()
         self._forget_requests()
+
+    def close(self) -> None:
+        """Frees what drafts tokens; safe to call twice."""
+        if self.speculator is not None:
+            self.speculator.close()
 
     def _forget_requests(self) -> None:
         self._interrupted: set[Sequence | None] = set()  # by other threads; None: all sequences
@@ -363,15 +374,14 @@ class Engine:
         batch = self._batches.build(chunks, self.scheduler.page_tables)
         self._in_flight = frozenset(sequence for sequence, _ in chunks)
         begun = time.perf_counter()
-        n_answers = sum(n == 1 for _, n in chunks)
-        units = sum(n * self.scheduler.weight(sequence.n_computed) for sequence, n in chunks if n > 1)
+        n_answers, units = self._load_of(chunks)
         n_rows = sum(sequence.n_rows(n) for sequence, n in chunks if sequence.on_logits)
         if not self._was_preempted and not any(1 < n == sequence.n_missing for sequence, n in chunks):
             load = units + n_rows * self.scheduler.prompt_share.of_row(n_answers)
             self._flight = _Flight(begun, self.scheduler.prompt_share.seconds_of(load, n_answers), load)
         # Last of all: it wakes another thread, for which this one would have to wait while it runs Python.
         for sequence, n in chunks:
-            if sequence.sampler and n == sequence.n_missing:
+            if sequence.sampler and n >= sequence.n_missing:
                 sequence.sampler.look_ahead()
         try:
             result = self.backend.step(batch)
@@ -394,6 +404,8 @@ class Engine:
         now = time.perf_counter()
         self._counted.steps += 1
         self._counted.step_seconds += now - begun
+        if self.speculator is not None and n_answers == len(chunks):
+            self.speculator.step_times.note(len(batch.tokens), now - begun)
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         changed = self._collect(chunks, result, now)
@@ -402,15 +414,26 @@ class Engine:
         self.scheduler.prompt_share.note(units, n_answers, seconds, n_rows)
         return changed
 
+    def _load_of(self, chunks: Chunks) -> tuple[int, float]:
+        """How many answers a step goes on with, and what it does of prompts, in units (engine/pacing.py)."""
+        n_answers, units = 0, 0.0
+        for sequence, n in chunks:
+            if n - len(sequence.draft) == 1:
+                n_answers += 1
+            else:
+                units += n * self.scheduler.weight(sequence.n_computed)
+        return n_answers, units
+
     def _collect(self, chunks: Chunks, result: StepResult, now: float) -> list[Sequence]:
         """Samples, hands out rows, makes full pages findable, ends what is finished, and reports it."""
         changed = []
         row = token = 0
         until = time.perf_counter() + _MASK_SECONDS
         for sequence, n in chunks:
-            start, end = sequence.n_computed, sequence.n_computed + n
+            start, end = sequence.n_computed, sequence.n_computed + n - len(sequence.draft)
             n_rows = sequence.n_rows(n)
             rows, first = result.logits[row : row + n_rows], token
+            largest = None if result.largest is None else result.largest[row : row + n_rows]
             row, token = row + n_rows, token + n
             is_last = end == len(sequence.tokens)
             if is_last and self._lacks_mask(sequence, until):
@@ -426,8 +449,10 @@ class Engine:
                     sequence.on_tap(start + new, result.taps[sequence.tap][first + new : token])
                     sequence.first_output = end
                 if sequence.sampler and is_last:
-                    largest = None if result.largest is None else result.largest[row - 1]
-                    self._append_token(sequence, rows[-1], largest, now)
+                    n_answer = len(sequence.draft) + 1
+                    largest = None if largest is None else largest[-n_answer:]
+                    self._append_tokens(sequence, rows[-n_answer:], largest, now, until)
+                    end = len(sequence.tokens) - 1
             except Exception as error:
                 self._fail(sequence, error)
                 changed.append(sequence)
@@ -437,13 +462,8 @@ class Engine:
             if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
                 self.scheduler.register_pages(sequence)
             self.scheduler.drop_states(sequence)
-            if is_last:
-                constraint = sequence.sampler.constraint if sequence.sampler else None
-                complete = constraint is not None and constraint.finished
-                if complete or (sequence.sampler and sequence.tokens[-1] in sequence.stop_ids):
-                    self._finish(sequence, "stop")
-                elif len(sequence.tokens) >= sequence.n_tokens_max:
-                    self._finish(sequence, "length")
+            if is_last and (reason := _end_of(sequence)) is not None:
+                self._finish(sequence, reason)
             if n_rows or is_last:
                 changed.append(sequence)
         # Last of all: a report may wake another thread, for which this one would have to wait.
@@ -473,6 +493,39 @@ class Engine:
                 sequence.waits_for_mask = constraint.is_busy(_ALL_SECONDS if all_wait else 0.0)
                 all_wait = False
 
+    def _append_tokens(
+        self, sequence: Sequence, rows: np.ndarray, largest: np.ndarray | None, now: float, until: float
+    ) -> None:
+        """Draws the next token from the first of the rows, and from each further one while the token that was
+        drawn before is the drafted one."""
+        draft, sequence.draft = sequence.draft, []
+        sequence.n_steps += 1
+        self._counted.answer_steps += 1
+        n_verified = n_right = 0
+        for i, row in enumerate(rows):
+            if i and self._lacks_next_mask(sequence, until):
+                break
+            self._append_token(sequence, row, None if largest is None else largest[i], now)
+            if i == len(draft):
+                break
+            n_verified += 1
+            n_right += sequence.tokens[-1] == draft[i]
+            if n_right < n_verified or _end_of(sequence) is not None:
+                break
+        if draft and self.speculator is not None:
+            sequence.n_drafted += len(draft)
+            sequence.n_accepted += n_right
+            self._counted.drafted_tokens += len(draft)
+            self._counted.accepted_tokens += n_right
+            self.speculator.note_verified(sequence, n_verified, n_right)
+            self.scheduler.trim_pages(sequence)
+
+    def _lacks_next_mask(self, sequence: Sequence, until: float) -> bool:
+        """As _lacks_mask, of a further token of the same step."""
+        if sequence.sampler:
+            sequence.sampler.look_ahead()
+        return self._lacks_mask(sequence, until)
+
     def _append_token(
         self, sequence: Sequence, logits: np.ndarray, largest: np.ndarray | None, now: float
     ) -> None:
@@ -495,6 +548,8 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._count_end(reason)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         if sequence.slot >= 0:
             if reason in ("stop", "length"):
                 seconds = time.perf_counter() - sequence.started
@@ -539,3 +594,13 @@ class Engine:
             )
         result: list[int] = checked.tolist()
         return result
+
+
+def _end_of(sequence: Sequence) -> FinishReason | None:
+    """Whether its latest token ends an answer, and how."""
+    sampler = sequence.sampler
+    if sampler is not None:
+        constraint = sampler.constraint
+        if (constraint is not None and constraint.finished) or sequence.tokens[-1] in sequence.stop_ids:
+            return "stop"
+    return "length" if len(sequence.tokens) >= sequence.n_tokens_max else None

@@ -11,6 +11,7 @@ depends on the sequences beside it.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import secrets
@@ -357,9 +358,9 @@ class Sampler:
                 raise InvalidRequestError(
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
-        self._random = np.random.Generator(np.random.Philox(self.seed)).random
+        self._generator = np.random.Generator(np.random.Philox(self.seed))
         # Of XTC's chances: what else is drawn is the same with and without it.
-        self._xtc_random = np.random.Generator(np.random.Philox([self.seed, 1])).random
+        self._xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         # Infinite are those alone that forbid: what is merely huge must not become so.
         self._bias = np.fromiter(
@@ -406,6 +407,15 @@ class Sampler:
             list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
         )  # fmt: skip
 
+    def foreseen(self) -> Sampler:
+        """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
+        it is: for drafts. It knows no constraint."""
+        other = copy.copy(self)
+        copied = ("_generator", "_xtc_generator", "_recent", "_counts", "_repetitions", "_mirostat")
+        vars(other).update({name: copy.deepcopy(getattr(self, name)) for name in copied})
+        other.constraint = None
+        return other
+
     def accept(self, token: int) -> None:
         """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
         if self.constraint is not None:
@@ -436,8 +446,8 @@ class Sampler:
         largest: as StepResult.largest, of this row; the token is the same without.
         """
         params = self.params
-        u = self._random() if params.temperature else 0.0
-        chance = self._xtc_random() if params.temperature and params.xtc_probability else 1.0
+        u = self._generator.random() if params.temperature else 0.0
+        chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
         if largest is not None and self._draw is not None:
             token = self._draw.token(logits, largest, self._counts, u)
             if token >= 0:

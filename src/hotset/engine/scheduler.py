@@ -19,9 +19,12 @@ from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page
 from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
+from hotset.engine.speculation import Speculator
 from hotset.engine.states import StatePool
 from hotset.errors import OutOfMemoryError
+from hotset.settings import MOST_DRAFTED
 
+_KEPT_STATES = 4  # of prefixes, the newest ones, which no draft takes the slots of
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `on_logits`
 
 Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each
@@ -48,6 +51,7 @@ class Scheduler:
         whole_texts: bool = False,
     ) -> None:
         self._backend, self._max_batch, self._counted = backend, max_batch, counted
+        self.speculator: Speculator | None = None  # the engine's
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self.max_sequences, self._whole_texts = max_sequences, whole_texts
         self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
@@ -111,6 +115,8 @@ class Scheduler:
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
             if n:
                 chunks.append((sequence, n))
+        if self.speculator is not None:
+            chunks = self._with_drafts(chunks, self.speculator)
         for sequence, n in chunks:
             if sequence.slot >= 0 and len(sequence.pages) * PAGE_SIZE < sequence.n_computed + n:
                 self._grow(sequence, n)
@@ -118,6 +124,27 @@ class Scheduler:
         if self.states is not None:
             self._reserve_states(self.states, chunks)
         return chunks
+
+    def _with_drafts(self, chunks: Chunks, speculator: Speculator) -> Chunks:
+        """The same, with tokens that may follow those of answers: as many as there is room for, and for which
+        no sequence loses its pages."""
+        for sequence, _ in chunks:
+            sequence.draft = []  # of a step that was cancelled
+        n_tokens = sum(n for _, n in chunks)
+        wanted = []
+        left = min(self._max_batch - n_tokens, self._max_outputs - sum(each.n_rows(n) for each, n in chunks))
+        may_grow = self.pool.n_available >= len(self.running)  # a page each: no draft is longer
+        for sequence, n in chunks:
+            if sequence.sampler is None or n != 1 or sequence.n_missing != 1:
+                continue
+            most = min(left, MOST_DRAFTED, sequence.n_tokens_max - len(sequence.tokens) - 1)
+            if not may_grow:
+                most = min(most, len(sequence.pages) * PAGE_SIZE - sequence.n_computed - 1)
+            wanted.append((sequence, max(most, 0)))
+            left -= max(min(most, speculator.n_most), 0)
+        if wanted:
+            speculator.draft(wanted, n_tokens)
+        return [(sequence, n + len(sequence.draft)) for sequence, n in chunks]
 
     def _whole(self, missing: list[PrefillChunk], budget: int) -> list[int]:
         """Of each text all of its tokens, the oldest first, while the step has room, or none."""
@@ -141,9 +168,10 @@ class Scheduler:
         for sequence, n in chunks:
             slot = states.allocate()
             assert slot is not None, "more sequences run than there are slots for their states"
-            sequence.states[sequence.n_computed + n] = slot
+            sequence.states[sequence.n_computed + n - len(sequence.draft)] = slot
+        self._reserve_drafted_states(states, chunks)
         for sequence, n in chunks:
-            if sequence.tap:
+            if sequence.tap or sequence.draft:
                 continue  # its pages are not shared
             last = (sequence.n_computed + n - 1) // PAGE_SIZE * PAGE_SIZE
             for end in range(last, sequence.n_computed, -PAGE_SIZE):
@@ -151,6 +179,27 @@ class Scheduler:
                 if slot is None:
                     break
                 sequence.states[end] = slot
+
+    def _reserve_drafted_states(self, states: StatePool, chunks: Chunks) -> None:
+        """Slots for the state behind each drafted token: wherever the draft turns wrong, the sequence goes on
+        from there. A draft without slots is cut."""
+        for i, (sequence, n) in enumerate(chunks):
+            drafted = len(sequence.draft)
+            for j in range(drafted):
+                slot = states.allocate(evict=states.n_idle > _KEPT_STATES)
+                if slot is None:
+                    del sequence.draft[j:]
+                    break
+                sequence.states[sequence.n_computed + n - drafted + j + 1] = slot
+            chunks[i] = (sequence, n - drafted + len(sequence.draft))
+
+    def trim_pages(self, sequence: Sequence) -> None:
+        """Gives back pages that only rejected tokens needed."""
+        n_pages = -(-len(sequence.tokens) // PAGE_SIZE)
+        if len(sequence.pages) > n_pages:
+            self.pool.release(sequence.pages[n_pages:])
+            del sequence.pages[n_pages:]
+            self.page_tables[sequence.slot, n_pages:] = -1
 
     def drop_states(self, sequence: Sequence) -> None:
         """Gives back all but the state that the sequence goes on from: those of the longest prefixes last."""
@@ -263,6 +312,7 @@ class Scheduler:
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.pages = []
+        sequence.draft = []
         if self.states is not None:
             for slot in sequence.states.values():
                 self.states.release(slot)

@@ -72,6 +72,8 @@ class Sequence:
     waited), or "error" (then `error` holds the exception).
     first_thresholded_token: tokens before it are computed as they are, those from it on without their small
     values.
+    draft: tokens that may follow, which the next step verifies; n_drafted, n_accepted: how many there were,
+    and were right. n_steps: in which it got tokens.
     client, deadline: those of its Owner.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
@@ -86,6 +88,7 @@ class Sequence:
         "chain",
         "client",
         "deadline",
+        "draft",
         "error",
         "events",
         "finish_reason",
@@ -94,11 +97,14 @@ class Sequence:
         "first_token",
         "last_token",
         "logprobs",
+        "n_accepted",
         "n_computed",
+        "n_drafted",
         "n_notified",
         "n_prompt",
         "n_registered",
         "n_reused",
+        "n_steps",
         "n_tokens_max",
         "on_logits",
         "on_tap",
@@ -133,6 +139,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
+        self.draft: list[int] = []
+        self.n_drafted = self.n_accepted = self.n_steps = 0
         self.n_reused = 0
         self.n_computed = 0
         self.pages: list[int] = []
@@ -160,7 +168,7 @@ class Sequence:
         n = len(self.tokens)
         for i in range(self.n_notified, n):
             logprobs = self.logprobs[i - self.n_prompt] if self.logprobs else None
-            last = i == n - 1
+            last = i == n - 1 and self.error is None
             self.events.put(
                 Event(self.tokens[i], logprobs, self.last_token, self.finish_reason if last else None, None)
             )
@@ -187,12 +195,23 @@ class Sequence:
         seconds = self.last_token - self.first_token
         return (len(self.tokens) - self.n_prompt - 1) / seconds if seconds > 0 else 0.0
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens after the first, by the steps that gave them; 1.0 before there are any."""
+        return (len(self.tokens) - self.n_prompt - 1) / (self.n_steps - 1) if self.n_steps > 1 else 1.0
+
     # ---- what it needs of the next step
 
     @property
     def n_missing(self) -> int:
         """Tokens that are not in the cache yet."""
         return len(self.tokens) - self.n_computed
+
+    def coming(self, n: int) -> list[int]:
+        """The next n tokens to compute: its own, then those of its draft."""
+        end = self.n_computed + n
+        tokens = self.tokens[self.n_computed : end]
+        return tokens if len(tokens) == n else tokens + self.draft[: n - len(tokens)]
 
     @property
     def n_reusable_pages(self) -> int:
@@ -206,7 +225,7 @@ class Sequence:
     def n_rows(self, n: int) -> int:
         """Of how many tokens at the end of its next n the logits are wanted."""
         end = self.n_computed + n
-        n_rows = int(self.sampler is not None and end == len(self.tokens))
+        n_rows = max(end - len(self.tokens) + 1, 0) if self.sampler is not None else 0
         if self.on_logits and end <= self.n_prompt:
             n_rows = max(n_rows, end - max(self.first_output, self.n_computed))
         return n_rows

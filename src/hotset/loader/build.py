@@ -58,6 +58,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     import numpy as np
 
+    from hotset import _core
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
     from hotset.placement.ram import HostMemory, RamPlan
@@ -92,13 +93,14 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     return Opened(settings, gguf, config, devices)
 
 
-def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
+def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> Decided:
     """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
     context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
 
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
+    reserved: bytes of memory that a draft model takes.
     """
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     thresholds = _thresholds(opened)
@@ -110,7 +112,7 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
     counted = profile if choice.spec is not None else None
     prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, input_major=False)
     try:
-        machine = MachineFacts(math.inf if mapped else _free(settings), own_memory())
+        machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
         decided = decide(opened, choice, prepared, machine)
         if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
             asked = f"a context of {settings.n_ctx} tokens"
@@ -123,9 +125,10 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
         raise
 
 
-def build(decided: Decided) -> tuple[Decided, Backend]:
+def build(decided: Decided, runtime: _core.Runtime | None = None) -> tuple[Decided, Backend]:
     """The backend that computes what was decided; without the placement, where no device was requested and
-    the one that was found cannot be used. `weights` and file stay the caller's."""
+    the one that was found cannot be used. `weights` and file stay the caller's. runtime: threads of another
+    model, which the CPU uses too."""
     placement, settings = decided.placement, decided.settings
     options: dict[str, Any] = {
         "n_pages": decided.n_pages,
@@ -158,6 +161,8 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
                 decided = replace(decided, ram=_plan_ram(decided))
             decided = _with_channels(decided)
     name = "cpu" if settings.backend == "auto" else settings.backend
+    if runtime is not None and name == "cpu":
+        options["runtime"] = runtime
     if decided.channels is not None and name == "cpu":
         options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
     if decided.n_states:

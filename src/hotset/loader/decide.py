@@ -24,6 +24,7 @@ from hotset.offload.weight_store import sizes_of
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import Choice, Prepared
 from hotset.sparsity.thresholds import Thresholds
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
@@ -62,10 +63,11 @@ class Opened:
 @dataclass(frozen=True)
 class MachineFacts:
     """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
-    program: bytes that this process has without it."""
+    program: bytes that this process has without it. reserved: bytes that are for a draft model."""
 
     free: float
     program: int
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,10 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     """
     settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
     graph = describe(config, weights.tensors, prepared.predictor, choice.layer_thresholds)
-    cost, limit = Cost(graph, weights.tensors), ram_limit(settings, gguf.nbytes, machine.free)
-    n_ctx = context(settings, config, cost, machine.free, gguf.nbytes if limit is None else 0)
+    cost = Cost(graph, weights.tensors)
+    limit = ram_limit(settings, gguf.nbytes, machine.free - machine.reserved, machine.reserved)
+    free = machine.free - machine.reserved
+    n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
         predictor=prepared.predictor,
@@ -158,12 +162,19 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     return decided.with_context(n_ctx)
 
 
-def ram_limit(settings: LoadSettings, n_bytes: int, free: float) -> int | None:
-    """Bytes that a model of n_bytes may have in memory; None: its files are mapped."""
+def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int = 0) -> int | None:
+    """Bytes that a model of n_bytes may have in memory; None: its files are mapped. reserved: bytes of a
+    budget that are another's. Raises OutOfMemoryError where these leave nothing."""
     if math.isinf(free):
         return None
     if settings.ram_budget is not None:
-        return int(settings.ram_budget * 2**30)
+        limit = int(settings.ram_budget * 2**30) - reserved
+        if limit <= 0:
+            raise OutOfMemoryError(
+                f"the draft model needs {human_size(reserved)} of the RAM budget, which leaves nothing for "
+                "the model; raise the budget, or choose a smaller draft model"
+            )
+        return limit
     if settings.backend == "reference" or settings.on_vulkan or n_bytes <= free:
         return None
     return int(free * _SHARE_OF_FREE)
@@ -265,11 +276,12 @@ def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
 
 def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     """Slots for recurrent states: as many as take the memory of keys and values, but enough for n_seqs
-    sequences and some prefixes, and no more than max_sequences and every page can use."""
+    sequences, their drafts and some prefixes, and no more than max_sequences and every page can use."""
     if not cost.state_bytes:
         return 0
     n_pages = _n_pages(settings, n_ctx)
     kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
-    least = 2 * (settings.n_seqs + 1) + _KEPT_STATES
-    most = 2 * (settings.max_sequences + 1) + n_pages
+    n_drafted = 0 if settings.drafter == "off" else settings.draft_max
+    least = (2 + n_drafted) * settings.n_seqs + 2 + _KEPT_STATES
+    most = (2 + n_drafted) * settings.max_sequences + 2 + n_pages
     return max(least, min(most, kv_bytes // cost.state_bytes))

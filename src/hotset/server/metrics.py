@@ -28,6 +28,9 @@ ENGINE_COUNTERS = {
     "hotset_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were computed."),
     "hotset_cached_prompt_tokens": ("reused_tokens", "Tokens of prompts that were found in the cache."),
     "hotset_generated_tokens": ("generated_tokens", "Generated tokens."),
+    "hotset_answer_steps": ("answer_steps", "Steps in which an answer got tokens, summed over answers."),
+    "hotset_drafted_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
+    "hotset_accepted_tokens": ("accepted_tokens", "Those of them that were right."),
     "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
     "hotset_refused": ("refused", "Requests that found the queue full."),
 }
@@ -57,6 +60,7 @@ ENGINE_GAUGES = {
     "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for later requests."),
 }
 ENGINE_MOST = {"hotset_sequences_most": ("most", "Sequences that may run at once.")}
+STEP_SIZES = "hotset_step_size_seconds", "What a step of so many tokens takes, as far as it was learned."
 
 # Of a server with several models.
 MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Bytes that loaded models may have together.")
@@ -154,6 +158,14 @@ def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[
     yield from families(CounterMetricFamily, EXPERT_COUNTERS, experts)
     most = [(values, {"most": model.engine.max_sequences}) for values, model in models]
     yield from families(GaugeMetricFamily, ENGINE_MOST, most)
+    sizes = GaugeMetricFamily(*STEP_SIZES, labels=(*labels, "n_tokens"))
+    for values, model in models:
+        speculator = model.engine.speculator
+        measured = speculator.step_times.measured if speculator is not None else {}
+        for n, seconds in measured.items():
+            sizes.add_metric((*values, str(n)), seconds)
+    if sizes.samples:
+        yield sizes
 
 
 class _Now(Collector):

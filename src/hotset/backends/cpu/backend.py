@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE, Batch, StepResult, StepStats
+from hotset.backends.base import (
+    COUNTS,
+    LOGIT_GROUP,
+    PAGE_SIZE,
+    SAVED_TOKENS,
+    Batch,
+    StepResult,
+    StepStats,
+)
 from hotset.backends.cpu.lowering import Lowered, LoweringOptions, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.cores import usable_cores
@@ -28,6 +36,7 @@ from hotset.offload.weight_store import StoredWeights
 KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
+assert _core.SAVED_TOKENS == SAVED_TOKENS
 
 
 def new_runtime(n_threads: int | None = None) -> _core.Runtime:
@@ -107,6 +116,11 @@ class CpuBackend:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def runtime(self) -> _core.Runtime | None:
+        """Its threads, for the plans of another model that computes between two steps; None once closed."""
+        return self._runtime
 
     @property
     def isa(self) -> str:

@@ -1,0 +1,198 @@
+"""Drafts by a smaller model with the same vocabulary, which has a KV cache of its own.
+
+It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
+overwritten. Its tokens are drawn as the sequence will draw them, with the same random numbers, so that a
+model that thinks alike drafts sampled tokens as well as greedy ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.engine.kv_cache import PagePool
+from hotset.engine.sampler import Sampler, log_sum_exp
+from hotset.engine.sequence import Sequence
+from hotset.engine.speculation import Draft
+from hotset.errors import HotsetError, StepCancelledError
+
+_CATCH_UP = 128  # tokens of prompts that a call reads, so that answers beside them go on
+_CLASSES = 10  # of how sure a draft is: tenths of the probability that the model gives it
+_LEARNED = 0.1  # of a step's time, in what is known of them
+
+
+@dataclass(slots=True)
+class _Followed:
+    """tokens: those that the cache holds, in `pages`. n_checked: of them, those that are the sequence's."""
+
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    n_checked: int = 0
+
+
+@dataclass(slots=True)
+class _Round:
+    """A sequence of this call: what it still misses, and what was drafted for it."""
+
+    sequence: Sequence
+    own: _Followed
+    n: int
+    missing: list[int]
+    sampler: Sampler
+    draft: Draft
+
+
+class ModelDrafter:
+    """Drafts with a model.
+
+    backend: of the draft model, for this alone; without recurrent states. n_ctx: tokens of a sequence that it
+    follows. max_sequences: at a time. n_vocab: tokens that both models have, and those of the model that is
+    drafted for. close: frees the model.
+    """
+
+    name = "draft"
+
+    def __init__(
+        self,
+        backend: Backend,
+        n_ctx: int,
+        max_sequences: int,
+        n_vocab: tuple[int, int],
+        close: Callable[[], None],
+    ) -> None:
+        self._backend, self._n_ctx, self._n_vocab = backend, n_ctx, n_vocab[0]
+        self._row = np.full(n_vocab[1], -math.inf, np.float32)
+        self._close: Callable[[], None] | None = close
+        self._table = np.full((max_sequences, -(-n_ctx // PAGE_SIZE)), -1, np.int32)
+        self._seconds = 0.0
+        self.reset()
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self._seconds or 1e-6  # before the first, drafting is tried
+
+    @property
+    def n_pages(self) -> int:
+        """Of its cache."""
+        return self._pool.n_pages
+
+    @property
+    def n_pages_free(self) -> int:
+        """Those that no sequence has."""
+        return self._pool.n_available
+
+    def reset(self) -> None:
+        self._pool = PagePool(self._backend.n_pages)
+        self._slots = list(range(len(self._table)))
+        self._followed: dict[Sequence, _Followed] = {}
+
+    def forget(self, sequence: Sequence) -> None:
+        own = self._followed.pop(sequence, None)
+        if own is not None:
+            self._pool.release(own.pages)
+            self._slots.append(own.slot)
+
+    def close(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
+        rounds = [self._begin(sequence, n) for sequence, n in wanted]
+        try:
+            left = _CATCH_UP
+            active = []
+            for each in rounds:
+                if each is None:
+                    continue
+                if len(each.missing) > left:  # a long prompt: some of it now, and drafts later
+                    if left:
+                        self._step([(each, left)], draws=False)
+                    left = 0
+                    continue
+                left -= len(each.missing)
+                active.append(each)
+            while active:
+                self._step([(each, len(each.missing)) for each in active], draws=True)
+                active = [each for each in active if len(each.draft.tokens) < each.n]
+        except StepCancelledError:
+            pass  # what was drafted until then
+        return [Draft([], []) if each is None else each.draft for each in rounds]
+
+    def _begin(self, sequence: Sequence, n: int) -> _Round | None:
+        """What there is to do for a sequence; None where the cache has no room for it."""
+        own = self._followed.get(sequence)
+        if own is None:
+            if not self._slots:
+                return None
+            own = self._followed[sequence] = _Followed(self._slots.pop())
+        same = own.n_checked
+        while same < min(len(own.tokens), len(sequence.tokens)) and own.tokens[same] == sequence.tokens[same]:
+            same += 1
+        same = min(same, len(sequence.tokens) - 1)  # the last one's logits are wanted
+        del own.tokens[same:]
+        own.n_checked = same
+        n = min(n, self._n_ctx - len(sequence.tokens))
+        if n < 1 or not self._grow(own, len(sequence.tokens) + n - 1):
+            return None
+        assert sequence.sampler is not None
+        missing = sequence.tokens[same:]
+        if max(missing) >= self._n_vocab:
+            return None
+        return _Round(sequence, own, n, missing, sequence.sampler.foreseen(), Draft([], []))
+
+    def _grow(self, own: _Followed, n: int) -> bool:
+        """Pages for n tokens; False where there are none left."""
+        while len(own.pages) * PAGE_SIZE < n:
+            page = self._pool.allocate()
+            if page is None:
+                return False
+            self._table[own.slot, len(own.pages)] = page
+            own.pages.append(page)
+        self._table[own.slot, len(own.pages) :] = -1
+        return True
+
+    def _step(self, parts: list[tuple[_Round, int]], *, draws: bool) -> None:
+        """Computes tokens of some sequences, and draws the next of each."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        outputs: list[int] = []
+        for each, n in parts:
+            start = len(each.own.tokens)
+            tokens += each.missing[:n]
+            positions += range(start, start + n)
+            slots += [each.own.slot] * n
+            outputs += [len(tokens) - 1] if draws else []
+        ids, at, rows = (np.array(values, np.int32) for values in (tokens, positions, slots))
+        begun = time.perf_counter()
+        result = self._backend.step(Batch(ids, at, rows, self._table, np.array(outputs, np.int32)))
+        if draws and len(tokens) == len(parts):
+            taken = time.perf_counter() - begun
+            self._seconds += (taken - self._seconds) * (_LEARNED if self._seconds else 1.0)
+        for i, (each, n) in enumerate(parts):
+            each.own.tokens += each.missing[:n]
+            del each.missing[:n]
+            if not draws:
+                continue
+            self._row[: self._n_vocab] = result.logits[i, : self._n_vocab]
+            self._draw(each, self._row)
+
+    def _draw(self, each: _Round, row: np.ndarray) -> None:
+        """Appends the next token to a draft, which ends where none can be drawn."""
+        try:
+            token = each.sampler.sample(row)
+        except HotsetError:
+            each.n = len(each.draft.tokens)
+            return
+        each.sampler.accept(token)
+        each.draft.tokens.append(token)
+        each.draft.classes.append(int(_CLASSES * math.exp(float(row[token]) - log_sum_exp(row))))
+        each.missing = [token]

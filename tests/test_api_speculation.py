@@ -1,0 +1,232 @@
+"""Speculative decoding through the API, on tiny models: text, tokens and logprobs are bitwise the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_models import vocabulary, write_model, write_sparse
+from drafters import Guesser
+from tiny_gguf import write_llama
+
+import hotset
+from hotset.engine.draft_model import ModelDrafter
+from hotset.engine.speculation import Speculator, StepTimes
+from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
+from hotset.generation import Completion
+from hotset.loader.decide import ram_limit
+from hotset.loader.speculate import draft_bytes
+from hotset.settings import MOST_DRAFTED, LoadSettings
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
+SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
+PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.7, "logprobs": 0},
+    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1, "stop": ("qq", "zz")},
+]
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
+    note = StepTimes.note
+    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
+
+
+def dense(folder: Path) -> Path:
+    return write_model(folder / "dense.gguf")
+
+
+def sparse(folder: Path) -> Path:
+    return write_sparse(folder / "sparse.gguf", ranks=(16, 16))
+
+
+def experts(folder: Path) -> Path:
+    return write_llama(
+        folder / "experts.gguf",
+        experts=(8, 2),
+        keys=(keys := vocabulary()),
+        n_vocab=len(keys["tokenizer.ggml.tokens"]),
+    )
+
+
+def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
+    """One by one, and then all of the prompts side by side."""
+    found = [model.generate(text, seed=i, max_tokens=30, **kind) for i, text in enumerate(PROMPTS[:2])]
+    return found + model.generate_many(PROMPTS, seed=5, max_tokens=30, **kind)
+
+
+def essence(found: list[Completion]) -> list[Any]:
+    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
+
+
+@pytest.mark.parametrize("make", [dense, sparse, experts])
+@pytest.mark.parametrize("settings", [{}, {"draft_max": 3}])
+def test_ngram_drafts_change_nothing(tmp_path: Path, make: Any, settings: dict[str, Any]) -> None:
+    """Random models repeat little: the text to look up has what some of them will say."""
+    path = make(tmp_path)
+    with hotset.load(path, **SMALL, **settings) as plain:
+        expected = [answers(plain, kind) for kind in KINDS]
+        said = [plain.tokenizer.decode(one.tokens) for found in expected for one in found[::2]]
+    (tmp_path / "text").write_text("".join(text for text in said if text.isprintable()) + SOURCE, "utf-8")
+    with hotset.load(path, speculate="ngram", lookup=tmp_path / "text", **SMALL, **settings) as drafting:
+        for kind, found in zip(KINDS, expected, strict=True):
+            assert essence(answers(drafting, kind)) == essence(found)
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens > counted.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("n_layer", [1, 2])
+def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
+    """The model itself, whose tokens are right, drawn ones too; and one that is seldom right."""
+    path = write_model(tmp_path / "model.gguf")
+    draft = write_model(tmp_path / "draft.gguf", n_layer=n_layer)
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, draft=draft, **SMALL) as drafting:
+        for kind in KINDS:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens > 0
+        if n_layer == 2:
+            assert counted.accepted_tokens > 0.95 * counted.drafted_tokens
+        speculator = drafting.engine.speculator
+        assert speculator is not None
+        assert isinstance(speculator.drafter, ModelDrafter)
+        assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
+    drafting.close()
+
+
+def test_a_draft_model_has_the_same_vocabulary(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    longer = write_model(tmp_path / "longer.gguf", more_tokens=["<pad1>", "<pad2>"])
+    for one, other in ((path, longer), (longer, path)):  # what pads a vocabulary is never drafted
+        with hotset.load(one, **SMALL) as plain, hotset.load(one, draft=other, **SMALL) as drafting:
+            for kind in KINDS[:2]:
+                assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+            assert drafting.thread.counters().drafted_tokens > 0
+    with pytest.raises(InvalidRequestError, match="their vocabularies differ from token"):
+        hotset.load(path, draft=sparse(tmp_path), **SMALL)
+
+
+def test_a_budget_of_memory_is_shared_with_the_draft_model(tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "draft.gguf")
+    reserved = draft_bytes(LoadSettings(draft=draft, n_ctx=256))
+    assert draft.stat().st_size < reserved < draft.stat().st_size + (64 << 20)
+    assert draft_bytes(LoadSettings()) == 0
+    settings = LoadSettings(ram_budget=1.0)
+    assert ram_limit(settings, 1 << 40, 2**40, reserved) == 2**30 - reserved
+    with pytest.raises(OutOfMemoryError, match="draft model needs"):
+        ram_limit(settings, 1 << 40, 2**40, 2**30)
+
+
+@pytest.mark.parametrize("make", [dense, sparse, experts])
+def test_drafts_that_are_partly_right_change_nothing(tmp_path: Path, make: Any) -> None:
+    with hotset.load(make(tmp_path), **SMALL) as model:
+        for kind in KINDS:
+            expected = answers(model, kind)
+            known = {i: one.tokens for i, one in enumerate(expected)}
+            asked = iter(range(len(known)))
+            order: dict[Any, int] = {}
+
+            def answer(
+                sequence: Any, known: Any = known, asked: Any = asked, order: Any = order
+            ) -> list[int]:
+                if sequence not in order:
+                    order[sequence] = next(asked)
+                tokens: list[int] = known[order[sequence]]
+                return tokens
+
+            with model.thread.exclusive() as engine:
+                engine.speculator = Speculator(Guesser(answer, model.backend.n_vocab, 0.8), MOST_DRAFTED)
+                engine.scheduler.speculator = engine.speculator
+            before = model.thread.counters().accepted_tokens
+            assert essence(answers(model, kind)) == essence(expected)
+            assert model.thread.counters().accepted_tokens > before
+            with model.thread.exclusive() as engine:
+                engine.speculator = engine.scheduler.speculator = None
+
+
+def test_a_stop_string_inside_a_draft_ends_the_text_there(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    prompt = SOURCE[:150]
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="ngram", **SMALL) as drafting:
+        text = plain.generate(prompt, temperature=0, max_tokens=60).text
+        for i in range(0, len(text) - 4, 3):
+            stop = (text[i : i + 3],)
+            expected = plain.generate(prompt, temperature=0, max_tokens=60, stop=stop)
+            found = drafting.generate(prompt, temperature=0, max_tokens=60, stop=stop)
+            assert essence([found]) == essence([expected])
+            streamed = "".join(
+                chunk.text for chunk in drafting.stream(prompt, temperature=0, max_tokens=60, stop=stop)
+            )
+            assert streamed == expected.text
+
+
+def test_forms_of_answers_are_kept(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    path = write_model(tmp_path / "model.gguf")
+    schema = {"type": "array", "items": {"enum": ["ab", "abc"]}, "minItems": 3, "maxItems": 6}
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="ngram", **SMALL) as drafting:
+        for seed in range(4):
+            asked: dict[str, Any] = {"seed": seed, "max_tokens": 60, "json_schema": schema, "logprobs": 1}
+            expected = plain.generate('["ab","abc","ab","abc"]', **asked)
+            assert essence([drafting.generate('["ab","abc","ab","abc"]', **asked)]) == essence([expected])
+        assert drafting.thread.counters().accepted_tokens > 0
+
+
+def test_timings_say_how_many_tokens_a_step_gave(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    with hotset.load(path, speculate="ngram", **SMALL) as model:
+        repeats = {ord("a"): 50.0, ord("b"): 50.0}
+        timings = model.generate("abababab", temperature=0, max_tokens=100, logit_bias=repeats).timings
+        assert timings.tokens_per_step == 99 / (99 - timings.accepted_tokens)
+        assert timings.drafted_tokens >= timings.accepted_tokens > 0
+        assert model.engine.speculator is not None
+        assert 1 in model.engine.speculator.step_times.measured
+    with hotset.load(path, **SMALL) as model:
+        assert model.generate("abc", temperature=0, max_tokens=5).timings.tokens_per_step == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculate": "mtp"}, "multi-token prediction"),
+        ({"speculate": "often"}, "must be one of off, ngram"),
+        ({"speculate": "draft"}, "name it with draft"),
+        ({"speculate": "ngram", "draft": "a.gguf"}, "serves speculate draft, not ngram"),
+        ({"draft": "a.gguf", "lookup": "a.txt"}, "serves speculate ngram, not draft"),
+        ({"speculate": "off", "lookup": "a.txt"}, "serves speculate ngram"),
+        ({"speculate": "ngram", "draft_max": 17}, "draft_max"),
+        ({"speculate": "ngram", "backend": "reference"}, "NumPy"),
+    ],
+)
+def test_settings_that_mean_nothing_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        LoadSettings(**settings)
+
+
+def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    path = write_model(tmp_path / "model.gguf")
+    with pytest.raises(InvalidRequestError, match="exact on the CPU alone"):
+        hotset.load(path, device="cpu", n_gpu_layers=1, n_ctx=64, n_threads=1, speculate="ngram")
+
+
+def test_what_is_implied() -> None:
+    assert LoadSettings().drafter == "off"
+    assert LoadSettings(lookup="a.txt").drafter == "ngram"
+    assert LoadSettings(draft="a.gguf").drafter == "draft"
+
+
+def test_a_text_to_look_up_must_be_there_and_be_text(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    with pytest.raises(InvalidRequestError, match="there is no text"):
+        hotset.load(path, lookup=tmp_path / "none", **SMALL)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FormatError, match="not UTF-8"):
+        hotset.load(path, lookup=tmp_path / "bytes", **SMALL)
