@@ -10,10 +10,10 @@ from pydantic import Field
 
 from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.body import BodyRoute
-from hotset.server.openai.schema import Body, SamplingFields
+from hotset.server.openai.schema import NO_DEFAULTS, Body, SamplingFields
 from hotset.server.replies import event
 from hotset.server.shapes import EVENT_STREAM, InfillReply, InfillTimings, documented
-from hotset.server.streams import off_loop, service_of, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.infill import File, Gap
 
 router = APIRouter(route_class=BodyRoute)
@@ -47,7 +47,7 @@ class InfillBody(SamplingFields):
         """Whether nothing is wanted but that the prompt is in the cache."""
         return self.n_predict == 0
 
-    def request(self) -> AnswerRequest:
+    def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Raises what is wrong with it."""
         gap = Gap(
             prefix=self.input_prefix,
@@ -59,7 +59,7 @@ class InfillBody(SamplingFields):
         sampling = self.model_copy(update={"n_predict": 1}) if self.only_reads else self
         return AnswerRequest(
             gap=gap,
-            params=sampling.sampling(logprobs=None),
+            params=sampling.sampling(defaults, logprobs=None),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
         )
@@ -67,10 +67,8 @@ class InfillBody(SamplingFields):
 
 @router.post("/infill", responses=documented(InfillReply, EVENT_STREAM))
 async def infill(body: InfillBody, http: Request) -> Response:
-    service = service_of(http)
-    if body.model is not None:
-        service.check_name(body.model)
-    request = await off_loop(http, body.request)
+    service = await serving(http, body.model, required=False)
+    request = await off_loop(http, body.request, service.sampling)
     name = service.name
 
     def reply(answer: Answer, choices: list[Choice]) -> dict[str, Any]:

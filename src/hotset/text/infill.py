@@ -78,15 +78,18 @@ class InfillTokens:
     suffix_first: bool = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> InfillTokens | None:
-        """Those of a model file, or None where it has none."""
+    def of(cls, metadata: Mapping[str, Any]) -> InfillTokens | None:
+        """Those of a model file, by its keys; None where it has none."""
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+            return None
+        known = {piece: id for id, piece in enumerate(tokens) if isinstance(piece, str)}
         ids: dict[str, int] = {}
         for name, keys in _KEYS.items():
             for key in keys:
                 id = metadata.get(f"tokenizer.ggml.{key}")
-                if type(id) is int and 0 <= id < tokenizer.n_vocab:
+                if type(id) is int and 0 <= id < len(tokens):
                     ids.setdefault(name, id)
-        known = tokenizer.vocabulary
         for marks in _MARKS:
             if all(mark in known for mark in marks):
                 for name, mark in zip(("prefix", "suffix", "middle"), marks, strict=True):
@@ -165,7 +168,7 @@ def _check_length(n_tokens: int, most: int) -> None:
 
 def encode_gap(tokenizer: Tokenizer, metadata: Mapping[str, Any], gap: Gap, most: int) -> list[int]:
     """`InfillTokens.encode` of a model file. Raises InvalidRequestError where it has no such tokens."""
-    marks = InfillTokens.of(tokenizer, metadata)
+    marks = InfillTokens.of(metadata)
     if marks is None:
         raise InvalidRequestError(
             "this model has no tokens for what is behind a gap, so it cannot fill in the middle; leave the "
