@@ -21,7 +21,7 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Acceptance, Draft, Speculator, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.settings import MOST_DRAFTED
-from hotset.text.mask import Mask
+from hotset.text.mask import TokenMask
 
 N_CTX = 320
 KINDS: list[dict[str, Any]] = [
@@ -202,9 +202,9 @@ class Even:
     def is_busy(self, seconds: float) -> bool:
         return not self._announced or self._random.random() < 0.2
 
-    def mask(self) -> Mask:
+    def mask(self) -> TokenMask:
         assert self._announced
-        return Mask.of(np.packbits(np.arange(104) % 2 == 0, bitorder="little"), 97)
+        return TokenMask.of(np.packbits(np.arange(104) % 2 == 0, bitorder="little"), 97)
 
     def accept(self, token: int) -> None:
         assert token % 2 == 0
