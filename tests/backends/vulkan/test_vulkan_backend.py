@@ -163,7 +163,7 @@ def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
     buffer = device.allocate(1024, "device")
     program = _core.VulkanProgram(device)
     kernel = kernels.get("elementwise", [0, 0])
-    push = np.array([64, 64, 64, 64, 64, 0, 0], np.uint32).tobytes()
+    push = np.array([64] * 5 + [0] * 5, np.uint32).tobytes()
     first, second, third = ((buffer, at, 256, False) for at in (0, 256, 512))
     program.dispatch(kernel, [first, first, second], push, (1, 1, 1))
     program.dispatch(kernel, [second, second, third], push, (1, 1, 1))
