@@ -109,7 +109,7 @@ class VulkanOracle(Oracle):
                 ) * size + TINY * width
             case LayerNorm():
                 return expected, bound + (ROOT + DIVISION) * (size + bound)
-            case Activate():
+            case Activate() if op.xielu is None:
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
             case TransposedLinear():

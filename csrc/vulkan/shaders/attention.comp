@@ -9,6 +9,7 @@ layout(constant_id = 1) const uint DIM = 64;        // of a key
 layout(constant_id = 2) const uint DIM_V = 64;      // of a value
 layout(constant_id = 3) const uint SINKS = 0;
 layout(constant_id = 4) const uint APART = 0;       // 1: a workgroup has one split, and leaves its part
+layout(constant_id = 5) const uint SLOPES = 0;      // ALiBi
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { uint values[]; };
@@ -18,6 +19,7 @@ layout(set = 0, binding = 5) readonly buffer Positions { uint positions[]; };  /
 layout(set = 0, binding = 6) readonly buffer Tables { uint tables[]; };
 layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
+layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
 layout(push_constant) uniform Push {
     uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, window, n_splits;
     float scale, cap;
@@ -89,8 +91,9 @@ void main() {
         for (uint p = start + lane; p < end; p += LANES) {
             if (p < begin) continue;
             const uint page = tables[sequence * n_pages + p / PAGE];
-            float score = key_score(page * n_head_kv + head_kv, p % PAGE);
+            precise float score = key_score(page * n_head_kv + head_kv, p % PAGE);
             if (cap > 0.0) score = soft_capped(cap, score);
+            if (SLOPES != 0u) score = score - slopes[head] * float(position - p);
             scores[p - start] = score;
             highest = max(highest, score);
         }

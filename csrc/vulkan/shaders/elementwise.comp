@@ -11,12 +11,39 @@ layout(set = 0, binding = 2) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
     uint width, first_stride, second_stride, out_stride;  // second_stride 0: the same for all tokens
     uint second_width, first_neuron;
-    float number;
+    float number, positive, negative, linear;
 };
 const uint ADD = 0, MULTIPLY = 1, SCALE = 2, SOFT_CAP = 3, ACTIVATE = 4, GATED = 5, WEIGHTED = 6, MASK = 7,
            THRESHOLD = 8;
 const uint SILU = 0, GELU_TANH = 1, RELU = 2, RELU2 = 3, FATRELU = 4, SIGMOID = 5, CLAMPED_SILU = 6,
-           CLAMPED_PLUS_ONE = 7, EXP = 8;
+           CLAMPED_PLUS_ONE = 7, EXP = 8, GELU = 9, XIELU = 10;
+
+// 1 + erf(x / sqrt(2)), off by less than 2.2e-7: polynomials fitted at Chebyshev nodes, of erf(x / sqrt(2)) / x in x^2
+// below 2, and from there of the logarithm of the rest to 1.
+float one_and_erf(float x) {
+    const float OF_SQUARE[10] =
+        float[](0.7978845834732056, -0.13298076391220093, 0.01994710974395275, -0.0023746443912386894,
+                0.0002308496186742559, -1.887041980808135e-05, 1.3208330074121477e-06, -7.834236726012023e-08,
+                3.5954033084095727e-09, -9.369993669849919e-11);
+    const float OF_REST[9] =
+        float[](-9.666954040527344, -4.225606918334961, -0.47666361927986145, -0.0029761474579572678,
+                0.0003961921320296824, -5.200348823564127e-05, 6.522220701299375e-06, -8.167075407072844e-07,
+                9.017059454663467e-08);
+    precise float sum, y;
+    if (abs(x) < 2.0) {
+        precise float square = x * x;
+        sum = OF_SQUARE[9];
+        for (int i = 8; i >= 0; i--) sum = sum * square + OF_SQUARE[i];
+        y = 1.0 + sum * x;
+        return y;
+    }
+    precise float u = min(abs(x), 5.7) - 4.0;
+    sum = OF_REST[8];
+    for (int i = 7; i >= 0; i--) sum = sum * u + OF_REST[i];
+    precise float erf = 1.0 - exp_of(sum);
+    y = 1.0 + (x < 0.0 ? -erf : erf);
+    return y;
+}
 
 float activated(float x) {
     precise float y = x;
@@ -36,6 +63,13 @@ float activated(float x) {
     }
     if (ACTIVATION == CLAMPED_PLUS_ONE) y = max(min(x, number), -number) + 1.0;
     if (ACTIVATION == EXP) y = exp_of(x);
+    if (ACTIVATION == GELU) y = 0.5 * x * one_and_erf(x);
+    if (ACTIVATION == XIELU) {
+        if (x > 0.0)
+            y = positive * x * x + linear * x;
+        else
+            y = negative * (exp_of(min(x, number)) - 1.0 - x) + linear * x;
+    }
     return y;
 }
 

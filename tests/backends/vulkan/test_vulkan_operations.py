@@ -52,11 +52,12 @@ def test_widths_that_no_block_divides(tmp_path: Path, n_embd: int) -> None:
         {"architecture": "qwen2"},
         {"architecture": "qwen3", "keys": {"qwen3.attention.sliding_window": 7}},
         {"architecture": "bamboo"},
+        {"keys": {"llama.hidden_activation": "gelu"}},
         {"keys": {"llama.rope.dimension_count": 16}, "tied": True},
         {"experts": (6, 3), "n_ff": 32, "type_of": lambda name: T.Q8_0 if "exps" in name else T.F32},
         {"experts": (5, 2), "n_ff": 32, "one_by_one": True, "n_ff_shared": 32},
     ],
-    ids=["biases", "head norms, window", "relu", "half of the channels", "experts", "shared experts"],
+    ids=["biases", "head norms, window", "relu", "gelu", "half of the channels", "experts", "shared experts"],
 )
 def test_other_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     check(tmp_path, **options)

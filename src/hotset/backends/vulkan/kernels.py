@@ -23,9 +23,9 @@ class _Shape:
 
 
 KERNELS = {
-    "attention": _Shape(9, "8I2f"),
+    "attention": _Shape(10, "8I2f"),
     "combine": _Shape(4, "4I"),
-    "elementwise": _Shape(3, "6If"),
+    "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(3, "5I"),
     "linear_few": _Shape(7, "12I"),
     "linear_many": _Shape(7, "12I"),

@@ -59,7 +59,7 @@ KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
 KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # of 16 bytes
 ACTIVATIONS = {
     "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
-    "clamped_plus_one": 7, "exp": 8,
+    "clamped_plus_one": 7, "exp": 8, "gelu": 9, "xielu": 10,
 }  # fmt: skip
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
 _BIAS, _RESIDUAL, _FIRING = 1, 2, 4
@@ -266,15 +266,15 @@ class Lowered:
             case Add():
                 return self._elementwise(step.out, step.op.a, step.op.b, _ADD)
             case SoftCap():
-                return self._elementwise(step.out, step.op.x, step.op.x, _SOFT_CAP, number=step.op.cap)
+                return self._elementwise(step.out, step.op.x, step.op.x, _SOFT_CAP, numbers=(step.op.cap,))
             case Mask():
                 op = step.op
                 return self._elementwise(
-                    op.out, op.x, op.scores, _MASK, number=op.threshold, first_neuron=op.first
+                    op.out, op.x, op.scores, _MASK, numbers=(op.threshold,), first_neuron=op.first
                 )
             case Threshold():
                 flags = self._inputs["thresholded"].bound()
-                return self._elementwise(step.out, step.op.x, flags, _THRESHOLD, number=step.op.threshold)
+                return self._elementwise(step.out, step.op.x, flags, _THRESHOLD, numbers=(step.op.threshold,))
             case Scale():
                 return self._scale(step.op)
             case _:
@@ -434,11 +434,11 @@ class Lowered:
         return record
 
     def _attention(self, op: Attention) -> Record:
-        if not op.causal or op.slopes is not None:
-            what = "encoders" if not op.causal else "ALiBi"
-            raise _refused(op, what)
+        if not op.causal:
+            raise _refused(op, "encoders")
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
         sinks = None if op.sinks is None else self._weights.vector(op.sinks)
+        slopes = None if op.slopes is None else self._weights.numbers(np.array(op.slopes))
         names = "positions", "tables"
         positions, tables = (self._inputs[name].bound() for name in names)
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
@@ -464,13 +464,15 @@ class Lowered:
                 cache.value_scales.bound(), positions, tables, sinks.bound() if sinks else positions,
             ]  # fmt: skip
             if self._parts is None or n > FEW:
-                to.add("attention", [*constants, 0], [*read, self._out(op.out, n)], push, (op.n_head, n, 1))
+                bindings = [*read, self._out(op.out, n), slopes.bound() if slopes else positions]
+                groups = op.n_head, n, 1
+                to.add("attention", [*constants, 0, slopes is not None], bindings, push, groups)
                 return
             size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
-            to.add_indirect(
-                "attention", [*constants, 1], [*read, self._parts.bound(size, written=True)], push,
-                self._inputs.groups_of(op.n_head),
-            )  # fmt: skip
+            parts = self._parts.bound(size, written=True)
+            bindings = [*read, parts, slopes.bound() if slopes else positions]
+            groups_of_step = self._inputs.groups_of(op.n_head)
+            to.add_indirect("attention", [*constants, 1, slopes is not None], bindings, push, groups_of_step)
             bindings = [
                 self._parts.bound(size), positions, sinks.bound() if sinks else positions, self._out(op.out,
                 n),
@@ -497,16 +499,18 @@ class Lowered:
         if op.kind not in ACTIVATIONS:
             raise _refused(op, f"the activation {op.kind}")
         kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
-        return self._elementwise(step.out, op.x, other, kind, ACTIVATIONS[op.kind], number=op.threshold)
+        f = op.xielu
+        numbers = (op.threshold, 0.0, 0.0, 0.0) if f is None else (f.eps, f.positive, f.negative, f.linear)
+        return self._elementwise(step.out, op.x, other, kind, ACTIVATIONS[op.kind], numbers=numbers)
 
     def _scale(self, op: Scale) -> Record:
         if op.weight is None:
-            return self._elementwise(op.out, op.x, op.x, _SCALE, number=op.factor)
+            return self._elementwise(op.out, op.x, op.x, _SCALE, numbers=(op.factor,))
         weight = self._weights.vector(op.weight)
         if op.first_weight:  # a binding begins at a multiple of ALIGNMENT
             numbers = np.frombuffer(weight.read(), np.float32)
             weight = self._weights.numbers(numbers[op.first_weight : op.first_weight + op.x.width])
-        return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, number=op.factor)
+        return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, numbers=(op.factor,))
 
     def _elementwise(
         self,
@@ -516,12 +520,21 @@ class Lowered:
         kind: int,
         activation: int = 0,
         *,
-        number: float = 0.0,
+        numbers: tuple[float, ...] = (),
         first_neuron: int = 0,
     ) -> Record:
         of_values = isinstance(b, Value)
         stride, width = (stride_of(b), b.width) if isinstance(b, Value) else (0, out.width)
-        push = out.width, stride_of(a), stride, stride_of(out), width, first_neuron, number
+        push = (
+            out.width,
+            stride_of(a),
+            stride,
+            stride_of(out),
+            width,
+            first_neuron,
+            *numbers,
+            *(0.0,) * (4 - len(numbers)),
+        )
 
         def record(to: Recorder, n: int) -> None:
             second = self._in(b, n) if isinstance(b, Value) else b
