@@ -82,7 +82,7 @@ def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
     assert done.stdout.rstrip("\n") == result["text"].rstrip("\n")
     assert re.search(
         r"\[prompt \d+ tokens, [\d.]+ t/s \| answer 6 tokens, [\d.]+ t/s \| "
-        r"[\d.]+ kB touched per token \| cut at -n\]",
+        r"[\d.]+ kB read per token \| cut at -n\]",
         done.stderr,
     )
 
@@ -237,7 +237,15 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: temperature must be at least 0"),
         (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
         (["run", "MODEL", "hi", "--cache-type", "q4"], 1, "q4"),
-        (["run", "MODEL", "hi", "--temp", "warm"], 2, "--temp"),
+        (["run", "MODEL", "hi", "--temp", "warm"], 2, "'warm' is not a number."),
+        (["run", "MODEL", "hi", "--seed", "1.5"], 2, "'1.5' is not a whole number."),
+        (["run", "MODEL", "hi", "-t", "0"], 2, "it must be at least 1, not 0."),
+        (["serve", "MODEL", "--port", "70000"], 2, "it must be from 0 to 65535, not 70000."),
+        (["run", "MODEL", "hi", "--max-tokens", "5"], 2, "-n"),
+        (["run", "MODEL", "hi", "there"], 2, "put a text of several words in quotes"),
+        (["profile", "MODEL"], 2, "to show: make one with"),
+        (["pull", "https://huggingface.co/owner/repo"], 1, "write hf:owner/repo."),
+        (["pull", "hf:owner"], 1, "'hf:owner' names no repository"),
         (["run", "MODEL", "hi", "-n", "0"], 2, "at least one token"),
         (["run", "MODEL", "hi", "-p", "ho"], 2, "given twice"),
         (["run", "MODEL", "hi", "--logit-bias", "x"], 2, "ID+BIAS"),

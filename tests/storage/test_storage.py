@@ -159,6 +159,8 @@ def test_resolve_takes_paths_and_folders_first(
         ("smolm2-135", "did you mean smollm2-135m"),
         ("./nothing.gguf", "There is no file ./nothing.gguf"),
         ("owner/repo", "write hf:owner/repo"),
+        ("https://huggingface.co/owner/repo/tree/main", "is an address, .*: write hf:owner/repo."),
+        ("https://example.org/model.gguf", "download the file and give its path"),
         ("bamboo-7b", "hotset pull bamboo-7b"),
         ("hf:owner/repo:file.gguf", "hotset pull hf:owner/repo:file.gguf"),
     ],
@@ -1045,7 +1047,7 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
     monkeypatch.setattr(hub_module, "_LISTING", (1 << 20, 0.3))
     for answer, message in ((endless, "it sends more than it should"), (slow, "it sends too slowly")):
         hub.answers["owner/repo"] = answer
-        with pytest.raises(DownloadError, match=f"hub does not answer: {message}"):
+        with pytest.raises(DownloadError, match=rf"hub does not answer \({message}\): check the network"):
             fetch.pull("hf:owner/repo")
 
 

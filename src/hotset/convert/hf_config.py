@@ -18,7 +18,7 @@ import numpy as np
 from hotset.convert.fp8 import block_of, is_fp8
 from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, HFRwkv, ffn_width_6
 from hotset.convert.hf_values import integer, number
-from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError, did_you_mean
 from hotset.files import read_small_text
 from hotset.model.config import (
     ARCHITECTURES,
@@ -42,6 +42,7 @@ from hotset.model.config import (
     parse_activation,
 )
 from hotset.model.operations import RopeKind, Scoring
+from hotset.parameters import shown
 
 _LLAMA_NAMES = {
     "input_layernorm": "attn_norm",
@@ -2352,9 +2353,17 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
     if isinstance(name, str) and name not in CLASSES and name.endswith("Model"):
         name = f"{name.removesuffix('Model')}ForCausalLM"  # which has an output beside it
-    if not isinstance(name, str) or name not in CLASSES:
+    if not isinstance(name, str):
         raise UnsupportedModelError(
-            f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
+            "config.json has no list 'architectures' that names the model's class: the folder must hold a "
+            "Hugging Face checkpoint of a language model"
+        )
+    if name not in CLASSES:
+        meant = did_you_mean(name.lower(), {known.lower(): known for known in CLASSES}, 0.7)
+        hint = f" ({meant})" if meant else ""
+        raise UnsupportedModelError(
+            f"the architecture {shown(name)} in config.json is not supported{hint}; "
+            "'hotset list --architectures' names what hotset runs"
         )
     if name == "NomicBertModel" and "activation_function" in config:
         return _NOMIC_MOE if config.get("moe_every_n_layers") else _PUBLISHED_NOMIC

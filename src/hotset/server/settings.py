@@ -59,7 +59,9 @@ class ServerSettings:
         for name in ("api_keys", "cors_origins", "allowed_hosts", "trusted_proxies"):
             for value in getattr(self, name):
                 if not text(name, value).strip():
-                    raise InvalidRequestError(f"{name} has an empty entry; leave it out")
+                    raise InvalidRequestError(
+                        f"one of the {name.replace('_', ' ')} is empty; give a value, or leave it out"
+                    )
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidRequestError(
