@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 from hotset.errors import InvalidRequestError
-from hotset.model.config import parse_activation
+from hotset.model.activation import parse_activation
 from hotset.model.cost import KVType
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.reporter import Reporter

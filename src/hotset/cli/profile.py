@@ -15,7 +15,8 @@ from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
-from hotset.errors import InvalidRequestError
+from hotset.convert.reorder import reorder as write_reordered
+from hotset.errors import InvalidRequestError, ModelNotFoundError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
 from hotset.loader.build import open_model
@@ -23,7 +24,6 @@ from hotset.report.bars import percent
 from hotset.report.layers import expert_table, profile_table
 from hotset.scale.profile import profile_on_ray
 from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
-from hotset.sparsity.reorder import reorder as write_reordered
 from hotset.sparsity.sidecar import fingerprint
 from hotset.storage import resolve, store
 from hotset.units import human_size
@@ -75,9 +75,8 @@ def profile(  # noqa: PLR0913 - options of a subcommand
     new = file is not None or import_from is not None or bool(parts)
     if not new:
         if not target.exists():
-            raise typer.BadParameter(
-                f"there is no profile {target} to show: make one with 'hotset profile {model} -f TEXT'.",
-                param_hint="-f",
+            raise ModelNotFoundError(
+                f"there is no profile {target} to show: make one with 'hotset profile {model} -f TEXT'"
             )
         counted = Profile.open(target)
         _check_model(counted, path)

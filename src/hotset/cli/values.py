@@ -59,8 +59,10 @@ class _Taking:
     def _complaint(self, value: str) -> str:
         """Why a number is refused."""
         try:
-            self._kind(value)
+            number = self._kind(value.replace("_", " "))
         except ValueError:
+            number = None
+        if number is None or (self._least is None and self._most is None):
             return f"'{value}' is not a {'whole number' if self._kind is int else 'number'}."
         span = f"at least {self._least}" if self._most is None else f"from {self._least} to {self._most}"
         return f"it must be {span}, not {value}."

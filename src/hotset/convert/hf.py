@@ -13,7 +13,7 @@ What becomes of a tensor is said by indices (`Origin`), so that every piece is r
 - Some norms are stored less one.
 - BitNet's matrices are stored as they were trained, and count as three values each.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
-- With a profile, neurons stand in order of hotness (sparsity/reorder.py).
+- With a profile, neurons stand in order of hotness (convert/reorder.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
+from hotset.convert.hf_config import HFConfig, read_json
 from hotset.convert.hf_embedding import (
     answer_ids,
     embedding_keys,
@@ -40,35 +40,31 @@ from hotset.convert.hf_embedding import (
     reranker_template,
     use_of,
 )
+from hotset.convert.hf_parts import HFAltUp
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
+from hotset.convert.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
 from hotset.formats.torch_file import map_torch, to_floats
-from hotset.model.config import (
-    ARCHITECTURES,
-    DRELU,
-    POWERINFER_ARCHITECTURES,
-    PREDICTOR_MASKS_KEY,
-    RELU,
-    SPARSE_THRESHOLD_KEY,
-    config_from_gguf,
-)
+from hotset.model.activation import DRELU, RELU
+from hotset.model.architectures import ARCHITECTURES, POWERINFER_ARCHITECTURES
+from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.keys import PREDICTOR_MASKS_KEY, SPARSE_THRESHOLD_KEY
 from hotset.model.predictor import Predictor
 from hotset.sparsity.profile import profile_path
-from hotset.sparsity.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.sparsity.sidecar import fingerprint
 from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.config import ChannelMixer, DeltaMixer, StateSpaceMixer
+    from hotset.model.mixers import ChannelMixer, DeltaMixer, StateSpaceMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 

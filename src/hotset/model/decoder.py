@@ -58,20 +58,11 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_input_major, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import (
-    AltUp,
-    ChannelMixer,
-    ConvMixer,
-    DeltaMixer,
-    Experts,
-    HeadNorm,
-    Latent,
-    LayerConfig,
-    ModelConfig,
-    RwkvMixer,
-    StateSpaceMixer,
-)
+from hotset.model.architectures import HeadNorm
+from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
+from hotset.model.experts import Experts
 from hotset.model.graph import Graph
+from hotset.model.mixers import ChannelMixer, ConvMixer, DeltaMixer, RwkvMixer, StateSpaceMixer
 from hotset.model.operations import (
     SHIFT,
     Activate,

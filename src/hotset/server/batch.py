@@ -200,7 +200,7 @@ def _finite(text: str) -> float:
     return number
 
 
-class Batch:
+class BatchRun:
     """The requests of a file, and a file with their answers, which this run alone writes until `close`
     (POSIX).
 
@@ -257,7 +257,7 @@ class Batch:
         """Lets other runs write the answers; safe to call twice."""
         self._undone.close()
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> BatchRun:
         return self
 
     def __exit__(self, *_: object) -> None:

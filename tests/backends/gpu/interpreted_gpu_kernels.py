@@ -27,7 +27,7 @@ from make_blocks import random_blocks
 from hotset.backends.gpu import exact, experts_kernel, fallback, triton_kernels
 from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
+from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostRows
 from hotset.backends.torch import functions
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
@@ -753,7 +753,7 @@ def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], to
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
     n_rows, k, n_spare = 5, 768, 3
-    part = HostPart(
+    part = HostRows(
         type_, *mapped([random_blocks(type_, n_rows, k, rng_of(seed)).view(np.uint8) for seed in range(4)])
     )
     ids = torch.tensor([2, -1, 0], dtype=torch.int32)
@@ -768,7 +768,7 @@ def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
 
 
 def test_biases_of_experts_are_fetched(mapped: Any) -> None:
-    part = HostPart(GGMLType.F32, *mapped([randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]))
+    part = HostRows(GGMLType.F32, *mapped([randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]))
     found = torch.zeros((4, 70))
     experts_on_device.fetch_experts(part, torch.tensor([-1, 2], dtype=torch.int32), found, 2)
     assert torch.equal(found[3], t(part.rows[2].view(np.float32)[0]))

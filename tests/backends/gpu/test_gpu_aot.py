@@ -35,7 +35,7 @@ from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenT
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
+from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.operations import Activate, Value
 from hotset.placement.cards import CARDS
 
@@ -229,9 +229,9 @@ def fetch_step(types: list[GGMLType]) -> Callable[[], None]:
         addresses, ids = new(128, dtype=torch.int64), new(8, 8, dtype=torch.int32)
         experts_kernel.choose_experts(ids, new(128, dtype=torch.int32), new(65, dtype=torch.int32), 12, 64)
         for type_ in types:
-            part = matrix.HostPart(type_, [np.empty((768, row_bytes(type_, 2048)), np.uint8)], addresses)
+            part = matrix.HostRows(type_, [np.empty((768, row_bytes(type_, 2048)), np.uint8)], addresses)
             experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), weights(type_, 768, 2048), 0)
-        bias = matrix.HostPart(GGMLType.F32, [np.empty((1, 4 * 2048), np.uint8)], addresses)
+        bias = matrix.HostRows(GGMLType.F32, [np.empty((1, 4 * 2048), np.uint8)], addresses)
         experts_kernel.fetch_experts(bias, new(12, dtype=torch.int32), new(12, 2048), 0)
 
     return run
@@ -301,7 +301,7 @@ def many_numbers() -> None:
         m = weights(type_, MANY, ROW)
         for tiles in (None, experts_kernel.Tiles(*ids, 16)):
             experts_kernel._rows(x, experts_kernel._quantized(x), slots, m, None, ROW, 1, tiles)
-        part = matrix.HostPart(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
+        part = matrix.HostRows(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
         experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), m, 0)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu.fallback import TokenThreshold
-from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
+from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostRows, block_fields
 from hotset.backends.gpu.triton_kernels import (
     CLAMPED_PLUS_ONE,
     CLAMPED_SILU,
@@ -450,7 +450,7 @@ def _fetch_kernel(
 FETCH_UNITS = 2048  # of a program
 
 
-def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
+def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
     """fallback.fetch_experts: the device reads the host's memory by itself."""
     fields = {"codes": to} if isinstance(to, Tensor) else {name: getattr(to, name) for name in FIELDS}
     n_block, places = block_fields(part.type)

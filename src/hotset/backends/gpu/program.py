@@ -76,7 +76,7 @@ from hotset.model.operations import (
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.experts import ExpertCache
-    from hotset.backends.gpu.experts_fetch import Choice, Fetcher
+    from hotset.backends.gpu.experts_fetch import Fetcher, FetchPlan
 
 
 class CpuWorkerProtocol(Protocol):
@@ -156,7 +156,7 @@ class Frame:
     # layer → these, where the CPU computes all of them
     asked: dict[int, Tensor] = field(default_factory=dict)
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
-    choices: dict[int, Choice] = field(default_factory=dict)  # layer → who computes each token's experts
+    choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
 
