@@ -27,29 +27,19 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="File to write; default: MODEL.thresholds.json beside the model."
-        ),
+        typer.Option("--output", "-o", help="To this file; default: MODEL.thresholds.json beside it."),
     ] = None,
     max_increase: Annotated[
         str | None,
-        typer.Option(
-            "--max-ppl-increase", metavar="PERCENT", help="Largest increase of perplexity, such as 1%."
-        ),
+        typer.Option("--max-ppl-increase", metavar="PERCENT", help="Largest increase of perplexity, as 1%."),
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option(
-            "--sparsity", metavar="SHARE", help="Skip this share of the matrices' bytes, such as 0.5."
-        ),
+        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of the matrices' bytes: 0.5."),
     ] = None,
     uniform: Annotated[
         str | None,
-        typer.Option(
-            "--uniform",
-            metavar="SHARE",
-            help="Zero this share of the values in every layer, without a search.",
-        ),
+        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values everywhere: no search."),
     ] = None,
     only: Annotated[
         str | None,
@@ -66,7 +56,7 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
         ),
     ] = None,
     n_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", min=1, help="Tokens of the text to estimate losses from.")
+        int, typer.Option("--tokens", "-n", min=1, help="Tokens to estimate losses from.")
     ] = 4096,
     n_measured: Annotated[
         int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
