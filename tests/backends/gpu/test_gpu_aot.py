@@ -25,7 +25,7 @@ import torch
 import triton
 from gpu_inputs import new, weights
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_sources import source_of
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
@@ -57,10 +57,6 @@ CODE = {"cuda": "cubin", "hip": "hsaco"}
 INT32 = (1 << 31) - 1
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi")  # of numbers what they were
 SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select")
-TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
 
 
 def decode_step() -> None:
@@ -305,26 +301,6 @@ def many_numbers() -> None:
         experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), m, 0)
 
 
-def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
-    """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
-    signature, constants, facts = {}, dict(constants), {}
-    for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if arg is None or (isinstance(arg, int) and arg == 1):
-            signature[name], constants[name] = "constexpr", arg
-        elif isinstance(arg, torch.Tensor):
-            signature[name] = TYPES[arg.dtype]
-            if arg.data_ptr() % 16 == 0:
-                facts[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(arg, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if abs(arg) <= INT32 else "i64"
-            if arg % 16 == 0:
-                facts[(i,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(constants, "constexpr")
-    return ASTSource(kernel, signature, constexprs=constants, attrs=facts)
-
-
 def compiled(
     run: Callable[[], None], target: GPUTarget, patch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, dict[str, Any], Any]]:
@@ -333,7 +309,7 @@ def compiled(
 
     def record(
         kernel: Any, grid: Any, *args: Any, warps: int, fused: bool = True, stages: int | None = None,
-        **constants: Any,
+        at_once: bool = False, **constants: Any,
     ) -> None:  # fmt: skip
         options = {"num_warps": warps, "enable_fp_fusion": fused}
         launches.append(
