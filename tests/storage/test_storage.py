@@ -879,7 +879,7 @@ def test_a_catalogue_name_is_kept_under_its_name(home: Path, hub: FakeHub) -> No
         ("hf:owner/missing", ModelNotFoundError, "no repository owner/missing"),
         ("hf:owner/gated", DownloadError, "accept the model's conditions"),
         ("hf:owner/checkpoint", ModelNotFoundError, "hotset convert"),
-        ("hf:nonsense", ModelNotFoundError, "no model 'nonsense'"),
+        ("hf:nonsense", ModelNotFoundError, "'hf:nonsense' names no repository: write hf:owner"),
         ("hf:owner/evil", DownloadError, "leads out of its folder"),
     ],
 )
