@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -190,6 +191,26 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
     assert all(step.seconds < 540 for step in first.ORDER)
 
 
+@pytest.mark.slow
+def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
+    """The command as it is given on a machine with a GPU, on the simulated device: every stage ends well, and
+    leaves what it measured."""
+    command = [sys.executable, str(STAGES), "first", "--device", "cpu", "--small", "--seconds", "1e6"]
+    out, environment = tmp_path / "out", os.environ | {"HOTSET_BENCH_PATIENCE": "100"}
+    done = subprocess.run(
+        [*command, "--out", str(out), "--models", str(tmp_path / "models")], capture_output=True, text=True,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.rstrip().endswith("Complete.")
+    assert not re.search("WRONG|Traceback", done.stdout)
+    ended = {path.stem: json.loads(path.read_text())["ended"] for path in (out / "first").glob("*.json")}
+    assert ended == dict.fromkeys((step.name for step in first.ORDER), 0)
+    units = {path.parent.name for path in out.glob("*/*.json")}
+    assert units == {"first", "steps", "kernels", "budgets", "speed", "hybrid"}
+    assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
+
+
 def test_what_steps_find_becomes_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +248,7 @@ def test_what_steps_find_becomes_tables(
     monkeypatch.setattr(hybrid, "_model", lambda folder, name, plain=False: file)
     monkeypatch.setattr(hybrid, "_run", ran)
     what = (tmp_path, ("small",), Path("/llama"), None, 7)
-    setup = hybrid.Setup(torch.device("cpu"), *what, 64, 1, (0.5,), {})
+    setup = hybrid.Setup(torch.device("cuda", 0), *what, 64, 1, (0.5,), {})
     steps.run(Ledger(tmp_path / "steps", 60), setup)
     said = capsys.readouterr().out
     assert said.rstrip().splitlines()[-1].startswith("1 units left (synchronisation-memops is next)")

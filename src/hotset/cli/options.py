@@ -93,7 +93,7 @@ BackendName = Annotated[
 
 DeviceNames = Annotated[
     str | None,
-    _option("--device", "cuda:0, mps, xpu; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU),
+    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU),
 ]
 VramBudget = Annotated[
     float | None,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from backend_runs import batch, logits_of, tokens  # noqa: E402
 from expert_models import model  # noqa: E402
 from fake_cuda import Runtime  # noqa: E402
 from gpu_inputs import new, weights  # noqa: E402
-from gpu_runs import gpu, masks, run, split, write  # noqa: E402
+from gpu_runs import Recorder, gpu, masks, run, split, write  # noqa: E402
 from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from sparse_runs import prepared  # noqa: E402
 from threshold_models import EVERY, graph_of  # noqa: E402
@@ -29,6 +31,7 @@ from threshold_models import run as run_thresholded  # noqa: E402
 from tiny_gguf import write_relu  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
+from hotset.backends.gpu import stage as stages  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
 from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenThreshold  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
@@ -171,6 +174,27 @@ def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
     )
     check_steps("experts", backend.stages[0])
     backend.close()
+
+
+def test_kernels_are_compiled_before_steps_are_captured(
+    tmp_path: Path, launched: dict[str, set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that launch nothing, for their kernels are compiled, are not recorded; those after them are."""
+    captured: list[int] = []
+
+    @contextmanager
+    def compiled_first(device: Any) -> Iterator[None]:
+        yield
+        captured.append(len(recorder.made))
+
+    recorder = Recorder()
+    monkeypatch.setattr(stages, "compiled_first", compiled_first)
+    ready, graph = prepared(write(tmp_path, "bamboo", T.Q4_0), "exact")
+    stage = gpu(ready.weights, graph, capture=recorder).stage
+    stage.kernels.triton = True
+    stage.warm_up()
+    assert captured == [0]
+    assert len(recorder.made) == 4  # of 1, 2, 4 and 8 tokens
 
 
 class FakeKernel:

@@ -129,6 +129,31 @@ def test_what_a_device_would_refuse_or_leave_to_chance_is_a_fault(
         execute(body, np.zeros(64, np.uint32))
 
 
+# A product of four warps: rows of ones in registers, B in shared memory, 8 columns of 8 numbers.
+PRODUCT = """
+    mov.b32 %r5, 0f3F800000; cvt.rn.f32.u32 %f1, %r1; setp.lt.u32 %p1, %r1, 64; @%p1 st.shared.b32 [%r3], %f1;
+    bar.sync 0; mov.b64 %rd4, 0x0000001000080000; wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32
+      {%f2, %f3, %f4, %f5}, {%r5, %r5, %r5, %r5}, %rd4, 0, 1, 1;
+    wgmma.commit_group.sync.aligned;
+"""
+OVER, DONE = "bar.sync 0; @%p1 st.shared.b32 [%r3], %r1;", "wgmma.wait_group.sync.aligned 0;"
+
+
+def test_four_warps_multiply() -> None:
+    """Column j of B has, of its 8 numbers, four in each of two core matrices of 8 rows of 16 bytes."""
+    data = np.zeros(128, np.float32)
+    execute(f"{PRODUCT} {DONE} st.global.b32 [%rd3], %f2;", data, n_threads=128)
+    columns = np.arange(64).reshape(2, 8, 4).sum(axis=(0, 2))
+    assert data.tolist() == np.tile(columns[0::2], 32).tolist()
+
+
+def test_matrices_are_read_until_their_product_is_waited_for() -> None:
+    execute(f"{PRODUCT} {DONE} {OVER}", np.zeros(128, np.uint32), n_threads=128)
+    with pytest.raises(Fault, match="race: a warp stores where another has loaded"):
+        execute(f"{PRODUCT} {OVER} {DONE}", np.zeros(128, np.uint32), n_threads=128)
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [

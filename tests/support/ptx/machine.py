@@ -59,6 +59,9 @@ class Machine:
         self.at: Lanes = slice(None)  # the threads that execute the present instruction
         self.copies: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # see _copy
         self.n_groups = np.zeros(len(self.thread), np.int64)  # of asynchronous copies, by thread
+        # Of wgmma: who reads (a thread of each warp), in which group, where, and numbers of what type.
+        self.operands: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]] = []
+        self.n_products = np.zeros(len(self.thread), np.int64)  # groups of wgmma, by thread
 
     # ---- operands
 
@@ -220,6 +223,9 @@ class Machine:
         by_block = waiting.reshape(-1, self.program.n_threads)
         here = (by_block >= 0).all(axis=1) & (by_block == place + 1).any(axis=1)
         self.shared.barrier(np.flatnonzero(here))
+        for lanes_, group, at, dtype in self.operands:  # which are still being read
+            mine = here[self.block[lanes_]]
+            self.read_operands((lanes_[mine], group[mine], at[mine], dtype))
         free = np.flatnonzero(here[self.block])
         for start in np.unique(waiting[free]):
             _join(groups, int(start), free[waiting[free] == start])
@@ -264,6 +270,10 @@ class Machine:
 
     def store_shared(self, addresses: np.ndarray, values: np.ndarray) -> None:
         self.shared.store(addresses, values, self.block[self.at], self.warp[self.at])
+
+    def read_operands(self, operands: tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]) -> np.ndarray:
+        lanes, _, addresses, dtype = operands
+        return self.shared.load(addresses, dtype, 1, self.block[lanes], self.warp[lanes])
 
     def copy(self, one: Instruction) -> None:
         """cp.async: 4, 8 or 16 bytes, of which as many as asked for are read, and the others 0."""

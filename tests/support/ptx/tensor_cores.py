@@ -131,8 +131,8 @@ def _results(width: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def multiply_warpgroup(machine: Machine, one: Instruction) -> None:
-    """wgmma.mma_async: four warps, 16 rows each. The matrices in shared memory are read at once: what another
-    warp stored there without a barrier is found, what is stored before the group is waited for is not."""
+    """wgmma.mma_async: four warps, 16 rows each. Matrices in shared memory are read at once, and count as
+    being read until their group is waited for."""
     found = re.search(r"m64n(\d+)k(\d+)", one.opcode)
     assert found is not None
     width, depth, kind = int(found[1]), int(found[2]), one.kinds[-1]
@@ -186,17 +186,33 @@ def _described(
     warps = lanes.reshape(len(lanes), 4, 32)[:, :, 0]
     flat = np.tile(at.reshape(-1), warps.size).astype(np.uint64)
     first = np.repeat(warps.reshape(-1), at.size)
-    raw = machine.shared.load(
-        flat, np.dtype(f"u{size}"), 1, machine.block[first], machine.warp[first]
-    ).reshape(len(lanes), 4, *shape)[:, 0]
+    machine.operands.append((first, machine.n_products[first], flat, np.dtype(f"u{size}")))
+    raw = machine.read_operands(machine.operands[-1]).reshape(len(lanes), 4, *shape)[:, 0]
     return _numbers(raw, kind)[..., 0]
 
 
+def fence(machine: Machine, one: Instruction) -> None:
+    """wgmma.fence: registers are in order here."""
+
+
+def commit(machine: Machine, one: Instruction) -> None:
+    """wgmma.commit_group"""
+    machine.n_products[machine.at] += 1
+
+
 def wait(machine: Machine, one: Instruction) -> None:
-    """wgmma.fence, commit_group and wait_group: the sums are there already."""
+    """wgmma.wait_group: all but the latest groups of these threads have read their matrices."""
+    complete = np.zeros(len(machine.thread), np.int64)
+    complete[machine.at] = machine.n_products[machine.at] - int(str(one.operands[0]), 0)
+    left = []
+    for lanes, group, addresses, dtype in machine.operands:
+        if (keeps := group >= complete[lanes]).any():
+            left.append((lanes[keeps], group[keeps], addresses[keeps], dtype))
+    machine.operands = left
 
 
 INSTRUCTIONS: dict[str, Callable[[Machine, Instruction], None]] = {
     "ldmatrix": load_matrix, "stmatrix": store_matrix, "mma": multiply,
-    "wgmma.mma_async": multiply_warpgroup, "wgmma": wait,
+    "wgmma.mma_async": multiply_warpgroup, "wgmma.fence": fence, "wgmma.commit_group": commit,
+    "wgmma.wait_group": wait,
 }  # fmt: skip
