@@ -448,6 +448,8 @@ def _without_experts(hf_class: HFClass, parts: list[str] | None, config: dict[st
             layer_tensors=hf_class.layer_tensors | names,
             experts=None,
         )
+    if hf_class.window_heads and config.get("enable_moe_block") is not True:
+        return replace(hf_class, experts=None)
     if parts is None:
         return hf_class
     if "moe" not in parts:

@@ -39,7 +39,9 @@ class ExpertDefaults:
     scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
     the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
     as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
-    no key says which.
+    no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
+    both has norms of its own before and behind it, the router reads the stream through a norm without
+    weights and a scale of each channel, and each expert has a scale (Gemma 4).
     """
 
     scoring: Scoring = "softmax"
@@ -47,6 +49,7 @@ class ExpertDefaults:
     gated_share: bool = False
     early: bool = False
     where_routed: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Architecture:
       (`attn_output_norm`, `layer_output_norm`).
     bare_first: the first layer's attention reads the stream as it is.
     compared_with: what the tests take its numbers from, with tiny random models.
+    nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
+      one, which predict one token more (see decoder.describe_nextn).
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
@@ -186,6 +191,7 @@ class Architecture:
     causal: bool = True
     sum_norms: bool = False
     bare_first: bool = False
+    nextn: bool = False
     compared_with: str = "transformers"
 
     def activation_in(self, n_layer: int) -> FFNActivation:
@@ -264,7 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
-        window_heads=True,
+        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True),
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),
@@ -304,12 +310,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
-        experts=ExpertDefaults(scoring="sigmoid"),
+        experts=ExpertDefaults(scoring="sigmoid"), nextn=True,
     ),
     "deepseek": Architecture(
         experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
     ),
-    "deepseek2": Architecture(latent_eps=1e-6, experts=ExpertDefaults(normalised=False)),  # V2, V3, Kimi K2
+    "deepseek2": Architecture(  # V2, V3, Kimi K2
+        latent_eps=1e-6, experts=ExpertDefaults(normalised=False), nextn=True,
+    ),
     "plm": Architecture(
         latent_eps=1e-6, gated=False, activation=RELU2,
         compared_with="transformers' DeepseekV2, with an FFN without a gate",
@@ -357,14 +365,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture(rope=None, state_space=True, attends=False),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
-        experts=ExpertDefaults(gated_share=True),
+        experts=ExpertDefaults(gated_share=True), nextn=True,
     ),
     "qwen35": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
+        nextn=True,
     ),
     "qwen35moe": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
-        experts=ExpertDefaults(gated_share=True),
+        experts=ExpertDefaults(gated_share=True), nextn=True,
     ),
     "mellum": Architecture(
         rope="neox", qk_norm="head", window_period=4, unscaled_windows=True, experts=ExpertDefaults(),

@@ -15,8 +15,8 @@ class Experts:
     """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
 
     n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
-    early: see ExpertDefaults. n_latent: width of what they read and yield, between two matrices that all of
-    them share; 0: that of the model.
+    early, beside: see ExpertDefaults. n_latent: width of what they read and yield, between two matrices that
+    all of them share; 0: that of the model.
     """
 
     n: int
@@ -31,6 +31,7 @@ class Experts:
     early: bool = False
     group_best: int = 2
     n_latent: int = 0
+    beside: bool = False
 
 
 def experts_of(
@@ -69,7 +70,9 @@ def experts_of(
         keys.factor("expert_weights_scale"),
         n_groups if n_groups_used < n_groups else 1,
         n_groups_used if n_groups_used < n_groups else 1,
-        keys.integer(
+        keys.one("feed_forward_length", set(n_ff))
+        if defaults.beside
+        else keys.integer(
             "expert_shared_feed_forward_length",
             0,
             1 << 22,
@@ -80,6 +83,7 @@ def experts_of(
         # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
         1 if scoring == "softmax" and n_groups_used < n_groups else 2,
         keys.integer("moe_latent_size", 0, 1 << 20, 0),
+        defaults.beside,
     )
     has = routed if defaults.where_routed else [i >= n_dense for i in range(n_layer)]
     return (

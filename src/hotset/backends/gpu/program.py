@@ -565,13 +565,14 @@ class Program:
             op.x.id,
             _token_threshold(ffn.gate_threshold),
         )
-        bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
+        bias, scales = self._weights.bias(op.bias), self._weights.bias(op.scales)
+        out, added_id = group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
         experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
         is_cached = experts is not None and layer in experts
 
         def route(f: Frame) -> None:
-            ids, f.weights[layer] = k.route(f.values[scores], op, bias)
+            ids, f.weights[layer] = k.route(f.values[scores], op, bias, scales)
             if route_id is not None:
                 f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
             if is_cached and fetcher is not None:

@@ -267,7 +267,7 @@ class TorchGraph:
                 kept = F.pad(~(step[op.scores] < op.threshold), (op.first, 0), value=True)
                 return torch.where(kept, step[op.x], 0.0)
             case Route():
-                return torch.cat(route(step[op.x], op, self.bias(op.bias)), dim=1)
+                return torch.cat(route(step[op.x], op, self.bias(op.bias), self.bias(op.scales)), dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect

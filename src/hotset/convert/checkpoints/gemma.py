@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.checkpoints.classes import HFClass, HFExperts
 from hotset.convert.checkpoints.names import LLAMA_NAMES, LLAMA_TENSORS
 
 _GEMMA: dict[str, Any] = {
@@ -64,13 +64,23 @@ _GEMMA3N_DEFAULTS: dict[str, Any] = {
     "num_kv_shared_layers": 15,
     "laurel_rank": 64,
 }
-_GEMMA4 = HFClass(  # those with experts are refused
+_GEMMA4 = HFClass(  # without enable_moe_block its layers have no experts (hf_config)
     "gemma4",
     tensors=LLAMA_TENSORS
     | {name: stem for name, stem in _ALTUP_TENSORS.items() if stem.startswith("per_layer_")},
     layer_tensors=_GEMMA["layer_tensors"]
     | {name: stem for name, stem in _ALTUP_NAMES.items() if stem in ("inp_gate", "proj", "post_norm")}
-    | {"layer_scalar": "layer_output_scale"},
+    | {
+        "layer_scalar": "layer_output_scale",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    },
     activation="hidden_activation",
     tied=True,
     defaults={
@@ -92,10 +102,11 @@ _GEMMA4 = HFClass(  # those with experts are refused
             },
         },
     },
-    required={"attention_bias": False, "enable_moe_block": False},
+    required={"attention_bias": False},
     numbers={"final_logit_softcapping": "final_logit_softcapping"},
     windows=("sliding_window", "layer_types"),
     window_heads=True,
+    experts=HFExperts(n_used="top_k_experts", normalised=None),
 )
 _GEMMA3N = HFClass(
     "gemma3n",
