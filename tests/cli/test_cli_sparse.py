@@ -47,25 +47,25 @@ def result(*arguments: object) -> Any:
 # -- run -----------------------------------------------------------------------------------------
 
 
-def test_run_says_its_mode_and_why_and_what_was_touched(published: Path, plain: Path) -> None:
+def test_run_says_its_mode_and_why_and_what_was_read(published: Path, plain: Path) -> None:
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
     assert re.search(r"^neuron-major down matrices: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
-    assert re.search(r"\| touched \d+% of FFN neurons, [\d.]+ of [\d.]+ kB per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ of [\d.]+ kB read per token \|", done.stderr)
     assert "opened" in inside("run", plain, "Hello", *FIXED, *REFERENCE).stderr
     done = inside("run", published, "Hello", *FIXED, *REFERENCE)
     assert done.stderr.startswith("sparsity predicted: the file carries predictors (fc1, fc2)\n[prompt ")
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--sparsity", "dense")
     assert done.stderr.startswith("sparsity dense: all neurons, as asked\n")
-    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB touched per token \|", done.stderr)
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB read per token \|", done.stderr)
 
 
 def test_a_dense_model_has_no_sparsity_to_speak_of(tmp_path: Path) -> None:
     model = write_model(tmp_path / "dense.gguf")
     done = inside("run", model, "Hello", *FIXED, *REFERENCE, "--stats")
     assert "sparsity" not in done.stderr
-    assert re.search(r"\| [\d.]+ kB touched per token \|", done.stderr)
+    assert re.search(r"\| [\d.]+ kB read per token \|", done.stderr)
     assert "No statistics" in done.stderr
     facts = answer(model, "Hello", *FIXED, "--stats")
     assert (facts["sparsity"]["mode"], facts["active_share"], facts["stats"]) == ("dense", None, None)

@@ -463,7 +463,7 @@ def test_generation_ends_at_the_end_of_the_context():
 
 @pytest.mark.parametrize("tokens", [[], [97], [-1], [[1, 2]], [[1], [2, 3]], [1.5], ["a"], [2**70], [True]])
 def test_a_prompt_that_is_not_token_ids_is_an_error(tokens: Any):
-    with pytest.raises(InvalidRequestError, match=r"prompt must be|not in the vocabulary"):
+    with pytest.raises(InvalidRequestError, match=r"prompt must be|prompt is empty|not in the vocabulary"):
         engine().prepare(tokens)
 
 

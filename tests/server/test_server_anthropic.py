@@ -294,7 +294,7 @@ def test_errors_have_anthropics_types(path: Path):
         await refused("tool_choice", tool_choice={"type": "tool"})
         await refused("input_schema is missing", tools=[{"name": "f"}])
         await refused(
-            "tools.0.type: Input should be 'custom'",
+            "tools.0.type must be 'custom'",
             tools=[{"type": "web_search_20250305", "name": "s", "max_uses": 1}],
         )
 

@@ -245,7 +245,7 @@ def test_options_that_are_none_are_refused(path: Path):
             assert message in reply.json()["error"]
 
         await refused("options.num_gpus is not supported", options={"num_gpus": 1})
-        await refused("options.mirostat: Input should be 0, 1 or 2", options={"mirostat": 3})
+        await refused("options.mirostat must be 0, 1 or 2", options={"mirostat": 3})
 
     run(path, work)
 

@@ -121,12 +121,12 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input": [{"role": "wizard", "content": "a"}]}, "role: Input should be 'user', 'assistant'"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: Input should be None"),
-        ({"conversation": "conv_1"}, "conversation: Input should be None"),
-        ({"background": True}, "background: Input should be False"),
-        ({"truncation": "auto"}, "truncation: Input should be 'disabled'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"input": [{"role": "wizard", "content": "a"}]}, "role must be 'user', 'assistant'"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported; leave it out"),
+        ({"conversation": "conv_1"}, "conversation is not supported; leave it out"),
+        ({"background": True}, "background must be False, not True"),
+        ({"truncation": "auto"}, "truncation must be 'disabled', not 'auto'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', not 'web_search'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -42,7 +42,7 @@ def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) ->
 
 
 def closing_line(model: Model, last: Chunk) -> str:
-    """One line: sizes and speeds of prompt and answer, bytes touched, and what ended the answer early."""
+    """One line: sizes and speeds of prompt and answer, bytes read, and what ended the answer early."""
     timings = last.timings
     parts = [f"prompt {timings.prompt_tokens} tokens"]
     if timings.reused_tokens:
@@ -52,7 +52,7 @@ def closing_line(model: Model, last: Chunk) -> str:
     parts.append(f"answer {timings.predicted_tokens} tokens")
     if timings.predicted_per_second:
         parts[1] += f", {timings.predicted_per_second:.1f} t/s"
-    parts.append(_touched(model, timings, last.answer_stats))
+    parts.append(_bytes_read(model, timings, last.answer_stats))
     if last.finish_reason is None:
         parts.append("interrupted")
     elif last.finish_reason == "length":
@@ -61,20 +61,16 @@ def closing_line(model: Model, last: Chunk) -> str:
     return "[" + " | ".join(parts) + "]"
 
 
-def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
-    touched = bytes_touched(model, timings, stats)
+def _bytes_read(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
+    read = bytes_touched(model, timings, stats)
     if stats is None:
-        return f"{human_size(touched)} touched per token"
-    share = percent(stats.active_share)
-    if model.config.has_experts and not model.config.has_zeros:
-        whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
-        return f"touched {size_of(touched, whole)} per token"
-    if model.sparsity.mode == "dense":
-        return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
-    whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
-    if model.sparsity.mode == "threshold":  # zeros of matrices' inputs are no share of neurons
-        return f"touched {size_of(touched, whole)} per token"
-    return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
+        return f"{human_size(read)} read per token"
+    whole = read - stats.bytes_touched_per_token + stats.bytes_total_per_token
+    has_idle_experts = model.config.has_experts and not model.config.has_zeros
+    if has_idle_experts or model.sparsity.mode == "threshold":  # of which no share of neurons is counted
+        return f"{size_of(read, whole)} read per token"
+    size = human_size(read) if model.sparsity.mode == "dense" else size_of(read, whole)
+    return f"{percent(stats.active_share)} of FFN neurons fired, {size} read per token"
 
 
 def print_stats(stats: StatsSummary | None, predicted: ChannelPlan | None = None) -> None:

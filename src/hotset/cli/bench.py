@@ -120,15 +120,18 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     prompt: Annotated[
         str, typer.Option("--n-prompt", "-p", help="Prompt sizes: 512 or 128,512; 0 for none.")
     ] = "512",
-    gen: Annotated[str, typer.Option("--n-gen", "-n", help="Numbers of tokens to generate.")] = "128",
+    gen: Annotated[
+        str, typer.Option("--n-gen", "-n", help="Tokens to generate: 128 or 32,128; 0 for none.")
+    ] = "128",
     both: Annotated[
-        list[str] | None, typer.Option("-pg", help="PP,TG: a prompt and then an answer; repeatable.")
+        list[str] | None,
+        typer.Option("-pg", help="PP,TG: a prompt of PP tokens, then TG generated ones; repeatable."),
     ] = None,
-    depth: Annotated[str, typer.Option("--n-depth", "-d", help="Tokens in the cache before.")] = "0",
-    threads: Annotated[
-        str, typer.Option("--threads", "-t", help="Threads; the usable cores if not given.")
-    ] = "",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Repetitions.")] = 5,
+    depth: Annotated[
+        str, typer.Option("--n-depth", "-d", help="Tokens in the KV cache before the test.")
+    ] = "0",
+    threads: Annotated[str, typer.Option("--threads", "-t", help="Threads; default: the usable cores.")] = "",
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Runs of each test.")] = 5,
     batch: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,

@@ -27,15 +27,15 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The thresholds; default: MODEL.thresholds.json beside it."),
+        typer.Option("--output", "-o", help="To this file; default: MODEL.thresholds.json beside it."),
     ] = None,
     max_increase: Annotated[
         str | None,
-        typer.Option("--max-ppl-increase", metavar="PERCENT", help="As much as loses so little, such as 1%."),
+        typer.Option("--max-ppl-increase", metavar="PERCENT", help="Largest increase of perplexity, as 1%."),
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option("--sparsity", metavar="SHARE", help="Leave out this share of the matrices' bytes: 0.5."),
+        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of the matrices' bytes: 0.5."),
     ] = None,
     uniform: Annotated[
         str | None,
@@ -56,10 +56,10 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
         ),
     ] = None,
     n_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", min=1, help="Of the text, to estimate losses from.")
+        int, typer.Option("--tokens", "-n", min=1, help="Tokens to estimate losses from.")
     ] = 4096,
     n_measured: Annotated[
-        int, typer.Option("--measured", min=1, help="Held-out tokens that are run for each measurement.")
+        int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
     ] = 16384,
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, help="Tokens of a window.")] = 512,
     keep: Annotated[
@@ -68,7 +68,7 @@ def calibrate(  # noqa: PLR0913 - options of a subcommand
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Find the thresholds below which a model's values count as zero, to a loss that you name."""
+    """Find activation thresholds, below which values count as zero, for a loss that you name."""
     targets = {
         "max_increase": _share(max_increase, "--max-ppl-increase", percent=True),
         "share": _share(share, "--sparsity", percent=False),

@@ -49,7 +49,7 @@ class Chat:
             "clear": (self.clear, "forget the conversation"),
             "system": (self.set_system, "TEXT: the system message from now on (forgets the conversation)"),
             "regen": (self.regenerate, "answer the last question again"),
-            "stats": (self.stats, "speed, context used, bytes touched per token"),
+            "stats": (self.stats, "speed, context used, bytes read per token"),
             "save": (self.save, "FILE: write the conversation as JSON"),
             "exit": (self.leave, "leave (as Ctrl-D does)"),
         }

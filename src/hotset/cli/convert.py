@@ -23,14 +23,12 @@ def convert(  # noqa: PLR0913 - options of a subcommand
     type: Annotated[
         str,
         typer.Option(
-            "--type", help="Of the matrices: f32, f16, bf16, q8_0, q4_0, ... as 'hotset quantize' has."
+            "--type", help="Type of the matrices: f32, f16, bf16, q8_0, q4_0, ...; all: 'hotset quantize -h'."
         ),
     ] = "f16",
     tensor_type: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tensor-type", metavar="PATTERN=TYPE", help="As 'hotset quantize' has it; repeatable."
-        ),
+        typer.Option("--tensor-type", metavar="PATTERN=TYPE", help="As in 'hotset quantize'; repeatable."),
     ] = None,
     powerinfer: Annotated[
         bool, typer.Option("--powerinfer", help="Write PowerInfer's format; needs --predictors.")
@@ -47,7 +45,7 @@ def convert(  # noqa: PLR0913 - options of a subcommand
     profile: Annotated[
         Path | None,
         typer.Option(
-            "--profile", exists=True, dir_okay=False, help="Of 'hotset profile': hot neurons come first."
+            "--profile", exists=True, dir_okay=False, help="From 'hotset profile': hot neurons come first."
         ),
     ] = None,
     activation: options.Activation = None,

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 FORMATS = (".npy", ".jsonl")
 _AT_ONCE = 64  # texts between two signs of progress
 
-TextsFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line; -: the standard input.")]
+TextsFile = Annotated[
+    Path | None, typer.Option("--file", "-f", help="Texts, one per line; -: the standard input.")
+]
 
 
 def embed(  # noqa: PLR0913 - options of a subcommand
@@ -37,21 +39,21 @@ def embed(  # noqa: PLR0913 - options of a subcommand
     file: TextsFile = None,
     pooling: Annotated[
         str | None,
-        typer.Option("--pooling", help="mean, cls, last, or none: a vector a token; default: the file's."),
+        typer.Option("--pooling", help="mean, cls, last, or none (a vector per token); default: the file's."),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option("--dimensions", min=1, help="The first so many values of each vector.")
+        int | None, typer.Option("--dimensions", min=1, help="Keep so many leading values of each vector.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="Write them to a file: .npy or .jsonl."),
+        typer.Option("--output", "-o", dir_okay=False, help="Write the vectors to a file: .npy or .jsonl."),
     ] = None,
     json: options.Json = False,
     n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Print the vectors of texts: a line each, of length 1."""
+    """Print the embedding vectors of texts, one per line, normalised to length 1."""
     if output is not None:
         check_target(output, [] if file is None else [file])
         if output.suffix not in FORMATS or (output.suffix == ".npy" and pooling == "none"):
@@ -87,13 +89,15 @@ def rerank(
         list[str] | None, typer.Argument(metavar="DOC", help="Documents, beside those of --file.")
     ] = None,
     file: TextsFile = None,
-    top_n: Annotated[int | None, typer.Option("--top-n", min=1, help="The best so many alone.")] = None,
+    top_n: Annotated[
+        int | None, typer.Option("--top-n", min=1, help="Print only so many, the best ones.")
+    ] = None,
     json: options.Json = False,
     n_ctx: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Print documents by how well they answer a query, the best first; the model is a reranker."""
+    """Rank documents by how well they answer a query, with a reranker model."""
     found = _texts(documents, file, "DOC")
     with ProgressBar() as bar, _loaded(model, loading.settings(n_ctx=n_ctx), bar) as loaded:
         scored = [

@@ -37,7 +37,8 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="The first so many questions; default: all.")
+        int | None,
+        typer.Option("--limit", "-n", min=1, help="Only so many questions, the first ones; default: all."),
     ] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,

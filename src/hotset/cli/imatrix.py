@@ -22,7 +22,10 @@ from hotset.units import human_size
 
 def imatrix(
     model: options.ModelName,
-    file: Annotated[Path, typer.Option("--file", "-f", help="The text.", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path,
+        typer.Option("--file", "-f", help="The text to run through the model.", exists=True, dir_okay=False),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write (GGUF).", dir_okay=False)],
     chunks: Annotated[
         int | None, typer.Option("--chunks", min=1, help="How many chunks of -c tokens; default: all.")
@@ -32,13 +35,13 @@ def imatrix(
         typer.Option("--merge", help="Add the sums of this file; repeatable.", exists=True, dir_okay=False),
     ] = None,
     process_output: Annotated[
-        bool, typer.Option("--process-output", help="Also of the output matrix.")
+        bool, typer.Option("--process-output", help="Collect for the output matrix too.")
     ] = False,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Collect an importance matrix over a text: mean squares of what each matrix is multiplied with."""
+    """Collect an importance matrix over a text, for quantize --imatrix."""
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     check_target(output, store.shards(path))

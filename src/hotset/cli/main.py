@@ -57,10 +57,23 @@ _ELSEWHERE = {
     "models": "list", "info": "show", "remove": "rm", "delete": "rm", "benchmark": "bench",
 }  # fmt: skip
 
+# Options of other programs, and what they are here.
+_OPTIONS_ELSEWHERE = {
+    "--max-tokens": "-n", "--max-new-tokens": "-n", "--num-predict": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
+    "--max-model-len": "-c", "--ngl": "-ngl", "--num-gpu": "-ngl", "--num-threads": "-t", "--schema": "-j",
+}  # fmt: skip
+
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class _Subcommand(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            _add_hint(error, {name for option in self.params for name in option.opts})
+            raise
+
     def get_help_option(self, ctx: Any) -> Any:
         return take_no_value(super().get_help_option(ctx))
 
@@ -177,6 +190,15 @@ def _escaped(error: Exception) -> Exception:
     return error
 
 
+def _add_hint(error: Any, options: set[str]) -> None:
+    """What to do about wrong usage, where typer does not say it."""
+    meant = _OPTIONS_ELSEWHERE.get(getattr(error, "option_name", ""))
+    if meant in options:
+        error.possibilities = [meant]
+    elif str(getattr(error, "message", "")).startswith("Got unexpected extra argument"):
+        error.message += "; put a text of several words in quotes"
+
+
 def _truncated_files() -> frozenset[Any]:
     mapped = sys.modules.get("hotset.formats.mapped")  # a subcommand that reads no model does not load it
     return mapped.truncated_files() if mapped is not None else frozenset()
@@ -210,7 +232,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
-    help="Runs large language models on a personal computer by touching only the neurons that fire.",
+    help="Runs large language models on a personal computer by computing only the neurons that fire.",
     epilog="Begin with 'hotset run'. 'hotset help COMMAND' shows the options of a command.",
 )
 

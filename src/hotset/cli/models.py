@@ -59,10 +59,11 @@ def pull(
 
 def list_command(
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Also the models of the catalogue that are not here yet.")
+        bool, typer.Option("--all", "-a", help="List the models of the catalogue too.")
     ] = False,
     architectures: Annotated[
-        bool, typer.Option("--architectures", help="The architectures that hotset runs, instead of models.")
+        bool,
+        typer.Option("--architectures", help="List the architectures that hotset runs, instead of models."),
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -170,8 +171,8 @@ def rm(
 
 def show(
     model: options.ModelName,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Also every tensor.")] = False,
-    metadata: Annotated[bool, typer.Option("--metadata", help="Also every key of the file.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    metadata: Annotated[bool, typer.Option("--metadata", help="List every metadata key too.")] = False,
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:

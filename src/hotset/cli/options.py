@@ -58,7 +58,8 @@ Threads = Annotated[
     int | None, _option("--threads -t", "Threads; default: the usable cores.", _ENGINE, min=1)
 ]
 ContextSize = Annotated[
-    int | None, _option("--ctx-size -c", "Tokens of prompt and answer together.", _ENGINE, min=1)
+    int | None,
+    _option("--ctx-size -c", "Size of the context: tokens of prompt and answer together.", _ENGINE, min=1),
 ]
 LONGEST = 512  # tokens of a sequence that is watched
 OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
@@ -73,7 +74,7 @@ Sparsity = Annotated[
     str | None,
     _option(
         "--sparsity",
-        "dense, exact, predicted or threshold; default: the fastest that keeps the meaning.",
+        "dense, exact, predicted or threshold; default: the fastest that the file is made for.",
         _ENGINE,
     ),
 ]
@@ -82,11 +83,18 @@ Predictor = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    _option("--profile", "Of 'hotset profile': hot neurons need no prediction.", _ENGINE, dir_okay=False),
+    _option(
+        "--profile", "From 'hotset profile': its hot neurons are always computed.", _ENGINE, dir_okay=False
+    ),
 ]
 ThresholdsFile = Annotated[
     Path | None,
-    _option("--thresholds", "Of 'hotset calibrate'; default: beside the model.", _ENGINE, dir_okay=False),
+    _option(
+        "--thresholds",
+        "From 'hotset calibrate'; default: the file beside the model.",
+        _ENGINE,
+        dir_okay=False,
+    ),
 ]
 SparsePrompts = Annotated[
     bool, _option("--sparse-prompts", "Apply thresholds to prompts too, not to answers alone.", _ENGINE)
@@ -114,33 +122,39 @@ LookupFile = Annotated[
 
 DeviceNames = Annotated[
     str | None,
-    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
+    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU),
 ]
 VramBudget = Annotated[
     float | None,
-    _option("--vram-budget", "GiB of each GPU to use, cache and all; default, or -1: what is free.", _GPU),
+    _option(
+        "--vram-budget", "GiB of each GPU to use, KV cache included; default, or -1: what is free.", _GPU
+    ),
 ]
 GpuLayers = Annotated[
     str | None,
-    _option("--n-gpu-layers --gpu-layers -ngl", "The last so many layers on the GPU; default: auto.", _GPU),
+    _option(
+        "--n-gpu-layers --gpu-layers -ngl",
+        "How many layers, the last ones, are on the GPU; default: auto.",
+        _GPU,
+    ),
 ]
 GpuIndexFile = Annotated[
     Path | None,
     _option(
-        "--gpu-index", "Put the neurons on the GPU that this file names.", _GPU, exists=True, dir_okay=False
+        "--gpu-index", "A file that names the neurons to put on the GPU.", _GPU, exists=True, dir_okay=False
     ),
 ]
 ResetGpuIndex = Annotated[
-    bool, _option("--reset-gpu-index", "Plan anew even if the placement is known.", _GPU)
+    bool, _option("--reset-gpu-index", "Plan the placement anew, even if there is one.", _GPU)
 ]
 DisableGpuIndex = Annotated[
     bool, _option("--disable-gpu-index", "Do not split the neurons of a layer.", _GPU)
 ]
 RamBudget = Annotated[
     float | None,
-    _option("--ram-budget", "GiB of memory for everything; what has no room is read as needed.", _ENGINE),
+    _option("--ram-budget", "GiB of memory in all; weights beyond it are read from disk as needed.", _ENGINE),
 ]
-NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
+NoGpu = Annotated[bool, _option("--no-gpu", "Use the CPU only.", _GPU)]
 
 # llama.cpp's, for what hotset does anyway, or has another option for.
 HfRepo = Annotated[
@@ -166,10 +180,8 @@ OverrideTensor = Annotated[
 Alias = Annotated[
     list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
 ]
-Parallel = Annotated[int, _option("--parallel -np", "Answers at once.", "Server", min=1)]
-Contexts = Annotated[
-    int, _option("--contexts", "Full contexts in the cache; of shorter ones, more.", "Server", min=1)
-]
+Parallel = Annotated[int, _option("--parallel -np", "Answers computed at the same time.", "Server", min=1)]
+Contexts = Annotated[int, _option("--contexts", "Size of the KV cache, in full contexts.", "Server", min=1)]
 
 
 def scale_option(names: str, help: str, **more: object) -> typer.models.OptionInfo:
@@ -178,7 +190,7 @@ def scale_option(names: str, help: str, **more: object) -> typer.models.OptionIn
 
 
 RayAddress = Annotated[
-    str | None, scale_option("--ray", "Address of a Ray cluster; auto: this machine's; default: begins one.")
+    str | None, scale_option("--ray", "Address of a Ray cluster; auto: this machine's; default: start one.")
 ]
 Stages = Annotated[
     str | None, scale_option("--stages", "Split the model over machines: HOST:LAYERS,HOST:LAYERS or auto.")
@@ -193,23 +205,22 @@ ParseSpecial = Annotated[
     bool,
     _option(
         "--parse-special/--no-parse-special",
-        "Without a chat template: special tokens spelled in the prompt.",
+        "Without a chat template: read special tokens in the prompt as tokens.",
         _TEXT,
     ),
 ]
 JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tokens, speeds.", _TEXT)]
 
-Stats = Annotated[bool, _option("--stats", "At the end, what each layer computed and touched.", _TEXT)]
+Stats = Annotated[bool, _option("--stats", "At the end, print what each layer computed and read.", _TEXT)]
 
-NPredict = Annotated[
-    int, _option("--n-predict -n", "Tokens of an answer at most; -1: until it ends.", min=-1)
-]
+NPredict = Annotated[int, _option("--n-predict -n", "Most tokens of an answer; -1: until it ends.", min=-1)]
 Temperature = Annotated[
     float | None, _option("--temp", "Temperature; 0: always the likeliest token.", _SAMPLING)
 ]
 TopK = Annotated[int | None, _option("--top-k", "Only the k likeliest tokens; 0: all.", _SAMPLING)]
 TopP = Annotated[
-    float | None, _option("--top-p", "Only tokens that together reach this probability.", _SAMPLING)
+    float | None,
+    _option("--top-p", "Only the likeliest tokens that together reach this probability.", _SAMPLING),
 ]
 MinP = Annotated[
     float | None, _option("--min-p", "Only tokens this likely relative to the likeliest.", _SAMPLING)
@@ -217,9 +228,11 @@ MinP = Annotated[
 RepeatPenalty = Annotated[
     float | None, _option("--repeat-penalty", "Penalise recent tokens; 1: off.", _SAMPLING)
 ]
-PresencePenalty = Annotated[float | None, _option("--presence-penalty", "Penalise what occurred.", _SAMPLING)]
+PresencePenalty = Annotated[
+    float | None, _option("--presence-penalty", "Penalise tokens that occurred.", _SAMPLING)
+]
 FrequencyPenalty = Annotated[
-    float | None, _option("--frequency-penalty", "Penalise what occurred, each time.", _SAMPLING)
+    float | None, _option("--frequency-penalty", "Penalise tokens by how often they occurred.", _SAMPLING)
 ]
 _DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
 RepeatLastN = Annotated[
@@ -277,11 +290,13 @@ MirostatEta = Annotated[float | None, _option("--mirostat-lr", "Its learning rat
 LogitBias = Annotated[
     list[str] | None, _option("--logit-bias", "ID+BIAS or ID-BIAS, such as 15043-1; repeatable.", _SAMPLING)
 ]
-Seed = Annotated[int | None, _option("--seed -s", "The same seed gives the same text; -1: any.", _SAMPLING)]
+Seed = Annotated[
+    int | None, _option("--seed -s", "The same seed gives the same text; -1: random.", _SAMPLING)
+]
 Stop = Annotated[
     list[str] | None, _option("--stop -r", "End the answer before this text; repeatable.", _SAMPLING)
 ]
-IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end.", _SAMPLING)]
+IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end the answer.", _SAMPLING)]
 
 JsonSchema = Annotated[
     str | None, _option("--json-schema -j", "The answer is JSON of this schema: a file, or its text.", _FORM)

@@ -33,7 +33,9 @@ _COMPARE_HELP = (
 
 def perplexity(
     model: options.ModelName,
-    file: Annotated[Path, typer.Option("--file", "-f", help="The text.", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path, typer.Option("--file", "-f", help="The text to measure on.", exists=True, dir_okay=False)
+    ],
     compare: Annotated[
         list[str] | None, typer.Option("--compare", metavar="WHAT", help=_COMPARE_HELP)
     ] = None,

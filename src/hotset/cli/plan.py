@@ -40,39 +40,37 @@ def plan(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     ctx_size: options.ContextSize = None,
     parallel: Annotated[
-        int, typer.Option("--parallel", "-np", min=1, help="Contexts of that size in the cache at once.")
+        int, typer.Option("--parallel", "-np", min=1, help="Contexts of that size in the KV cache.")
     ] = 1,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a step at most.")
-    ] = _BATCH,
+    batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Most tokens of a step.")] = _BATCH,
     cache_type: options.CacheType = "f16",
     threads: options.Threads = None,
-    layers: Annotated[bool, typer.Option("--layers", help="A row for each layer too.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Print a row for each layer too.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help='Plan for this GPU, wherever it is: "RTX 4090".'),
+        typer.Option("--gpu", metavar="NAME", help='Plan for this GPU, here or not: "RTX 4090".'),
     ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            "--gpu-bandwidth", metavar="GB/S", help="For a GPU of this memory bandwidth and --vram-budget."
+            "--gpu-bandwidth", metavar="GB/S", help="Plan for a GPU of this bandwidth, with --vram-budget."
         ),
     ] = None,
     link: Annotated[
         float | None,
         typer.Option(
-            "--gpu-link", metavar="GB/S", help="Of its PCIe lanes, in one direction; default: 31.5."
+            "--gpu-link", metavar="GB/S", help="Bandwidth of its PCIe link, one way; default: 31.5."
         ),
     ] = None,
     json: options.Json = False,
     *,
     loading: options.PlanOptions,
 ) -> None:
-    """Plan what goes on the GPU, what stays on the CPU, and what of it is in memory, within budgets."""
+    """Plan what is stored where within a VRAM or RAM budget; nothing is loaded."""
     with ProgressBar() as bar:
         settings = loading.settings(
             n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
@@ -98,7 +96,7 @@ def plan(  # noqa: PLR0913 - options of a subcommand
     if planned is None:
         raise DeviceError(
             'there is no GPU to plan for: name one (--gpu "RTX 4090"), or a device (--device mps, xpu, or '
-            "cpu as a stand-in)"
+            "cpu as a simulated one), or give a budget (--vram-budget, --ram-budget)"
         )
     if output is not None:
         _write_index(output, planned)

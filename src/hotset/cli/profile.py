@@ -16,7 +16,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.convert.reorder import reorder as write_reordered
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, ModelNotFoundError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
 from hotset.loader.build import open_model
@@ -45,7 +45,7 @@ def profile(  # noqa: PLR0913 - options of a subcommand
         typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to; default: beside the model.")
+        Path | None, typer.Option("--output", "-o", help="File to write; default: beside the model.")
     ] = None,
     merge: Annotated[
         list[Path] | None, typer.Option("--merge", help="Add the counts of this profile; repeatable.")
@@ -54,13 +54,15 @@ def profile(  # noqa: PLR0913 - options of a subcommand
     export_to: Annotated[
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
-    n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
+    n_tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", min=1, help="Most tokens of the text; default: all.")
+    ] = None,
     ray: options.RayAddress = None,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Count how often neurons fire and experts are chosen over a text; without one, show what is counted."""
+    """Count how often neurons fire and experts are chosen over a text; without one, show the counts."""
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or profile_path(path)
@@ -72,6 +74,10 @@ def profile(  # noqa: PLR0913 - options of a subcommand
     parts: list[Profile] = [Profile.open(part) for part in merge or []]
     new = file is not None or import_from is not None or bool(parts)
     if not new:
+        if not target.exists():
+            raise ModelNotFoundError(
+                f"there is no profile {target} to show: make one with 'hotset profile {model} -f TEXT'"
+            )
         counted = Profile.open(target)
         _check_model(counted, path)
     else:
@@ -209,15 +215,18 @@ def reorder(
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
-        Path | None, typer.Option("--profile", dir_okay=False, help="Its profile; default: that beside it.")
+        Path | None,
+        typer.Option("--profile", dir_okay=False, help="Its profile; default: the one beside it."),
     ] = None,
     bundle: Annotated[
         bool,
-        typer.Option("--bundle", help="A neuron, or an expert, becomes one read; needs no profile."),
+        typer.Option(
+            "--bundle", help="Store each neuron or expert as one read, for --ram-budget; needs no profile."
+        ),
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Write a model whose neurons stand in order of hotness, and all that refers to them with it."""
+    """Write a model with its neurons sorted by how often they fire, for faster sparse decode."""
     path = resolve(source, download=False)
     place = profile or profile_path(path)
     in_order = place.is_file()
@@ -243,7 +252,7 @@ def reorder(
         return
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
     if not in_order:
-        say("Its neurons stand as they did; 'hotset profile' says which are hot.", dim=True)
+        say("Its neurons keep their order; 'hotset profile' says which are hot.", dim=True)
         return
     fewest, most = min(written.n_always), max(written.n_always)
     head = str(most) if fewest == most else f"{fewest} to {most}"

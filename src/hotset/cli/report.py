@@ -52,21 +52,24 @@ def report(
         ),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", dir_okay=False, help="Its profile; default: that beside it.")
+        Path | None,
+        typer.Option("--profile", dir_okay=False, help="Its profile; default: the one beside it."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="The page; default: NAME.report.html, here."),
+        typer.Option("--output", "-o", dir_okay=False, help="The page to write; default: NAME.report.html."),
     ] = None,
     images: Annotated[
         list[str] | None, typer.Option("--images", help="Write the plots as png or svg too; repeatable.")
     ] = None,
-    n_tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = _TOKENS,
+    n_tokens: Annotated[
+        int, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text.")
+    ] = _TOKENS,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Draw which neurons fire and which experts are chosen: the power law, overlap, co-activation, drift."""
+    """Draw which neurons fire and which experts are chosen, as one HTML page."""
     kinds = _image_kinds(images)
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")

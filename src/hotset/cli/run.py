@@ -110,7 +110,9 @@ def _arguments(
     text = _of_a_line(read_input("PROMPT"))
     if not text.strip():
         raise typer.BadParameter(
-            "there is no prompt: give one, or run it in a terminal to chat.", param_hint="PROMPT"
+            f"there is no prompt{f' for the model {model!r}' if model else ''}: give one, or run it in a "
+            "terminal to chat.",
+            param_hint="PROMPT",
         )
     return model, text
 

@@ -40,7 +40,7 @@ class ServerOptions:
     """Where a server listens, who may ask, and how much at a time."""
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", "0: any that is free.", min=0, max=65535)] = 8080
+    port: Annotated[int, _option("--port", "Port to listen on; 0: any free one.", min=0, max=65535)] = 8080
     socket: Annotated[
         str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
     ] = None
@@ -48,10 +48,14 @@ class ServerOptions:
         Path | None, _option("--tls-cert", "HTTPS: a certificate in PEM's form.", exists=True, dir_okay=False)
     ] = None
     tls_key: Annotated[
-        Path | None, _option("--tls-key", "Its key, without a passphrase.", exists=True, dir_okay=False)
+        Path | None,
+        _option(
+            "--tls-key", "HTTPS: the certificate's key, without a passphrase.", exists=True, dir_okay=False
+        ),
     ] = None
     api_key: Annotated[
-        list[str] | None, _option("--api-key", f"Who has it may ask; repeatable; or in {_KEY_VARIABLE}.")
+        list[str] | None,
+        _option("--api-key", f"Key that clients must send; repeatable; also {_KEY_VARIABLE}."),
     ] = None
     api_key_file: Annotated[
         Path | None, _option("--api-key-file", "API keys, one a line.", exists=True, dir_okay=False)
@@ -61,38 +65,38 @@ class ServerOptions:
         _option("--keys-file", "TOML of API keys with names and limits.", exists=True, dir_okay=False),
     ] = None
     allow_no_api_key: Annotated[
-        bool, _option("--allow-no-api-key", "Let other machines in without a key.")
+        bool, _option("--allow-no-api-key", "Serve other machines without a key.")
     ] = False
     cors_origin: Annotated[
         list[str] | None,
-        _option("--cors-origin", "Pages of this origin may ask; *: all; repeatable."),
+        _option("--cors-origin", "Allow web pages of this origin; *: all; repeatable."),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
-        _option("--allowed-host", "A name by which the server is called; *: any; repeatable."),
+        _option("--allowed-host", "Allow this name in the Host header; *: any; repeatable."),
     ] = None
     trusted_proxy: Annotated[
         list[str] | None,
-        _option("--trusted-proxy", "Address of a proxy whose X-Forwarded-For says who asks; repeatable."),
+        _option("--trusted-proxy", "Address of a proxy whose X-Forwarded-For is trusted; repeatable."),
     ] = None
     max_queue: Annotated[
-        int, _option("--max-queue", "Answers that may wait for their turn; more are refused.", min=0)
+        int, _option("--max-queue", "Requests that may wait; more are refused (429).", min=0)
     ] = 64
     max_tokens: Annotated[
-        int | None, _option("--max-tokens", "Tokens of an answer at most; default: the context.", min=1)
+        int | None, _option("--max-tokens", "Most tokens of an answer; default: the context.", min=1)
     ] = None
     timeout: Annotated[
-        float | None, _option("--timeout", "Seconds that an answer may take; default: any.", min=0)
+        float | None, _option("--timeout", "Most seconds that an answer takes; default: no limit.", min=0)
     ] = None
     replicas: Annotated[
-        int | None, options.scale_option("--replicas", "Copies of the model on machines of --ray.", min=1)
+        int | None, options.scale_option("--replicas", "Copies of the model on the machines of --ray.", min=1)
     ] = None
     max_replicas: Annotated[
-        int | None, options.scale_option("--max-replicas", "Up to so many, as requests need them.", min=1)
+        int | None, options.scale_option("--max-replicas", "Most copies, added as requests need them.", min=1)
     ] = None
     max_memory: Annotated[
         float | None,
-        _option("--max-memory", "GiB that loaded models have together; default: 0.9 of what is free.", min=0),
+        _option("--max-memory", "GiB of all loaded models together; default: 0.9 of free memory.", min=0),
     ] = None
     keep_alive: Annotated[
         str | None, _option("--keep-alive", "Idle models are unloaded after this; -1: never.", metavar="TIME")
@@ -105,8 +109,8 @@ class ServerOptions:
         str | None,
         _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
     ] = None
-    log_form: Annotated[str, _option("--log-form", "Of these lines: json or text.")] = "json"
-    grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
+    log_form: Annotated[str, _option("--log-form", "Format of these lines: json or text.")] = "json"
+    grace: Annotated[float, _option("--grace", "Seconds that running answers get at shutdown.", min=0)] = 30.0
 
     @property
     def is_of_several(self) -> bool:

@@ -68,13 +68,16 @@ class AdapterOptions:
         int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
     ] = 1_000_000
     hours: Annotated[
-        float | None, typer.Option("--hours", help="Instead of --tokens.", rich_help_panel=_TRAINING)
+        float | None,
+        typer.Option(
+            "--hours", help="Train for so many hours, instead of --tokens.", rich_help_panel=_TRAINING
+        ),
     ] = None
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
     ] = 512
     batch: Annotated[
-        int, typer.Option("--batch", "-b", help="Windows of a step.", rich_help_panel=_TRAINING)
+        int, typer.Option("--batch", "-b", help="Windows per step.", rich_help_panel=_TRAINING)
     ] = 2
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)] = None
     labels: Annotated[
@@ -94,10 +97,12 @@ class AdapterOptions:
             rich_help_panel=_TRAINING,
         ),
     ] = 0.5
-    seed: Annotated[int, typer.Option("--seed", "-s", help="Of everything random.")] = 0
+    seed: Annotated[int, typer.Option("--seed", "-s", help="Seed of everything random.")] = 0
     start: Annotated[
         Path | None,
-        typer.Option("--from-adapters", help="Start from these.", dir_okay=False, rich_help_panel=_TRAINING),
+        typer.Option(
+            "--from-adapters", help="Start from these adapters.", dir_okay=False, rich_help_panel=_TRAINING
+        ),
     ] = None
 
     def settings(self, n_ff: int) -> SparsifySettings:
@@ -163,7 +168,7 @@ def sparsify(  # noqa: PLR0913 - options of a subcommand
         Path | None, typer.Option("--adapters", help="Only merge these finished adapters.", dir_okay=False)
     ] = None,
     type: Annotated[
-        str, typer.Option("--type", help="Of the matrices that change: q8_0, f16, f32.")
+        str, typer.Option("--type", help="Type of the matrices that change: q8_0, f16, f32.")
     ] = "q8_0",
     *,
     training: AdapterOptions,
@@ -172,8 +177,12 @@ def sparsify(  # noqa: PLR0913 - options of a subcommand
         Path | None,
         typer.Option("--work", help="Folder of the run; default: OUT.sparsify.", rich_help_panel=_RUN),
     ] = None,
-    eval_every: Annotated[int, typer.Option("--eval-every", min=1, help="Steps.", rich_help_panel=_RUN)] = 50,
-    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps.", rich_help_panel=_RUN)] = 25,
+    eval_every: Annotated[
+        int, typer.Option("--eval-every", min=1, help="Steps between evaluations.", rich_help_panel=_RUN)
+    ] = 50,
+    save_every: Annotated[
+        int, typer.Option("--save-every", min=1, help="Steps between checkpoints.", rich_help_panel=_RUN)
+    ] = 25,
     device: Annotated[
         str, typer.Option("--device", help="cpu, cuda, or auto.", rich_help_panel=_RUN)
     ] = "auto",

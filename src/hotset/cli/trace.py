@@ -35,17 +35,21 @@ def trace(  # noqa: PLR0913 - options of a subcommand
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="Where to; default: beside the model."),
+        typer.Option("--output", "-o", dir_okay=False, help="File to write; default: beside the model."),
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option("--replay", dir_okay=False, help="Of this trace: hit rates of caches of any size."),
+        typer.Option(
+            "--replay", dir_okay=False, help="Print the hit rates of caches of any size for this trace."
+        ),
     ] = None,
     rows: Annotated[
         list[float] | None,
-        typer.Option("--rows", min=0.0, help="With --replay: caches of so many GiB, in place of shares."),
+        typer.Option("--rows", min=0.0, help="With --replay: caches of so many GiB; repeatable."),
     ] = None,
-    n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=2, help="At most so many.")] = None,
+    n_tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text; default: all.")
+    ] = None,
     json: options.Json = False,
     sparsity: options.Sparsity = None,
     predictor: options.Predictor = None,

@@ -43,22 +43,24 @@ class TrainOptions:
         float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
     ] = 0.6
     max_increase: Annotated[
-        float, typer.Option("--max-increase", help="Of perplexity against exact, in percent.")
+        float,
+        typer.Option("--max-increase", help="Largest increase of perplexity against exact, in percent."),
     ] = 0.5
     max_share: Annotated[
-        float, typer.Option("--max-share", help="All predictors together, in percent of the model.")
+        float,
+        typer.Option("--max-share", help="Largest size of all predictors together, in percent of the model."),
     ] = 10.0
     max_bytes: Annotated[str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")] = (
         "2G"
     )
-    n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = (
-        None
-    )
+    n_tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", min=2, help="Most tokens of the text.")
+    ] = None
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")] = (
         512
     )
     epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0
-    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 1e-2
+    learning_rate: Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")] = 1e-2
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu"
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
@@ -95,11 +97,13 @@ def train_predictor(  # noqa: PLR0913 - options of a subcommand
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", "-d", help="For model_<layer>.pt; default: MODEL.predictors beside the model."),
+        typer.Option(
+            "--dir", "-d", help="Folder for model_<layer>.pt; default: MODEL.predictors beside the model."
+        ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option("--format", help="Of OUTPUT: powerinfer or plain; default: what can hold it."),
+        typer.Option("--format", help="Format of OUTPUT: powerinfer or plain; default: by the model."),
     ] = None,
     *,
     training: TrainOptions,
@@ -110,7 +114,7 @@ def train_predictor(  # noqa: PLR0913 - options of a subcommand
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
-    """Train predictors of which neurons fire: one small network per layer, as large as it must be."""
+    """Train predictors: one small network per layer that names the neurons that fire."""
     if training.type not in (None, *TYPES):
         raise typer.BadParameter(f"'{training.type}' is none of {', '.join(TYPES)}.", param_hint="--type")
     if format is not None and format not in DIALECTS:

@@ -3,7 +3,7 @@
 Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that were
 not given: to import pydantic and make them took a seventh of the time to the first token. Here a value that
 is nothing, a text or a plain number within its bounds is taken as it is. For all others, and so for every
-mistake and its message, the library is asked.
+mistake, the library is asked; what it says of a number is said in our words.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from types import NoneType
 from typing import Any, get_args
+
+import typer
 
 _NUMBERS = {int: re.compile(r"-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")}
 _ASK = object()  # of the library
@@ -45,7 +47,25 @@ class _Taking:
 
     def __call__(self, context: Any, value: Any) -> Any:
         taken = self._nothing if value is None else self._taken(value)
-        return self._ask(context, value) if taken is _ASK else taken
+        if taken is not _ASK:
+            return taken
+        try:
+            return self._ask(context, value)
+        except typer.BadParameter as error:
+            if self._kind in _NUMBERS:
+                error.message = self._complaint(str(value))
+            raise
+
+    def _complaint(self, value: str) -> str:
+        """Why a number is refused."""
+        try:
+            number = self._kind(value.replace("_", " "))
+        except ValueError:
+            number = None
+        if number is None or (self._least is None and self._most is None):
+            return f"'{value}' is not a {'whole number' if self._kind is int else 'number'}."
+        span = f"at least {self._least}" if self._most is None else f"from {self._least} to {self._most}"
+        return f"it must be {span}, not {value}."
 
     def _taken(self, value: Any) -> Any:
         if self._kind is str:

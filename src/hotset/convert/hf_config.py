@@ -38,11 +38,12 @@ from hotset.convert.hf_parts import HFAltUp, HFLatent, HFWindowHeads
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_rwkv import HFRwkv
 from hotset.convert.hf_values import flag, integer, number, positive
-from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError, did_you_mean
 from hotset.files import read_small_text
 from hotset.model.activation import DRELU, FFNActivation, parse_activation
 from hotset.model.architectures import ARCHITECTURES, REFUSED
 from hotset.model.keys import EPSILON_KEYS, FATRELU_THRESHOLD_KEY, MAX_CONV_KERNEL, UP_ACTIVATION_KEY
+from hotset.parameters import shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -105,9 +106,17 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
     if isinstance(name, str) and name not in CLASSES and name.endswith("Model"):
         name = f"{name.removesuffix('Model')}ForCausalLM"  # which has an output beside it
-    if not isinstance(name, str) or name not in CLASSES:
+    if not isinstance(name, str):
         raise UnsupportedModelError(
-            f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
+            "config.json has no list 'architectures' that names the model's class: the folder must hold a "
+            "Hugging Face checkpoint of a language model"
+        )
+    if name not in CLASSES:
+        meant = did_you_mean(name.lower(), {known.lower(): known for known in CLASSES}, 0.7)
+        hint = f" ({meant})" if meant else ""
+        raise UnsupportedModelError(
+            f"the architecture {shown(name)} in config.json is not supported{hint}; "
+            "'hotset list --architectures' names what hotset runs"
         )
     if name == "NomicBertModel" and "activation_function" in config:
         return encoders.NOMIC_MOE if config.get("moe_every_n_layers") else encoders.PUBLISHED_NOMIC

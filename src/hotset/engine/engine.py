@@ -585,6 +585,8 @@ class Engine:
             checked = np.asarray(tokens)
         except ValueError:  # lists of different lengths
             checked = np.empty((0, 0))
+        if checked.shape == (0,):
+            raise InvalidRequestError("the prompt is empty; give a text, or one or more token ids")
         if checked.ndim != 1 or not checked.size or checked.dtype.kind not in "iu":
             raise InvalidRequestError("a prompt must be one or more token ids, whole numbers in a flat list")
         outside = checked[(checked < 0) | (checked >= self.backend.n_vocab)]

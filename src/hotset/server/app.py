@@ -9,9 +9,10 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, did_you_mean
 from hotset.server import anthropic, facts, health, infill, manage, ollama, rerank, site, tokens
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
@@ -102,6 +103,13 @@ def _serve_document(app: FastAPI) -> None:
         return Response(made[0], media_type="application/json")
 
 
+def _nearest_path(path: str) -> str:
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    known = {route.path.lower(): route.path for route in routes}
+    meant = did_you_mean(path.lower(), known, 0.8)
+    return f" ({meant})" if meant else ""
+
+
 def _handle_errors(app: FastAPI) -> None:
     """Every error in the shape of the API schema that was spoken."""
 
@@ -123,11 +131,12 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_the_library(http: Request, error: HTTPException) -> Response:
-        messages = {
-            404: f"there is nothing at {http.url.path}",
-            405: f"{http.url.path} does not take {http.method}",
-        }
-        message = messages.get(error.status_code, str(error.detail))
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is nothing at {http.url.path}{_nearest_path(http.url.path)}"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{http.url.path} does not take {http.method}; use {allowed}"
         return response_of(Problem(error.status_code, message), http.url.path, error.headers)
 
     @app.exception_handler(ClientGoneError)

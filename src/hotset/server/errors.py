@@ -88,6 +88,18 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(500, f"the server itself failed, with {type(error).__name__}", code="server_error")
 
 
+# Kinds of pydantic's complaints whose own words are about Python, and what is said of the field; names in
+# braces are of the complaint's context.
+_COMPLAINTS = {
+    "dict_type": "must be a JSON object",
+    "model_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object",
+    "too_short": "must have {min_length} or more entries",
+    "too_long": "must have {max_length} entries at most",
+    "union_tag_invalid": "must have a {discriminator} that is one of {expected_tags}",
+}
+
+
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """One of pydantic's complaints as a message that names the field.
 
@@ -96,16 +108,21 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     error = max(errors, key=lambda one: len(one.get("loc", ())), default={})
     where = ".".join(str(part) for part in error.get("loc", ())[1:] if not _is_alternative(part))
     kind = error.get("type")
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "none_required"):
         return Problem(
             400, f"the parameter {where} is not supported; leave it out", where, "unsupported_parameter"
         )
     if kind == "missing":
         return Problem(400, f"{where or 'the body'} is missing", where or None, "missing_required_parameter")
-    message = str(error.get("msg", "it is not valid"))
-    message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    given = f", not {shown(error['input'])}" if "input" in error else ""
-    return Problem(400, f"{where or 'the body'}: {message}{given}", where or None, "invalid_value")
+    field, message = where or "the body", str(error.get("msg", "it is not valid"))
+    if kind == "value_error":  # one of ours, which says what was given
+        message = message.removeprefix("Value error, ")
+    elif kind in _COMPLAINTS:
+        message = _COMPLAINTS[kind].format(**error.get("ctx", {}))
+    message = message.replace("Input should be", "must be", 1)
+    given = f", not {shown(error['input'])}" if "input" in error and kind != "value_error" else ""
+    joint = " " if message.startswith("must ") else ": "
+    return Problem(400, f"{field}{joint}{message}{given}", where or None, "invalid_value")
 
 
 def _is_alternative(part: Any) -> bool:

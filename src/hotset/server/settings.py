@@ -70,7 +70,9 @@ class ServerSettings:
         for name in ("api_keys", "cors_origins", "allowed_hosts", "trusted_proxies"):
             for value in getattr(self, name):
                 if not text(name, value).strip():
-                    raise InvalidRequestError(f"{name} has an empty entry; leave it out")
+                    raise InvalidRequestError(
+                        f"one of the {name.replace('_', ' ')} is empty; give a value, or leave it out"
+                    )
         _check_form(self.log_form)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequestError("HTTPS needs both a certificate and its key: tls_cert and tls_key")

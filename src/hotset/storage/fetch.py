@@ -31,7 +31,7 @@ def pull(
     entry = catalogue.find(text) or (catalogue.find_repository(text) if not file else None)
     if entry is None and not store.is_repository(text):
         if store.local_path(text) is None:
-            raise store.unknown(text)
+            raise store.unknown(name if name.startswith("hf:") or "://" in name else text)
         raise ModelNotFoundError(f"'{text}' is a model of this machine already: there is nothing to fetch.")
     if entry is None:
         selection = select_files(text, file or None, everything=everything, memory=memory)

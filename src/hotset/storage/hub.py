@@ -77,7 +77,9 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
     except HFValidationError:
         raise ModelNotFoundError(f"'{repo}' is not a repository: write hf:owner/repository.") from None
     if constants.HF_HUB_OFFLINE:
-        raise DownloadError("The Hugging Face hub is not asked while HF_HUB_OFFLINE is set.")
+        raise DownloadError(
+            "The Hugging Face hub is not asked while HF_HUB_OFFLINE is set; unset it to fetch."
+        )
     # Not through HfApi: it reads an answer of any length (docs/decisions/030-hub-client.md).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
@@ -91,7 +93,10 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
             ) from None
         raise DownloadError(http_message(error.code, repo, "the Hugging Face hub")) from None
     except (OSError, HTTPException) as error:
-        raise DownloadError(f"The Hugging Face hub does not answer: {cause(error)}.") from None
+        raise DownloadError(
+            f"The Hugging Face hub does not answer ({cause(error)}): check the network and its proxy. "
+            "What is in the store ('hotset list') runs without a network."
+        ) from None
     try:
         listing = json.loads(body)
         revision, siblings = listing.get("sha") or "main", listing.get("siblings") or []

@@ -228,8 +228,16 @@ def local_path(name: str) -> Path | None:
 
 def unknown(name: str) -> ModelNotFoundError:
     """The message on a name that is neither here nor known, with the nearest names."""
+    if "://" in name:
+        found = re.match(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)
+        hint = f"write hf:{found[1]}" if found else "download the file and give its path"
+        return ModelNotFoundError(f"'{name}' is an address, and not the name of a model: {hint}.")
+    if name.startswith("hf:"):
+        return ModelNotFoundError(f"'{name}' names no repository: write hf:owner/repository.")
     if name.endswith(".gguf") or Path(name).is_absolute() or name.startswith((".", "~")):
-        return ModelNotFoundError(f"There is no file {name}.")
+        return ModelNotFoundError(
+            f"There is no file {name}; check the path, or name a model of 'hotset list'."
+        )
     if is_repository(name):
         return ModelNotFoundError(
             f"There is no file {name}; for the repository of that name on the hub write hf:{name}."
