@@ -37,7 +37,7 @@ def main() -> None:
     if not wheels:
         sys.exit("dist/ has no wheel: run `make wheels`")
     faults = [f"{wheel.name}: {fault}" for wheel in wheels for fault in _faults(wheel)]
-    print(*(faults or [f"{len(wheels)} wheels are sound"]), sep="\n")
+    print(*(faults or [f"{len(wheels)} sound"]), sep="\n")
     sys.exit(bool(faults))
 
 

@@ -47,7 +47,7 @@ def check(python: Python, suite: dict[str, list[str]]) -> bool:
         "hashes of logits": ["tests/platforms/hashes.py"],
         "the program": ["tests/platforms/program.py", str(_model()), PROMPT, _answer()],
     }
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
     steps |= {name: [*pytest, *words] for name, words in suite.items()}
     parts = []
     for name, words in steps.items():
