@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -59,7 +59,7 @@ test-all: MARKED := -m ''
 test-all: tidy test
 
 # System packages that some tests need, on Debian and its relatives; without them those tests are skipped.
-TEST_PACKAGES := qemu-user
+TEST_PACKAGES := qemu-user mesa-vulkan-drivers libvulkan1 vulkan-validationlayers glslc spirv-tools
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 test-deps:
 	$(SUDO) apt-get update -qq
@@ -101,6 +101,13 @@ test-triton: build $(VENV)/.dev
 	for version in $(TRITONS); do folder=$(abspath build/triton)/$$version; \
 	  [ -d $$folder ] || $(BIN)/python -m pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
 	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest tests/backends/gpu/test_gpu_aot.py || exit 1; done
+
+# The PTX of the GPU's kernels executed by an interpreter (tests/support/ptx), as it was compiled for Ampere and for
+# Hopper: results, bounds, alignment, races. A quarter of an hour; needs no GPU. ARCHS=80 for one of them.
+ARCHS ?= 80 90
+test-ptx: build $(VENV)/.dev
+	for arch in $(ARCHS); do HOTSET_TEST_DEVICE=ptx HOTSET_PTX_ARCH=$$arch $(BIN)/python -m pytest -n $(JOBS) -m '' \
+	  tests/backends/gpu/interpreted_gpu_kernels.py || exit 1; done
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).

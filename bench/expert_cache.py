@@ -20,7 +20,7 @@ from pathlib import Path
 from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
 
 from hotset.offload.replacement import HALF_LIFE, Replacement
-from hotset.sparsity.replay import POLICIES, Replay, replay
+from hotset.report.replay import POLICIES, Replay, replay
 from hotset.sparsity.trace import RouteTrace
 
 HALF_LIVES = (4, 8, 16, 32, 64, 128)

@@ -32,6 +32,7 @@ NAVIGATION = {
         "docs/guides/sparsity",
         "docs/MEMORY",
         "docs/GPU",
+        "docs/VULKAN",
         "docs/guides/convert",
         "docs/TRAINING",
         "docs/PREDICTORS",

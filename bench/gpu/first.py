@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ledger import LIMIT, run_within
+from ledger import LIMIT, PATIENCE, run_within
 from peers import print_table
 
 STAGES = Path(__file__).with_name("stages.py")
@@ -43,7 +43,7 @@ ORDER = (
     Step("memcheck", ("check", "--part", "memcheck"), 500),
     Step("racecheck", ("check", "--part", "racecheck"), 500),
 )
-SMALL = {"steps", "kernels", "budgets", "speed", "hybrid"}  # which know sizes for trying the scripts out
+SMALL = {"steps", "kernels", "budgets", "models-right", "speed", "hybrid"}  # which have sizes for trials
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     left = 0
     for step in steps:
-        limit = min(step.seconds, LIMIT, end - time.monotonic())
+        limit = min(step.seconds * PATIENCE, LIMIT, end - time.monotonic())
         if not _is_done(folder, step) and limit > 2 * SPARE:
             _run(folder, step, [*options, "--out", str(out)], limit, small)
         left += not _is_done(folder, step)
@@ -68,7 +68,7 @@ def run(
 def _run(folder: Path, step: Step, options: Sequence[str], limit: float, small: bool) -> None:
     arguments = list(step.arguments)
     if small and step.name in SMALL:
-        arguments = [arguments[0], "--small"]
+        arguments = [*(arguments if arguments[0] == "check" else arguments[:1]), "--small"]
     command = [sys.executable, "-u", str(STAGES), *arguments, *options, "--seconds", str(limit - SPARE)]
     said, start = folder / f"{step.name}.txt", time.monotonic()
     print(f"\n== {step.name}: at most {limit:.0f} s; {said}", flush=True)

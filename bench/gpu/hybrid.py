@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from compare_sparse import EVAL
-from ledger import Ledger, run_within
+from ledger import PATIENCE, Ledger, run_within
 from peers import print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
@@ -35,7 +35,7 @@ WORKER = Path(__file__).with_name("decode.py")
 FALCON40 = Shape(8192, 32768, 60, 128, 8)
 WHOLE = 1.0  # no budget: a model that is on the device as a whole needs more than its weights there
 SHARES = (0.25, 0.5, WHOLE)  # of the model, in GPU memory
-PROGRAM_SECONDS = 150.0  # that one program may take to load and answer
+PROGRAM_SECONDS = 150.0 * PATIENCE  # that one program may take to load and answer
 TARGETS = {"PowerInfer": 2.0, "llama.cpp": 3.0}  # where half of the model or less fits
 
 

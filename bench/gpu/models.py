@@ -33,15 +33,15 @@ PLACES: dict[str, dict[str, object]] = {
 PROMPT = list(range(3, 40))
 
 
-def agree(device: str) -> bool:
-    """Prints a table; whether every model agrees."""
+def agree(device: str, *, small: bool = False) -> bool:
+    """Prints a table; whether every model agrees. small: one that is split, for trying the script out."""
     rows, good = [], True
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
         on_gpu = [rng.random(SHAPE.ff) < 0.3 for _ in range(SHAPE.layers)]
         write_gpu_index(Path(folder) / INDEX, GPUIndex(1 << 30, on_gpu))
-        for kind in KINDS:
-            for type, tolerance in TYPES.items():
+        for kind in KINDS[1:2] if small else KINDS:
+            for type, tolerance in list(TYPES.items())[:1] if small else TYPES.items():
                 path = Path(folder) / f"{kind}-{type.name}.gguf"
                 write_sparse_model(path, SHAPE, type, kind=kind, rank=32, n_vocab=600, n_ctx=256)
                 for place in PLACES:
@@ -70,4 +70,4 @@ def _error(path: Path, device: str, place: str) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(not agree(sys.argv[1]))
+    sys.exit(not agree(sys.argv[1], small="--small" in sys.argv))

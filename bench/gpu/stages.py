@@ -25,6 +25,7 @@ results. Without a GPU, --device cpu --small runs every line of it on sizes that
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from ledger import LIMIT, Ledger, run_within
 
 from hotset.cores import usable_cores
 
+PROCESSES = 12  # each with a context on the device
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = "tests/backends/gpu/interpreted_gpu_kernels.py"
 PARTS = {
@@ -82,7 +84,8 @@ def main() -> None:
         sys.exit(1 if left else 0)
     seconds = args.seconds or 480.0
     if args.stage == "check":
-        sys.exit(check(args.device, args.part or list(PARTS), min(args.seconds or LIMIT, LIMIT)))
+        end = min(args.seconds or LIMIT, LIMIT)
+        sys.exit(check(args.device, args.part or list(PARTS), end, small=args.small))
     if args.stage == "build":
         import build
 
@@ -137,7 +140,7 @@ def _handed_on(args: argparse.Namespace) -> list[str]:
     return options + [part for path in args.real for part in ("--real", str(path))]
 
 
-def check(device: str, parts: list[str], seconds: float) -> int:
+def check(device: str, parts: list[str], seconds: float, *, small: bool = False) -> int:
     """The kernels' tests on the device, under compute-sanitizer too where it is installed; whole models.
 
     All parts end within so many seconds; one that has not is a failure.
@@ -152,16 +155,20 @@ def check(device: str, parts: list[str], seconds: float) -> int:
         if device == "cpu" and part != "models":
             print("the kernels are compiled for GPUs alone; `make test` runs them in Triton's interpreter")
             continue
-        code |= _part(part, device, left)
+        code |= _part(part, device, left, small)
     return code
 
 
-def _part(part: str, device: str, seconds: float) -> int:
+def _part(part: str, device: str, seconds: float, small: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", KERNEL_TESTS]
     environment = os.environ | {"HOTSET_TEST_DEVICE": device}
     if part == "models":
         command = [sys.executable, str(Path(__file__).with_name("models.py")), device]
-    elif part != "kernels":
+        command += ["--small"] if small else []
+    elif part == "kernels":
+        if importlib.util.find_spec("xdist") is not None:  # most of the time is Triton's compiler's
+            command += ["-n", str(min(usable_cores(), PROCESSES))]
+    else:
         if (sanitizer := shutil.which("compute-sanitizer")) is None:
             print("compute-sanitizer is not installed: this was not checked")
             return 0

@@ -32,7 +32,7 @@ def run(ledger: Ledger, setup: Setup) -> None:
     path, device = hybrid._model(setup.folder, setup.models[0]), str(setup.device)
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
-    for kind in get_args(Kind):
+    for kind in get_args(Kind) if setup.device.type != "cpu" else ("direct",):  # what it has
         found = _trial(ledger, f"synchronisation-{kind}", what="synchronisation", device=device, kind=kind)
         if found is not None:
             rows.append(

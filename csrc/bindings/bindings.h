@@ -60,5 +60,6 @@ void bind_cpu_worker(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_draw(nb::module_& m);
 void bind_replacement(nb::module_& m);
+void bind_vulkan(nb::module_& m);
 
 }  // namespace hotset::bindings

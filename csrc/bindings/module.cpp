@@ -5,6 +5,7 @@
 #include "plan.h"
 #include "runtime.h"
 #include "threads.h"
+#include "vulkan/loader.h"
 
 namespace hotset::bindings {
 namespace {
@@ -21,6 +22,10 @@ void translate(const std::exception_ptr& thrown, void*) {
         PyErr_SetString(error_class("InvalidRequestError").ptr(), error.what());
     } catch (const ReadError& error) {
         PyErr_SetString(error_class("ReadError").ptr(), error.what());
+    } catch (const vulkan::OutOfMemory& error) {
+        PyErr_SetString(error_class("OutOfMemoryError").ptr(), error.what());
+    } catch (const vulkan::Error& error) {
+        PyErr_SetString(error_class("DeviceError").ptr(), error.what());
     } catch (const StepCancelled&) {
         PyErr_SetNone(error_class("StepCancelledError").ptr());
     }
@@ -85,4 +90,5 @@ NB_MODULE(_core, m) {
     bind_store(m);
     bind_cpu_worker(m);
     bind_plan(m);
+    bind_vulkan(m);
 }

@@ -13,7 +13,7 @@ struct RouteFacts {
     enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
     int n_used = 1;
     Scoring scoring = Softmax;
-    std::vector<float> bias;  // empty: none
+    std::vector<float> bias, scales;  // empty: none
     bool normalised = false;
     float scale = 1.0f;
     int n_groups = 1, n_groups_used = 1, group_best = 2;
@@ -76,6 +76,8 @@ class Router {
         }
         const bool numbers = std::all_of(x, x + n_, [](float v) { return v == v; });
         for (int j = 0; j < f_.n_used; j++) weights[j] = numbers ? weights[j] / sum * f_.scale : NAN;
+        if (!f_.scales.empty())
+            for (int j = 0; j < f_.n_used; j++) weights[j] *= f_.scales[ids[j]];
     }
 
   private:
@@ -122,6 +124,7 @@ static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> 
                 : scoring == "sigmoid" ? RouteFacts::Sigmoid
                                        : RouteFacts::SoftmaxChosen;
     f.bias = facts.floats_or_none("bias", n);
+    f.scales = facts.floats_or_none("scales", n);
     f.normalised = facts.flag("normalised");
     f.scale = facts.real("scale");
     f.n_groups = facts.integer("n_groups", 1, n);

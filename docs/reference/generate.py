@@ -28,6 +28,8 @@ from hotset.model.supported import supported
 from hotset.reporter import Reporter
 from hotset.server import metrics
 from hotset.server.app import create_app
+from hotset.server.catalogue import Catalogue
+from hotset.server.models import Models
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 from hotset.sparsity import sidecar, thresholds
@@ -380,8 +382,13 @@ def service() -> Service:
     return Service(lambda: None, ServerSettings(), name="MODEL")  # type: ignore[arg-type, return-value]
 
 
+def host() -> Models:
+    """Several models, of which there are none: it has every route."""
+    return Models(Catalogue({}), budget=0)
+
+
 def http_reference() -> str:
-    document = create_app(service()).openapi()
+    document = create_app(host()).openapi()
     rows = [
         f"| `{method.upper()} {path}` | {body_of(route)} | {reply_of(route)} | {first_line(route)} |"
         for path, methods in document["paths"].items()
@@ -455,6 +462,14 @@ def metrics_reference() -> str:
         ],
         "Under a RAM budget": rows_of(metrics.DISK_COUNTERS, "counter"),
         "Of an MoE model with a cache of experts": rows_of(metrics.EXPERT_COUNTERS, "counter"),
+        "Of a server with several models": [
+            (metrics.MODELS_LIMIT[0], "gauge", metrics.MODELS_LIMIT[1], ""),
+            *((name, "gauge", what, "{model}") for name, (_, what) in metrics.MODEL_GAUGES.items()),
+            *(
+                (name, "counter", what, f"{{{', '.join(labels)}}}")
+                for name, (labels, what) in metrics.MODEL_COUNTERS.items()
+            ),
+        ],
     }
     parts = [METRICS_HEAD]
     for title, rows in tables.items():

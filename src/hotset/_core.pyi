@@ -241,3 +241,67 @@ class CpuWorker:
     def host_argument(self, layer: int) -> int: ...
     def counts(self) -> np.ndarray: ...  # int64 [n_layers, 6]: requests, then all but the last of base.COUNTS
     def seconds(self) -> np.ndarray: ...
+
+# A part of a buffer as a dispatch takes it: offset, size, and whether it is written.
+VulkanBinding = tuple[VulkanBuffer, int, int, bool]
+
+class VulkanDevice:
+    """An open Vulkan device (csrc/vulkan/device.h). DeviceError where there is none, or it fails."""
+
+    def __init__(self, index: int, validate: bool = False, staged: bool = False) -> None: ...
+    @property
+    def allocated(self) -> int: ...  # bytes of its buffers that live
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_range(self) -> int: ...  # bytes of a binding
+    @property
+    def max_allocation(self) -> int: ...  # bytes of a buffer
+    def limit(self, bytes: int) -> None: ...  # more raises OutOfMemoryError
+    def allocate(self, size: int, place: str) -> VulkanBuffer: ...  # device, to_device, from_device
+    def kernel(
+        self, spirv: np.ndarray, n_buffers: int, push_bytes: int, constants: list[int]
+    ) -> VulkanKernel: ...
+
+class VulkanBuffer:
+    """A piece of memory (csrc/vulkan/device.h)."""
+
+    @property
+    def size(self) -> int: ...
+    def write(self, offset: int, data: np.ndarray) -> None: ...  # uint8
+    def read(self, offset: int, size: int) -> np.ndarray: ...  # uint8, a copy
+    def clear(self) -> None: ...
+    def view(self) -> np.ndarray: ...  # uint8, of memory that the host sees
+
+class VulkanKernel: ...
+
+class VulkanCancel:
+    """Ends a run of programs from any thread."""
+
+    asked: bool
+    def __init__(self) -> None: ...
+
+class VulkanProgram:
+    """Dispatches, recorded once (csrc/vulkan/program.h). ValueError for what the device does not allow."""
+
+    def __init__(self, device: VulkanDevice) -> None: ...
+    def dispatch(
+        self,
+        kernel: VulkanKernel,
+        bindings: list[VulkanBinding],
+        push: bytes,
+        groups: tuple[int, int, int],
+    ) -> None: ...
+    def dispatch_indirect(
+        self,
+        kernel: VulkanKernel,
+        bindings: list[VulkanBinding],
+        push: bytes,
+        counts: VulkanBuffer,
+        offset: int,
+    ) -> None: ...
+    def cut(self) -> None: ...
+    def finish(self) -> None: ...
+
+def vulkan_devices(validate: bool) -> list[dict[str, Any]]: ...
+def vulkan_run(programs: list[VulkanProgram], cancel: VulkanCancel) -> None: ...

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 from hotset.errors import InvalidRequestError
-from hotset.model.config import parse_activation
+from hotset.model.activation import parse_activation
 from hotset.model.cost import KVType
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.reporter import Reporter
@@ -34,7 +34,8 @@ class LoadSettings:
     "reference" is the slow one in plain NumPy that the others are checked against.
 
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
-    "cpu", which stands in for a GPU and makes nothing faster; None: a GPU that is found.
+    "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which needs no torch
+    (docs/VULKAN.md); None: a GPU that is found.
     vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
     -1: what is free.
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
@@ -120,6 +121,7 @@ class LoadSettings:
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
             )
+        self._check_vulkan()
         if self.ram_budget is not None and self.backend == "reference":
             raise InvalidRequestError(
                 "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
@@ -130,6 +132,28 @@ class LoadSettings:
         value = getattr(self, name)
         if value is not None or type(self).__dataclass_fields__[name].default is not None:
             object.__setattr__(self, name, checked(name, value, *bounds))
+
+    def _check_vulkan(self) -> None:
+        """What a Vulkan device does not do."""
+        if self.vulkan is None:
+            return
+        if len(self.device or ()) > 1:
+            raise InvalidRequestError("a Vulkan device computes without others; name it alone")
+        if self.gpu_index is not None or self.ram_budget is not None:
+            option = "a GPU index" if self.gpu_index is not None else "a budget of this machine's memory"
+            raise InvalidRequestError(
+                f"a Vulkan device has whole layers and takes no {option[2:]}; leave it out"
+            )
+
+    @property
+    def vulkan(self) -> str | None:
+        """The Vulkan device that was asked for; None: none."""
+        return next((name for name in self.device or () if name.partition(":")[0] == "vulkan"), None)
+
+    @property
+    def on_vulkan(self) -> bool:
+        """Whether layers are on a Vulkan device."""
+        return self.vulkan is not None and self.n_gpu_layers != 0
 
     @property
     def asks_for_thresholds(self) -> bool:

@@ -170,6 +170,8 @@ def test_a_route_is_what_its_description_says() -> None:
     found = routed(x, bias, route)[0]  # the bias chooses and does not weigh
     assert found[:2].tolist() == [0, 3]
     np.testing.assert_allclose(found[2:], 3 * p[[0, 3]] / p[[0, 3]].sum(), rtol=1e-6)
+    scales = np.array([2, 5, 7, 0.5], F32)  # of each expert, behind all else
+    np.testing.assert_array_equal(routed(x, bias, route, scales)[0, 2:], found[2:] * scales[[0, 3]])
     tiny = routed(np.full((1, 4), -60, F32), None, route)[0, 2:]  # a sum of almost nothing counts as 2^-14
     np.testing.assert_allclose(tiny, 3 * np.exp(-60) * 2**14, rtol=1e-3, atol=1e-12)
 

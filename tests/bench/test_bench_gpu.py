@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -169,14 +170,15 @@ def test_the_first_half_hour_ends_and_goes_on(
     monkeypatch.setattr(first, "SPARE", 0.1)
     names = ("one", "hangs", "fails", "last")
     order = tuple(first.Step(name, (name,), 1.0 if name == "hangs" else 60.0) for name in names)
-    assert first.run(tmp_path, ["--device", "cpu"], 100, steps=order) == 2
+    assert first.run(tmp_path, ["--device", "cpu"], 600, steps=order) == 2
     results = {name: json.loads((tmp_path / "first" / f"{name}.json").read_text()) for name in names}
     assert [results[name]["ended"] for name in names] == [0, None, 1, 0]
     said = capsys.readouterr().out
     assert "2 of 4 stages are left" in said
     assert re.search(r"\| hangs +\| time", said)
     (tmp_path / "mended").touch()
-    assert first.run(tmp_path, [], 100, steps=order) == 0
+    order = tuple(first.Step(name, (name,), 60.0) for name in names)
+    assert first.run(tmp_path, [], 600, steps=order) == 0
     assert (tmp_path / "begun").read_text().split() == [*names, "hangs", "fails"]
     assert capsys.readouterr().out.rstrip().endswith("Complete.")
     assert first.run(tmp_path, [], -1, steps=(*order, first.Step("late", ("late",), 60))) == 1
@@ -187,6 +189,26 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
     (choices,) = re.findall(r"^  \{(.*)\}$", done.stdout, re.MULTILINE)
     assert {step.arguments[0] for step in first.ORDER} == set(choices.split(",")) - {"first"}
     assert all(step.seconds < 540 for step in first.ORDER)
+
+
+@pytest.mark.slow
+def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
+    """The command as it is given on a machine with a GPU, on the simulated device: every stage ends well, and
+    leaves what it measured."""
+    command = [sys.executable, str(STAGES), "first", "--device", "cpu", "--small", "--seconds", "1e6"]
+    out, environment = tmp_path / "out", os.environ | {"HOTSET_BENCH_PATIENCE": "100"}
+    done = subprocess.run(
+        [*command, "--out", str(out), "--models", str(tmp_path / "models")], capture_output=True, text=True,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.rstrip().endswith("Complete.")
+    assert not re.search("WRONG|Traceback", done.stdout)
+    ended = {path.stem: json.loads(path.read_text())["ended"] for path in (out / "first").glob("*.json")}
+    assert ended == dict.fromkeys((step.name for step in first.ORDER), 0)
+    units = {path.parent.name for path in out.glob("*/*.json")}
+    assert units == {"first", "steps", "kernels", "budgets", "speed", "hybrid"}
+    assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
 
 
 def test_what_steps_find_becomes_tables(
@@ -226,7 +248,7 @@ def test_what_steps_find_becomes_tables(
     monkeypatch.setattr(hybrid, "_model", lambda folder, name, plain=False: file)
     monkeypatch.setattr(hybrid, "_run", ran)
     what = (tmp_path, ("small",), Path("/llama"), None, 7)
-    setup = hybrid.Setup(torch.device("cpu"), *what, 64, 1, (0.5,), {})
+    setup = hybrid.Setup(torch.device("cuda", 0), *what, 64, 1, (0.5,), {})
     steps.run(Ledger(tmp_path / "steps", 60), setup)
     said = capsys.readouterr().out
     assert said.rstrip().splitlines()[-1].startswith("1 units left (synchronisation-memops is next)")

@@ -20,7 +20,7 @@ from cli_runs import CHAT, COMMAND, PROMPT, PROSE, Terminal, columns_of, hotset,
 from rich.cells import cell_len
 
 from hotset.cli.console import print_error, say, warn
-from hotset.cli.terminal import Answer
+from hotset.cli.terminal import AnswerWriter
 from hotset.escaping import clause, escaped, escaped_json
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
 
@@ -220,7 +220,7 @@ class Screen(io.StringIO):
 
 def on_screen(screen: Screen, text: str, *, step: int = 3) -> list[str]:
     """The lines of the screen after an answer that comes in pieces."""
-    with Answer(screen) as out:
+    with AnswerWriter(screen) as out:
         for i in range(0, len(text), step):
             out.write(text[i : i + step])
     return screen.getvalue().split("\n")
@@ -280,7 +280,7 @@ def test_lists_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for its end either, and the terminal breaks it: a copy of it has no line break."""
     screen = Screen(monkeypatch, 20)
-    out = Answer(screen)
+    out = AnswerWriter(screen)
     out.write("see ")
     for _ in range(95):
         out.write("x")
@@ -294,7 +294,7 @@ def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.M
 
 def test_where_the_width_is_not_known_no_word_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch, 0)
-    out = Answer(screen)
+    out = AnswerWriter(screen)
     for character in PROSE:
         out.write(character)
         assert PROSE.startswith(screen.getvalue())
@@ -323,7 +323,7 @@ def test_messages_on_a_terminal_break_between_words(monkeypatch: pytest.MonkeyPa
 
 def test_the_width_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch, 40)
-    out = Answer(screen)
+    out = AnswerWriter(screen)
     out.write(PROSE[:50])
     screen.columns = 20
     before = len(screen.getvalue().split("\n"))
@@ -344,7 +344,7 @@ def test_a_model_does_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert not re.search("(?!\n)[\x00-\x1f\x7f-\x9f\u2028\u202e\u2066]", written)
     assert "\u200f\u200dc\n" in written  # marks that scripts need stay
     raw = io.StringIO()
-    with Answer(raw) as out:
+    with AnswerWriter(raw) as out:
         out.write(ATTACK)
     assert raw.getvalue() == ATTACK  # to a pipe or a file it goes as it is
 

@@ -883,7 +883,7 @@ def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: 
 
 
 def test_every_class_has_a_row() -> None:
-    from hotset.model.config import ARCHITECTURES
+    from hotset.model.architectures import ARCHITECTURES
 
     of_experts = {"nemotron_h_moe": "nemotron_h", "nomic-bert": "nomic-bert-moe"}  # one class of both
     found = {row.architecture for row in CLASSES.values()}
@@ -1100,8 +1100,8 @@ def test_powerinfer_files_that_are_refused(
 def test_a_profile_orders_the_neurons_and_changes_nothing_else(
     tmp_path: Path, name: str, dialect: str
 ) -> None:
+    from hotset.convert.reorder import reorder
     from hotset.sparsity.profile import Profile, profile_path
-    from hotset.sparsity.reorder import reorder
     from hotset.sparsity.sidecar import fingerprint
 
     recipe, model = sparse_model(name)
@@ -1130,8 +1130,8 @@ def test_a_profile_orders_the_neurons_and_changes_nothing_else(
 
 
 def test_a_profile_orders_gate_and_up_of_one_matrix(tmp_path: Path) -> None:
+    from hotset.convert.reorder import reorder
     from hotset.sparsity.profile import Profile
-    from hotset.sparsity.reorder import reorder
     from hotset.sparsity.sidecar import fingerprint
 
     recipe = tiny_models.RECIPES["phi3-relu"]

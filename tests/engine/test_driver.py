@@ -22,7 +22,7 @@ from hotset.backends.base import Batch, StepResult
 from hotset.engine import driver
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
-from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
+from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Event, Owner, Sequence
 from hotset.errors import (
@@ -775,13 +775,13 @@ def test_where_no_answer_runs_steps_grow_as_long_as_that_pays() -> None:
 def test_a_step_is_divided_among_prompts(
     missing: list[int], budget: float, n_max: int, given: list[int]
 ) -> None:
-    assert divide([Chunk(n, 1.0) for n in missing], budget, n_max) == given
+    assert divide([PrefillChunk(n, 1.0) for n in missing], budget, n_max) == given
 
 
 def test_a_token_far_behind_in_a_prompt_weighs_more() -> None:
     weight = weigher(lambda depth: 100.0 + 0.1 * depth)
     assert [weight(at) for at in (0, 1000)] == [1.0, 3.0]
-    chunks = [Chunk(4000, weight(1000)), Chunk(50, weight(0))]
+    chunks = [PrefillChunk(4000, weight(1000)), PrefillChunk(50, weight(0))]
     assert divide(chunks[:1], 120, 512) == [40]
     assert divide(chunks, 120, 512) == [5, 50]
     assert weigher(None)(4000) == 1.0

@@ -14,7 +14,7 @@ from hotset.backends.base import LOGIT_GROUP
 from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp, top_k
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.text.mask import Mask
+from hotset.text.mask import TokenMask
 
 N_VOCAB = 3000  # more than k groups, so that top_k selects before it sorts
 
@@ -226,8 +226,8 @@ class Allowed:
     def is_busy(self, seconds: float) -> bool:
         return False
 
-    def mask(self) -> Mask:
-        return Mask.of(self.bits, N_VOCAB)
+    def mask(self) -> TokenMask:
+        return TokenMask.of(self.bits, N_VOCAB)
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)

@@ -14,11 +14,11 @@ from sparse_runs import ONE_BY_ONE, cpu, write
 from stored_weights import stored
 from tiny_gguf import write_llama
 
+from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.bundle import PAGE, Part, record_bytes
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.sparsity.reorder import reorder
 
 T = GGMLType
 

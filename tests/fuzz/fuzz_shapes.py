@@ -38,6 +38,7 @@ from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.hf import convert_hf
+from hotset.convert.reorder import reorder
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
@@ -48,7 +49,6 @@ from hotset.model.graph import Graph
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.offload.weight_store import StoredWeights, sizes_of
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.reorder import reorder
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 ENCODED = sorted(t for t in DECODABLE if not t.name.startswith("IQ"))

@@ -29,14 +29,14 @@ if __name__ == "__main__":  # as pytest does for the tests
 from fuzz import fuzz_gguf, fuzz_models
 from tiny_gguf import write_llama, write_relu
 
+from hotset.convert.reorder import reorder
 from hotset.errors import HotsetError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.memory import own_memory
 from hotset.model.thresholds import LayerThresholds
+from hotset.report.replay import replay
 from hotset.sparsity.profile import Profile
-from hotset.sparsity.reorder import reorder
-from hotset.sparsity.replay import replay
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, open_trace
 

@@ -9,6 +9,7 @@
                    from 0 have "<next>" for their number; Anthropic's first event counts the tokens "<so far>"
     pages          the name of the file whose bytes they are
     metrics        their names and labels; "<number>" for the numbers
+    memory         of a loaded model: "<bytes>"
 
 A server is new for each endpoint, so that no test leans on another.
 """
@@ -19,6 +20,7 @@ import asyncio
 import base64
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -30,8 +32,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-from tiny_server import MESSAGES, client_of, write_model, write_reranker
+from tiny_server import MESSAGES, client_of, client_to, write_model, write_reranker
 from tool_models import CALL, THINKS, WEATHER, written
+
+from hotset.server.catalogue import Catalogue
+from hotset.server.models import Models
+from hotset.settings import LoadSettings
 
 TIMES = {"created", "created_at", "completed_at", "total_duration", "load_duration"}
 TIMES |= {"prompt_eval_duration", "eval_duration"}
@@ -202,6 +208,35 @@ REFUSALS = [
     Case("[" * 100, "/v1/messages"),
 ]
 """What is refused before a route sees it, in each API schema."""
+_OTHER = {"model": "other"}
+SEVERAL: list[tuple[str, Case]] = [
+    ("GET", Case(path="/health")),
+    ("GET", Case(path="/v1/models")),
+    ("GET", Case(path="/api/ps")),
+    ("GET", Case(path="/props")),
+    ("POST", Case(_OTHER | {"prompt": "hello"} | GREEDY, "/v1/completions")),
+    ("POST", Case({"model": "none", "prompt": "hello"}, "/v1/completions")),
+    ("POST", Case({"prompt": "hello", "model": ""}, "/v1/completions")),
+    ("GET", Case(path="/models")),
+    ("GET", Case(path="/v1/models/other")),
+    ("GET", Case(path="/api/ps")),
+    ("GET", Case(path="/metrics")),
+    ("POST", Case(_OTHER | {"keep_alive": 0}, "/api/generate")),
+    ("POST", Case(NAMED, "/models/unload")),
+    ("POST", Case({"model": "none"}, "/models/load")),
+    ("POST", Case({}, "/models/load")),
+    ("POST", Case({"source": "tiny", "destination": "mine:small"}, "/api/copy")),
+    ("POST", Case({"source": "tiny", "destination": "../up"}, "/api/copy")),
+    ("POST", Case({"model": "mine:small"}, "/api/show")),
+    ("DELETE", Case({"model": "mine:small"}, "/api/delete")),
+    ("DELETE", Case({"model": "mine:small"}, "/api/delete")),
+    ("DELETE", Case(NAMED, "/api/delete")),
+    ("POST", Case({"model": "no such model", "stream": False}, "/api/pull")),
+    ("POST", Case({"model": "no such model"}, "/api/pull")),
+    ("POST", Case(NAMED, "/models/load", headers={"origin": "https://elsewhere.example"})),
+]
+"""Requests to a server of several models, one after the other; /models/events, which does not end, has a test
+of its own (tests/server/test_server_models.py)."""
 
 
 def name_of(method: str, route: str) -> str:
@@ -240,6 +275,32 @@ async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> l
     return _without_what_changes(found)
 
 
+def several(folder: Path) -> list[dict[str, Any]]:
+    """The replies to SEVERAL."""
+    return asyncio.run(_several(folder))
+
+
+async def _several(folder: Path) -> list[dict[str, Any]]:
+    home = os.environ.get("HOTSET_HOME")
+    os.environ["HOTSET_HOME"] = str(folder / "home")
+    try:
+        tiny = _model(folder, thinks=False, ranks=False)
+        other = write_model(folder / "other.gguf", n_layer=1)
+        os.utime(other, (_WHEN, _WHEN))
+        catalogue = Catalogue({"tiny": tiny, "other": other})
+        catalogue.scan()
+        load = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256)
+        models = Models(catalogue, load=load, budget=1 << 30, keep_alive=math.inf)
+        async with client_to(models) as client:
+            found = [await _reply(client, case, method, str(case.path)) for method, case in SEVERAL]
+    finally:
+        if home is None:
+            del os.environ["HOTSET_HOME"]
+        else:
+            os.environ["HOTSET_HOME"] = home
+    return _without_what_changes(found)
+
+
 def _model(folder: Path, thinks: bool, ranks: bool) -> Path:
     keys = {"llama.context_length": 2048, "general.name": "Tiny", "general.license": "mit"}
     keys |= {"tokenizer.chat_template": THINKS} if thinks else {}
@@ -273,6 +334,8 @@ def _body(kind: str, reply: httpx.Response) -> Any:
             return _joined([json.loads(line) for line in reply.text.splitlines()])
         case "text/plain" if reply.url.path == "/metrics":
             return [re.sub(r"^([^#].*) \S+$", r"\1 <number>", line) for line in reply.text.splitlines()]
+        case "None":  # nothing
+            return reply.text
         case _ if reply.status_code == 200:
             name = reply.url.path.removeprefix("/page/").removeprefix("/") or "index.html"
             assert reply.content == (files("hotset.server") / "page" / name).read_bytes()
@@ -349,6 +412,8 @@ def _without_what_changes(value: Any) -> Any:
     def walk(one: Any, key: str = "") -> Any:
         if key in TIMES and (isinstance(one, int) or (isinstance(one, str) and _ISO.fullmatch(one))):
             return "<time>"
+        if key == "memory" and isinstance(one, int):
+            return "<bytes>"
         if isinstance(one, dict):
             return {name: walk(of, name) for name, of in one.items()}
         if isinstance(one, list):

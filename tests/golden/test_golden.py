@@ -28,6 +28,8 @@ if __name__ == "__main__":  # as pytest does for the tests
 from golden import files, machines, replies
 
 from hotset.server.app import create_app
+from hotset.server.catalogue import Catalogue
+from hotset.server.models import Models
 from hotset.server.service import Service
 
 Golden = Callable[[Path], Any]
@@ -40,7 +42,10 @@ def server_files() -> dict[str, Golden]:
         f"server-{replies.name_of(*route)}": partial(replies.replies, cases, route)
         for route, cases in replies.CASES.items()
     }
-    return made | {"server-refusals": partial(replies.replies, replies.REFUSALS, ("", ""))}
+    return made | {
+        "server-refusals": partial(replies.replies, replies.REFUSALS, ("", "")),
+        "server-several-models": replies.several,
+    }
 
 
 def machine_files() -> dict[str, Golden]:
@@ -68,6 +73,9 @@ def test_it_is_as_it_was_stored(name: str, tmp_path: Path) -> None:
 def test_every_route_has_a_file() -> None:
     app = create_app(Service(lambda: pytest.fail("nothing is loaded"), name="none"))
     assert set(replies.routes_of(app.routes)) == set(replies.CASES)
+    several = create_app(Models(Catalogue({}), budget=0))
+    asked = {(method, case.path) for method, case in replies.SEVERAL} | {("GET", "/models/events")}
+    assert set(replies.routes_of(several.routes)) - set(replies.CASES) <= asked
 
 
 def test_every_file_has_a_test() -> None:

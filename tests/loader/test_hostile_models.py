@@ -14,7 +14,7 @@ import hotset
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM, MAX_WINDOW
+from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM, MAX_WINDOW
 
 T = GGMLType
 RELU = {"llama.hidden_activation": "relu"}

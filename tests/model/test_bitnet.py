@@ -16,13 +16,13 @@ from sparse_runs import ONE_BY_ONE, assert_every_value_is_right, cpu, prepared
 from hotset.backends.gpu.cpu_offload import split_ffns
 from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
+from hotset.convert.reorder import reorder
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity.profile import Profile
-from hotset.sparsity.reorder import reorder
 from hotset.sparsity.sidecar import fingerprint
 
 torch = pytest.importorskip("torch")

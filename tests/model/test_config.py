@@ -14,22 +14,13 @@ from hypothesis import strategies as st
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import (
-    ARCHITECTURES,
-    DRELU,
-    FATRELU_THRESHOLD_KEY,
-    UP_ACTIVATION_KEY,
-    ConvMixer,
-    DeltaMixer,
-    Experts,
-    FFNActivation,
-    ModelConfig,
-    StateSpaceMixer,
-    _Keys,
-    config_from_gguf,
-    parse_activation,
-)
+from hotset.model.activation import DRELU, FFNActivation, parse_activation
+from hotset.model.architectures import ARCHITECTURES
+from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.experts import Experts
+from hotset.model.keys import FATRELU_THRESHOLD_KEY, UP_ACTIVATION_KEY, Keys
+from hotset.model.mixers import ConvMixer, DeltaMixer, StateSpaceMixer
 from hotset.model.operations import ExpertLinear, Mask
 from hotset.model.predictor import Predictor, PredictorKind
 
@@ -217,7 +208,7 @@ def test_an_unknown_architecture_is_named() -> None:
 
 
 def test_a_number_may_lie_at_either_end_of_its_range() -> None:
-    keys = _Keys(
+    keys = Keys(
         {"a.low": 2, "a.high": 3.0, "a.above": 3.0000001, "a.most": 1e9, "a.least": 1e-9, "a.zero": 0}, "a"
     )
     assert keys.real("low", 2, 3) == keys.integer("low", 2, 3) == keys.integer("low", 1, 2) == 2
@@ -231,7 +222,7 @@ def test_a_number_may_lie_at_either_end_of_its_range() -> None:
     assert [keys.factor(key) for key in ("most", "least", "zero", "missing")] == [1e9, 1e-9, 1, 1]
     assert keys.factor("zero", 2.0) == 2
     with pytest.raises(FormatError, match=r"is 1000000001.0, outside 0 to 1e\+09"):
-        _Keys({"a.f": 1e9 + 1}, "a").factor("f")
+        Keys({"a.f": 1e9 + 1}, "a").factor("f")
 
 
 @pytest.mark.parametrize(

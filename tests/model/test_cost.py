@@ -10,7 +10,8 @@ from tiny_gguf import write_llama, write_relu
 
 from hotset.formats.gguf import TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import SILU, LayerConfig, ModelConfig, config_from_gguf
+from hotset.model.activation import SILU
+from hotset.model.config import LayerConfig, ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.operations import Rope

@@ -13,7 +13,7 @@ from cli_runs import inside
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.config import ARCHITECTURES
+from hotset.model.architectures import ARCHITECTURES
 from hotset.model.supported import read_config, supported
 
 tiny_models = pytest.importorskip("tiny_models")

@@ -14,7 +14,7 @@ from placement_problems import GPU, layer, model, place_budget, power_law, rates
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import LayerFacts, ModelFacts
 from hotset.placement.milp import MixedIntegerProgram
-from hotset.placement.problem import Problem
+from hotset.placement.problem import PlacementProblem
 from hotset.placement.solver import solve
 from hotset.placement.table import CPU, Device, LayerPlacement, Placement, Rates, predict
 from hotset.report.placement import placement_table
@@ -133,7 +133,7 @@ def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
     machine = rates(gpu=replace(GPU, launch=0.0))
     least = facts.smallest_bytes(4) + 4 * shared + 10_000
     limit = least + int(rng.uniform(0.05, 0.4) * (facts.whole_bytes + facts.stream_bytes - least))
-    problem = Problem(facts, machine, (Device("cuda:0", limit, 10_000),), frequencies, 4, True)
+    problem = PlacementProblem(facts, machine, (Device("cuda:0", limit, 10_000),), frequencies, 4, True)
     greedy = problem.greedy()
     exact, how = MixedIntegerProgram(problem).run(None)
     largest = max(one.neuron_bytes for one in facts.layers)
@@ -155,7 +155,7 @@ def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest
     rng = np.random.default_rng(3)
     frequencies = [rng.uniform(0.2, 0.4, 100) for _ in facts.layers]
     devices = (Device("cuda:0", room_for(facts, 50), 10_000),)
-    problem = Problem(facts, rates(), devices, frequencies, 1, True)
+    problem = PlacementProblem(facts, rates(), devices, frequencies, 1, True)
     found, _ = MixedIntegerProgram(problem).run(None)
     assert found is not None
     milp = optimize.milp
@@ -260,7 +260,9 @@ def test_bytes_of_a_175b_model_do_not_overflow() -> None:
     facts = large(96, 12288, 49152, 12288)
     assert facts.whole_bytes > 2**36
     place = [LayerPlacement(0)] * 96
-    problem = Problem(facts, rates(), (Device("cuda:0", 2**40, 0),), [np.zeros(49152)] * 96, None, True)
+    problem = PlacementProblem(
+        facts, rates(), (Device("cuda:0", 2**40, 0),), [np.zeros(49152)] * 96, None, True
+    )
     budget = problem.budget_of(place, 0)
     row = 12288 * 9 // 16
     assert budget.neurons == 96 * 49152 * (3 * row + 16)

@@ -35,7 +35,7 @@ from hotset.placement.budget import OUTPUT_ROWS, model_facts, workspace_bytes
 from hotset.placement.build import open_chain
 from hotset.placement.cards import CARDS
 from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
-from hotset.placement.problem import Problem
+from hotset.placement.problem import PlacementProblem
 from hotset.placement.table import CPU, Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import choose, prepare
@@ -92,7 +92,9 @@ def test_a_device_never_holds_more_than_was_planned(
         places = tuple(LayerPlacement(0, mask) for mask in masks)
         machine_rates = Rates((machine.STAND_IN,))
         frequencies = [np.full(n_ff, 0.1) for n_ff in config.n_ff]
-        problem = Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
+        problem = PlacementProblem(
+            facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True
+        )
         planned = problem.budget_of(list(places), 0)
         stream = facts.stream_bytes // 2
         backend = open_chain(

@@ -14,6 +14,7 @@ from random_traces import EXPERTS, moe_layer, random_trace, traced
 
 import hotset
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
@@ -25,7 +26,6 @@ from hotset.report.experts import drift_of, experts_dict, experts_line, hotness_
 from hotset.report.layers import expert_table
 from hotset.report.plots import plots_of_experts
 from hotset.sparsity.profile import Profile, collect, profile_path
-from hotset.sparsity.reorder import reorder
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.taps import of_backend
 

@@ -93,8 +93,8 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
 
 # Who uses the native module. Others use these, or name its types for a type checker.
 OWNERS_OF_THE_CORE = {
-    "backends.cpu", "backends.gpu.cpu_offload", "offload", "formats.encode", "formats.mapped",
-    "engine.sampler", "placement.disk", "cli.doctor",
+    "backends.cpu", "backends.gpu.cpu_offload", "backends.vulkan", "offload", "formats.encode",
+    "formats.mapped", "engine.sampler", "placement.disk", "cli.doctor",
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_every_metric_of_a_server_is_there(
 
 
 def test_every_route_and_schema_is_there(made: dict[str, str], generator: ModuleType) -> None:
-    document = generator.create_app(generator.service()).openapi()
+    document = generator.create_app(generator.host()).openapi()
     for path, methods in document["paths"].items():
         assert all(f"| `{method.upper()} {path}` |" in made["http.md"] for method in methods), path
     headings = set(re.findall(r"^## (\S+)$", made["http.md"], re.MULTILINE))

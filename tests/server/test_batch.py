@@ -18,7 +18,7 @@ import pytest
 import hotset
 from hotset.reporter import Reporter
 from hotset.server import batch as batch_module
-from hotset.server.batch import Batch
+from hotset.server.batch import BatchRun
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
@@ -61,8 +61,8 @@ def service(path: Path) -> Service:
     )
 
 
-def run(path: Path, requests: Path, answers: Path, progress: Reporter | None = None) -> Batch:
-    with Batch(requests, answers, 64) as batch:
+def run(path: Path, requests: Path, answers: Path, progress: Reporter | None = None) -> BatchRun:
+    with BatchRun(requests, answers, 64) as batch:
         asyncio.run(batch.run(service(path), progress or Reporter()))
     return batch
 
@@ -127,7 +127,7 @@ def test_it_goes_on_where_it_was(path: Path, tmp_path: Path):
     starts = [0] + [i + 1 for i, byte in enumerate(text) if byte == 10]
     for end in (starts[4], starts[4] + 7, starts[5] - 1, 3, 0):  # between two lines, and in the midst of one
         out.write_bytes(text[:end])
-        with Batch(requests, out, 64) as batch:
+        with BatchRun(requests, out, 64) as batch:
             assert batch.n_done == sum(start <= end for start in starts[1:])
             n_done = batch.n_done
         run(path, requests, out)
@@ -136,7 +136,7 @@ def test_it_goes_on_where_it_was(path: Path, tmp_path: Path):
             name: text_of(line) for name, line in whole.items()
         }
         assert out.read_bytes()[: starts[n_done]] == text[: starts[n_done]]
-    with Batch(requests, out, 64) as done:
+    with BatchRun(requests, out, 64) as done:
         assert (done.n_left, done.n_done) == (0, 9)
 
 
@@ -261,7 +261,7 @@ def test_a_file_without_a_request_is_refused_and_nothing_is_written(tmp_path: Pa
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_bytes(b"\n" + line + b"\nx\n")
     with pytest.raises(hotset.InvalidRequestError, match="has no request: line 2 cannot be used"):
-        Batch(requests, out, 64)
+        BatchRun(requests, out, 64)
     assert not out.exists()
 
 
@@ -274,7 +274,7 @@ def test_a_custom_id_comes_back_as_it_was(path: Path, tmp_path: Path):
     text = out.read_bytes()
     answers = [json.loads(line) for line in text.splitlines()]  # of bytes: U+2028 ends no line of JSON
     assert sorted(one["custom_id"] for one in answers) == sorted(names)
-    with Batch(requests, out, 64) as done:
+    with BatchRun(requests, out, 64) as done:
         assert (done.n_done, done.n_left) == (len(names), 0)
     assert out.read_bytes() == text
 
@@ -304,12 +304,12 @@ def test_answers_of_other_requests_are_left_alone(tmp_path: Path):
     for text in (other, *foreign, mine + mine, hashless, json.dumps(record) + "\n", "null\n", "[]\n"):
         out.write_text(text)
         with pytest.raises(hotset.InvalidRequestError, match="answers no request"):
-            Batch(requests, out, 64)
+            BatchRun(requests, out, 64)
         assert out.read_text() == text
     with pytest.raises(hotset.InvalidRequestError, match="is not there"):
-        Batch(tmp_path / "none.jsonl", out, 64)
+        BatchRun(tmp_path / "none.jsonl", out, 64)
     with pytest.raises(hotset.InvalidRequestError):
-        Batch(requests, requests, 64)  # the answers behind the requests
+        BatchRun(requests, requests, 64)  # the answers behind the requests
 
 
 def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
@@ -354,12 +354,12 @@ def test_a_second_run_changes_nothing_that_the_first_writes(path: Path, tmp_path
     """Not even a line of which the first has written a half: it has no lock, so it is not torn."""
     pytest.importorskip("fcntl")
     requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
-    with Batch(requests, out, 64):
+    with BatchRun(requests, out, 64):
         half = b'{"id":"batch_req_1","custom_id":"requ'
         with out.open("ab") as file:
             file.write(half)
         with pytest.raises(hotset.InvalidRequestError, match="another process is writing"):
-            Batch(requests, out, 64)
+            BatchRun(requests, out, 64)
         assert out.read_bytes() == half
     assert run(path, requests, out).n_done == 2
 
@@ -367,7 +367,7 @@ def test_a_second_run_changes_nothing_that_the_first_writes(path: Path, tmp_path
 def test_requests_that_change_meanwhile_are_an_error_and_no_answer_is_lost(path: Path, tmp_path: Path):
     requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
     text = requests.read_text()
-    with Batch(requests, out, 64) as batch:
+    with BatchRun(requests, out, 64) as batch:
         requests.write_text(text.replace("request-1", "request-2"))
         with pytest.raises(hotset.InvalidRequestError, match="was changed while it was in use"):
             asyncio.run(batch.run(service(path), Reporter()))

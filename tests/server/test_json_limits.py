@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 from tiny_server import MESSAGES, run
 
-from hotset.server import body, json_limits, tokens
+from hotset.server import body, json_limits, replies, tokens
 from hotset.server.anthropic import MessagesBody
 from hotset.server.body import BodyRequest
 from hotset.server.errors import RequestError
@@ -28,6 +28,7 @@ from hotset.server.openai.embeddings import EmbeddingsBody
 from hotset.server.openai.responses import ResponsesBody
 from hotset.server.openai.schema import MAX_BIASES, MAX_TOOLS, Body
 from hotset.server.preparation import LONG_BYTES
+from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
 from hotset.server.tokens import DetokenizeBody, TokenizeBody
 
@@ -280,3 +281,18 @@ def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch)
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {404}
 
     run(path, work, max_queue=1)
+
+
+def test_a_long_text_is_written_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """Each takes the interpreter's lock for a moment only; together they are the JSON of the whole."""
+    text = 'a "quoted" \\ \ud800 word\n' * 40_000
+    longest = 0
+
+    def noting(value: object) -> bytes:
+        nonlocal longest
+        longest = max(longest, len(value)) if isinstance(value, str) else longest
+        return dumped(value)
+
+    monkeypatch.setattr(replies, "dumped", noting)
+    assert JsonReply({"content": text, "n": [1]}).body == dumped({"content": text, "n": [1]})
+    assert longest < len(text) / 4

@@ -13,7 +13,7 @@ from tiny_server import MESSAGES, Serving, metrics_of, run, write_model, write_r
 
 import hotset
 from hotset.reporter import Reporter
-from hotset.server.batch import Batch
+from hotset.server.batch import BatchRun
 from hotset.server.service import Service
 
 QUERY = "which?"
@@ -145,7 +145,7 @@ def test_a_batch_ranks(path: Path, expected: list[tuple[int, float]], tmp_path: 
     request = {"custom_id": "a", "method": "POST", "url": JINA, "body": BODY}
     (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
     service = Service(lambda: hotset.load(path, backend="cpu", n_threads=1), name="tiny")
-    with Batch(tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", 64) as batch:
+    with BatchRun(tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", 64) as batch:
         asyncio.run(batch.run(service, Reporter()))
     answer = json.loads((tmp_path / "answers.jsonl").read_text())["response"]["body"]
     assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == expected

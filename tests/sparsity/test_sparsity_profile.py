@@ -13,6 +13,7 @@ from tiny_gguf import write_relu
 
 from hotset.backends.base import Backend
 from hotset.backends.reference import ReferenceBackend
+from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
 from hotset.formats import powerinfer
 from hotset.formats.gguf import GGUFFile, GGUFWriter, ValueType, open_gguf
@@ -24,7 +25,6 @@ from hotset.sparsity import sidecar, taps
 from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
-from hotset.sparsity.reorder import reorder
 
 N_FF, N_VOCAB = 96, 96
 TOKENS = np.random.default_rng(7).integers(0, N_VOCAB, 150).astype(np.int32)

@@ -24,8 +24,8 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.offload.replacement import Replacement, arrange
+from hotset.report.replay import POLICIES, SHARES, replay
 from hotset.sparsity.recorder import record
-from hotset.sparsity.replay import POLICIES, SHARES, replay
 from hotset.sparsity.trace import RouteTrace, trace_path
 
 # ---- recording ----

@@ -22,14 +22,14 @@ from stored_weights import stored
 import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.offload.cache_stats import CacheStats
+from hotset.report.replay import POLICIES, policies, replay
 from hotset.sparsity import recorder, taps
 from hotset.sparsity.recorder import record
-from hotset.sparsity.reorder import reorder
-from hotset.sparsity.replay import POLICIES, policies, replay
 from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, open_trace, trace_path
 
 N_TOKENS = 24

@@ -17,8 +17,9 @@ import hotset
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.model.config import PREDICTOR_MASKS_KEY, config_from_gguf
+from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.keys import PREDICTOR_MASKS_KEY
 from hotset.sparsity.stats import StepCosts
 from hotset.training.predictor import train_predictors
 

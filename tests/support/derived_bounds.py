@@ -131,10 +131,10 @@ def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
 
 def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Of ids and weights: ids exactly. A weight is an exponential, off by its own error and by that of its
-    argument, over a sum of such, and maybe normalised, scaled."""
+    argument, over a sum of such, and maybe normalised, scaled, twice."""
     of_exp = EXP + U * np.ptp(x, axis=1, keepdims=True)
     weights = np.abs(expected[:, op.n_used :])
-    bound = weights * (4 * of_exp + gamma(x.shape[1] / LANES + op.n_used + TREE + 8)) + TINY
+    bound = weights * (4 * of_exp + gamma(x.shape[1] / LANES + op.n_used + TREE + 9)) + TINY
     return np.concatenate([-U * np.abs(expected[:, : op.n_used]), bound], axis=1)
 
 

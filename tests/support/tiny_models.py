@@ -437,6 +437,10 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0,
     "vocab_size_per_layer_input": VOCABULARY,
 }  # fmt: skip
+GEMMA4_EXPERTS = {
+    **GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 48,
+}  # fmt: skip
 ORION = {**LAYER_NORMS, **rope("linear", factor=1.0, partial_rotary_factor=1.0)}
 INTERNLM2 = (
     partial(one_qkv, groups=SHAPE["num_key_value_heads"]),
@@ -1085,6 +1089,16 @@ EXPERTS: dict[str, TinyModel] = {
         {**SMALLTHINKER, "sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0]}
         | {"sliding_window_size": 24, "moe_primary_router_apply_softmax": True, "tie_word_embeddings": False},
     ),
+    "gemma4-experts": TinyModel(  # as 26B-A4B: experts beside the layer's own FFN
+        "Gemma4", GEMMA4_EXPERTS, config="Gemma4Text", patch=scale_results
+    ),
+    "gemma4-one-expert": TinyModel(
+        "Gemma4",
+        {**GEMMA4_EXPERTS, "num_experts": 3, "top_k_experts": 1, "moe_intermediate_size": 32}
+        | {"hidden_activation": "relu", "attention_k_eq_v": False, "hidden_size_per_layer_input": 24},
+        config="Gemma4Text",
+        patch=scale_results,
+    ),
     "gpt-oss": TinyModel("GptOss", GPT_OSS),
     "gpt-oss-pattern": TinyModel(
         "GptOss", {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
@@ -1410,7 +1424,7 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("gemma3-relu", "smallthinker", "gpt-oss", "qwen3next", "glm4moe"), WIDE_HEADS),
     **dict.fromkeys(("qwen35", "qwen35moe", "mistral3-sees", "mellum", "hy_v3"), WIDE_HEADS),
     **dict.fromkeys(("olmo3", "qwen25vl", "jamba"), THREE_HEADS),
-    **dict.fromkeys(("gemma4", "falcon-h1"), WIDE_HEADS),
+    **dict.fromkeys(("gemma4", "gemma4-experts", "falcon-h1"), WIDE_HEADS),
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
     **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa"), LATENT_32),
 }

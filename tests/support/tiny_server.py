@@ -19,7 +19,7 @@ from waiting import WATCHDOG, until
 import hotset
 from hotset.server.app import create_app
 from hotset.server.listen import Server, bound_socket
-from hotset.server.service import Service
+from hotset.server.service import Host, Service
 from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -58,11 +58,11 @@ async def client_of(
 
 
 @asynccontextmanager
-async def client_to(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server once it has loaded its model."""
-    app = create_app(service)
+async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server once it has loaded its model, or models that it begins with."""
+    app = create_app(host)
     async with app.router.lifespan_context(app):
-        await service.loaded()
+        await host.loaded()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with AsyncTinyClient(
             transport=transport, base_url="http://localhost", timeout=WATCHDOG

@@ -422,9 +422,10 @@ def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(monkeypa
     monkeypatch.setattr(subprocess, "Popen", unlimited)
     monkeypatch.setattr(renderer, "MAX_BYTES", 32 << 20)
     source = "{% set ns = namespace(x=[]) %}" + "{% for a in range(99999) %}" * 2
-    source += "{% set ns.x = [ns.x, 'a' * 999] %}{% endfor %}{% endfor %}"
+    source += "{% set ns.x = [ns.x, 'a' * (9999 + a)] %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(renderer, "MAX_WAIT_SECONDS", 600.0)
     with ChatTemplate(source) as template:
-        monkeypatch.setattr(renderer, "MAX_SECONDS", 60.0)
+        monkeypatch.setattr(renderer, "MAX_SECONDS", 600.0)
         with pytest.raises(TokenizerError, match="more than 32 MB of memory and was ended"):
             template.render(PLAIN)
 

@@ -33,7 +33,7 @@ from hotset.engine.sequence import Sequence
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.text import constraint, grammar_child
 from hotset.text.constraint import GrammarConstraint, Grammars
-from hotset.text.mask import Mask
+from hotset.text.mask import TokenMask
 from hotset.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -47,7 +47,7 @@ def grammars(kind: str = "bpe") -> Grammars:
     return Grammars(load_tokenizer(KINDS[kind]()))
 
 
-def ids_of(mask: Mask, tokenizer: Tokenizer) -> set[int]:
+def ids_of(mask: TokenMask, tokenizer: Tokenizer) -> set[int]:
     bits = np.unpackbits(mask.bits, bitorder="little")
     assert not bits[tokenizer.n_vocab :].any()
     assert mask.ids is None or mask.ids.tolist() == np.flatnonzero(bits).tolist()

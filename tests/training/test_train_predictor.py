@@ -31,7 +31,7 @@ from hotset.model.predictor import Predictor
 from hotset.reporter import Reporter
 from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
-from hotset.training.pairs import LayerTaps, Pairs, collect, encode
+from hotset.training.pairs import LayerTaps, PairShards, collect, encode
 from hotset.training.predictor import PredictorSettings, Schedule, predictor_inputs, train_predictors
 from hotset.training.predictor_layer import Weights, calibrate, start
 
@@ -146,7 +146,7 @@ def test_pairs_come_back_as_they_were(tmp_path: Path) -> None:
     assert (collected.n_train, collected.n_held_out, collected.limited) == (360, 40, False)
     seen = [part for tokens in SEQUENCES[4:] for part in fake_steps(tokens, ())]
     inputs, neurons = (np.concatenate([part[name] for part in seen]) for name in ("p", "n"))
-    with Pairs(tmp_path, [20]) as pairs:
+    with PairShards(tmp_path, [20]) as pairs:
         layer = pairs.layer(0, "train")
         rows = np.array([5, 350, 17, 0, 359])
         found, magnitudes = layer.batch(rows)
@@ -354,7 +354,7 @@ def test_a_calibrated_predictor_keeps_the_recall(tmp_path: Path) -> None:
     collect(tmp_path, fake_steps, SOURCES, steps[:2], steps[2:], max_bytes=10 << 20, settings={})
     fc1 = rng.standard_normal((32, 8)).astype(np.float32)
     weights = Weights(fc1, rng.standard_normal((20, 32)).astype(np.float32))
-    with Pairs(tmp_path, [20]) as pairs:
+    with PairShards(tmp_path, [20]) as pairs:
         held_out = pairs.layer(0, "held_out")
         found = [calibrate(held_out, weights, GGMLType.F16, recall, "cpu") for recall in (0.5, 0.8, 0.95)]
     for quality, recall in zip(found, (0.5, 0.8, 0.95), strict=True):
@@ -424,7 +424,7 @@ def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> Non
     firing = []
     for activation, one in zip(("relu", "fatrelu:0.5", "fatrelu:0.5"), told, strict=True):
         train_predictors(path, [TEXT], folder, None, QUICK, activation=activation, keep=True, progress=one)
-        with Pairs(folder / "training" / "pairs", [SHAPE.ff] * SHAPE.layers) as pairs:
+        with PairShards(folder / "training" / "pairs", [SHAPE.ff] * SHAPE.layers) as pairs:
             part = pairs.layer(0, "held_out")
             firing.append(float((part.batch(np.arange(len(part)))[1] > 0).mean()))
     labels = [{label for label, _, _ in one.steps} for one in told]

@@ -234,7 +234,8 @@ class ReferenceBackend:
             case SoftCap():
                 return soft_cap(values[op.x.id], op.cap)
             case Route():
-                return routed(values[op.x.id], None if op.bias is None else self._weight(op.bias), op)
+                bias, scales = (None if v is None else self._weight(v) for v in (op.bias, op.scales))
+                return routed(values[op.x.id], bias, op, scales)
             case ExpertLinear():
                 x = values[op.x.id]
                 if op.of_parts:
@@ -434,7 +435,7 @@ def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarr
     return out.reshape(len(of_chosen), ffn.n_ff)
 
 
-def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
+def routed(x: np.ndarray, bias: np.ndarray | None, op: Route, scales: np.ndarray | None = None) -> np.ndarray:
     """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (operations.Route)."""
     scoring = {"softmax": softmax, "sigmoid": ACTIVATIONS["sigmoid"]}.get(op.scoring)
     p = x if scoring is None else scoring(x, F32(0))
@@ -452,7 +453,10 @@ def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
         weights = softmax(weights)
     if op.normalised:
         weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), F32(2**-14))
-    weights = np.where(np.isnan(x).any(axis=1, keepdims=True), F32(np.nan), weights * F32(op.scale))
+    weights = weights * F32(op.scale)
+    if scales is not None:
+        weights = weights * scales[ids]
+    weights = np.where(np.isnan(x).any(axis=1, keepdims=True), F32(np.nan), weights)
     return np.concatenate([ids, weights], axis=1).astype(x.dtype)
 
 

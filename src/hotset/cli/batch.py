@@ -61,10 +61,10 @@ def batch(  # noqa: PLR0913 - options of a subcommand
     if replicas is not None:
         raise typer.BadParameter("it is where --ray is; name that too.", param_hint="--replicas")
 
-    from hotset.server.batch import SETTINGS, Batch
+    from hotset.server.batch import SETTINGS, BatchRun
     from hotset.server.service import Service
 
-    with Batch(requests, output, SETTINGS.max_nesting) as work:
+    with BatchRun(requests, output, SETTINGS.max_nesting) as work:
         if work.file.rejected:
             first = next(iter(work.file.rejected.values()))
             warn(

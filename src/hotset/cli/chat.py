@@ -14,7 +14,7 @@ import typer
 from hotset.cli.answer import closing_line, has_template, print_stats
 from hotset.cli.console import print_error, say
 from hotset.cli.editor import Editor, block
-from hotset.cli.terminal import Answer
+from hotset.cli.terminal import AnswerWriter
 from hotset.errors import ContextLengthError, HotsetError, did_you_mean
 from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
@@ -162,7 +162,7 @@ class Chat:
         pieces: list[str] = []
         self.last = None
         try:
-            with Answer() as out, closing(answer) as stream:  # type: ignore[type-var]
+            with AnswerWriter() as out, closing(answer) as stream:  # type: ignore[type-var]
                 for chunk in stream:
                     self.last = chunk
                     pieces.append(chunk.text)

@@ -8,11 +8,14 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table
+from hotset.errors import HotsetError
 from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
 from hotset.storage import store
 from hotset.units import human_size
@@ -63,6 +66,7 @@ def doctor(json: options.Json = False) -> None:
         *[[name, "found" if found else "not found"] for name, found in gpu["drivers"].items()],
         *[[name, version or "not installed"] for name, version in gpu["packages"].items()],
         ["GPU", gpu["advice"]],
+        *[[name, text] for name, text in _vulkan_rows(report["vulkan"])],
         [
             "packages",
             ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items()),
@@ -98,6 +102,7 @@ def examine() -> dict[str, Any]:
             "free": shutil.disk_usage(existing).free,
         },
         "gpu": _gpu(),
+        "vulkan": _vulkan(),
         "packages": {name: package_version(name) for name in _PACKAGES},
     }
 
@@ -147,6 +152,30 @@ def _gpu() -> dict[str, Any]:
         advice = f"{found} is used ('hotset plan MODEL' shows how; --no-gpu: the CPU alone)"
     name = None if found is None else str(found)
     return {"drivers": drivers, "packages": packages, "found": name, "advice": advice}
+
+
+def _vulkan() -> dict[str, Any]:
+    """Vulkan devices, each with the reason why it is not used, if there is one; why there are none."""
+    try:
+        from hotset.backends.vulkan.devices import list_devices
+
+        return {"devices": [asdict(device) for device in list_devices()], "why": ""}
+    except (ImportError, HotsetError) as error:
+        return {"devices": [], "why": str(error)}
+
+
+def _vulkan_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if not found["devices"]:
+        yield "Vulkan", found["why"] or "the driver has no device"
+    for one in found["devices"]:
+        facts = f"{one['name']}, {one['kind']}, Vulkan {one['api']}, {human_size(one['memory'])}"
+        if one["refusal"]:
+            use = f"not used: {one['refusal']}"
+        elif one["kind"] == "software":
+            use = "computes on the CPU: for tests"
+        else:
+            use = f"{human_size(one['free'])} free; --device vulkan:{one['index']}"
+        yield f"Vulkan device {one['index']}", f"{facts}; {use}"
 
 
 def package_version(package: str) -> str | None:

@@ -41,6 +41,14 @@ MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file
 _MODEL: dict[str, Any] = {"metavar": "MODEL", "help": MODEL_HELP, "autocompletion": _model_names}
 ModelName = Annotated[str, typer.Argument(show_default=False, **_MODEL)]
 OptionalModel = Annotated[str | None, typer.Argument(**_MODEL)]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Paths, names, or a folder of models; none: all of the store, loaded as requests name them.",
+        autocompletion=_model_names,
+    ),
+]
 
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 
@@ -85,7 +93,7 @@ BackendName = Annotated[
 
 DeviceNames = Annotated[
     str | None,
-    _option("--device", "cuda:0, mps, xpu; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
+    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
 ]
 VramBudget = Annotated[
     float | None,

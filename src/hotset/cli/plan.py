@@ -78,6 +78,11 @@ def plan(  # noqa: PLR0913 - options of a subcommand
             n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
             progress=bar,
         )  # fmt: skip
+        if settings.vulkan is not None:
+            raise DeviceError(
+                "a Vulkan device takes the whole model, or the last layers that -ngl says: there is nothing "
+                "to plan; leave --device out"
+            )
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))

@@ -15,6 +15,7 @@ from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
+from hotset.convert.reorder import reorder as write_reordered
 from hotset.errors import InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
@@ -23,7 +24,6 @@ from hotset.report.bars import percent
 from hotset.report.layers import expert_table, profile_table
 from hotset.scale.profile import profile_on_ray
 from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
-from hotset.sparsity.reorder import reorder as write_reordered
 from hotset.sparsity.sidecar import fingerprint
 from hotset.storage import resolve, store
 from hotset.units import human_size

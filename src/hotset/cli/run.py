@@ -24,7 +24,7 @@ from hotset.cli.console import (
     say,
 )
 from hotset.cli.progress import ProgressBar
-from hotset.cli.terminal import Answer
+from hotset.cli.terminal import AnswerWriter
 from hotset.storage import catalogue, resolve, store
 from hotset.units import human_size
 
@@ -214,7 +214,10 @@ def _answer(
     last: Chunk | None = None
     interrupted = False
     try:
-        with Answer() as out, closing(chunks(model, prompt, params, parse_special=parse_special)) as stream:  # type: ignore[type-var]
+        with (
+            AnswerWriter() as out,
+            closing(chunks(model, prompt, params, parse_special=parse_special)) as stream,  # type: ignore[type-var]
+        ):
             for last in stream:
                 pieces.append(last.text)
                 tokens += last.tokens

@@ -1,4 +1,4 @@
-"""`hotset serve`: one model over HTTP."""
+"""`hotset serve`: one model over HTTP, or several."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from hotset.cli import options
 from hotset.cli.console import print_choice, print_memory, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
+from hotset.files import expanded
+from hotset.memory import free_memory
+from hotset.server.keys import read_keys
 from hotset.server.settings import ServerSettings
 from hotset.storage import catalogue, resolve, store
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.server.settings import ServerSettings
+    from hotset.settings import LoadSettings
 
 _PARTS = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 _MAX_KEYS_BYTES = 1 << 20  # of a file of API keys
 _KEY_VARIABLE = "HOTSET_API_KEY"
+_SHARE_OF_FREE = 0.9  # of memory, that models have which are given no limit
 
 
 def _option(names: str, help: str, **more: Any) -> Any:
@@ -36,11 +41,24 @@ class ServerOptions:
 
     host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _option("--port", "0: any that is free.", min=0, max=65535)] = 8080
+    socket: Annotated[
+        str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
+    ] = None
+    tls_cert: Annotated[
+        Path | None, _option("--tls-cert", "HTTPS: a certificate in PEM's form.", exists=True, dir_okay=False)
+    ] = None
+    tls_key: Annotated[
+        Path | None, _option("--tls-key", "Its key, without a passphrase.", exists=True, dir_okay=False)
+    ] = None
     api_key: Annotated[
         list[str] | None, _option("--api-key", f"Who has it may ask; repeatable; or in {_KEY_VARIABLE}.")
     ] = None
     api_key_file: Annotated[
         Path | None, _option("--api-key-file", "API keys, one a line.", exists=True, dir_okay=False)
+    ] = None
+    keys_file: Annotated[
+        Path | None,
+        _option("--keys-file", "TOML of API keys with names and limits.", exists=True, dir_okay=False),
     ] = None
     allow_no_api_key: Annotated[
         bool, _option("--allow-no-api-key", "Let other machines in without a key.")
@@ -72,13 +90,38 @@ class ServerOptions:
     max_replicas: Annotated[
         int | None, options.scale_option("--max-replicas", "Up to so many, as requests need them.", min=1)
     ] = None
+    max_memory: Annotated[
+        float | None,
+        _option("--max-memory", "GiB that loaded models have together; default: 0.9 of what is free.", min=0),
+    ] = None
+    keep_alive: Annotated[
+        str | None, _option("--keep-alive", "Idle models are unloaded after this; -1: never.", metavar="TIME")
+    ] = None
+    models_file: Annotated[
+        Path | None,
+        _option("--models-file", "TOML with settings of each model.", exists=True, dir_okay=False),
+    ] = None
+    request_log: Annotated[
+        str | None,
+        _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
+    ] = None
+    log_form: Annotated[str, _option("--log-form", "Of these lines: json or text.")] = "json"
     grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether an option is given that only a server of several models has."""
+        return any(value is not None for value in (self.max_memory, self.keep_alive, self.models_file))
 
     def settings(self) -> ServerSettings:
         return ServerSettings(
             host=self.host,
             port=self.port,
+            socket=self.socket,
+            tls_cert=None if self.tls_cert is None else str(self.tls_cert),
+            tls_key=None if self.tls_key is None else str(self.tls_key),
             api_keys=self._keys(),
+            named_keys=() if self.keys_file is None else read_keys(self.keys_file),
             allow_no_api_key=self.allow_no_api_key,
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
@@ -86,6 +129,8 @@ class ServerOptions:
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,
+            request_log=self.request_log,
+            log_form=self.log_form,
             grace_seconds=self.grace,
         )
 
@@ -105,8 +150,11 @@ class ServerOptions:
 
 
 def serve(
-    model: options.OptionalModel = None,
-    alias: options.Alias = None,
+    models: options.Models = None,
+    alias: Annotated[
+        list[str] | None,
+        _option("--alias -a", "What the model is called; of several NAME=MODEL; repeatable."),
+    ] = None,
     parallel: options.Parallel = 16,
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
@@ -115,15 +163,41 @@ def serve(
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama."""
+    """Serve a model over HTTP, or several: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
+    is_scaled = any(
+        one is not None for one in (server.replicas, server.max_replicas, scale.stages, scale.ray)
+    )
+    several = not models or len(models) > 1 or server.is_of_several or _folder(models) is not None
+    if several and is_scaled and (models or server.is_of_several):
+        raise typer.BadParameter("several models are served by one machine; name one.", param_hint="MODEL")
+    if several and not is_scaled:
+        _serve_several(models or [], alias or [], settings, server_settings, server)
+    else:
+        model = models[0] if models else catalogue.DEFAULT
+        _serve_one(model, alias or [], settings, server_settings, scale, server)
+
+
+def _serve_one(
+    model: str,
+    alias: list[str],
+    settings: LoadSettings,
+    server_settings: ServerSettings,
+    scale: options.ScaleOptions,
+    server: ServerOptions,
+) -> None:
     bar = ProgressBar()
     with bar:
-        path = resolve(model or catalogue.DEFAULT, progress=bar)
-    names = (*(alias or ()), model_name(path))
+        path = resolve(model, progress=bar)
+    names = (*alias, model_name(path))
     if server.replicas is not None or server.max_replicas is not None:
+        if server.keys_file is not None or server.request_log is not None:
+            raise typer.BadParameter(
+                "replicas are asked through a front that counts no tokens; leave it out.",
+                param_hint="--keys-file" if server.keys_file is not None else "--request-log",
+            )
         if scale.stages is not None:
             raise typer.BadParameter(
                 "replicas have whole models; leave one of them out.", param_hint="--stages"
@@ -131,7 +205,7 @@ def serve(
         from hotset.scale.replicas import Replicas, serve_replicas
 
         replicas = Replicas(least=server.replicas or 1, most=server.max_replicas)
-        name = options.name_everywhere(model or catalogue.DEFAULT, path)
+        name = options.name_everywhere(model, path)
         serve_replicas(name, settings, server_settings, names, replicas, scale.ray, say)
         return
 
@@ -140,7 +214,7 @@ def serve(
 
     def load() -> Model:
         with bar:
-            loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
+            loaded = scale.load(model, path, settings, bar)
         print_choice(loaded)
         print_memory(loaded)
         return loaded
@@ -153,6 +227,81 @@ def serve(
         ready=lambda: say(f"{names[0]} is loaded"),
     )
     listen(service, lambda where: say(f"listening on {where}"))
+
+
+def _serve_several(
+    given: list[str],
+    alias: list[str],
+    settings: LoadSettings,
+    server_settings: ServerSettings,
+    server: ServerOptions,
+) -> None:
+    from hotset.server.catalogue import Catalogue, with_aliases
+    from hotset.server.listen import listen
+    from hotset.server.model_settings import KEEP_ALIVE_SECONDS, ModelsFile, duration
+    from hotset.server.models import Models
+
+    file = ModelsFile.read(server.models_file) if server.models_file is not None else ModelsFile()
+    file = with_aliases(file, _aliases(alias))
+    folder = _folder(given)
+    named = {} if folder is not None else _named(given)
+    if not given and not file.models and not store.list_models():
+        with ProgressBar() as bar:
+            resolve(catalogue.DEFAULT, progress=bar)
+    found = Catalogue(named, folder=folder, with_store=not given, file=file)
+    found.scan()
+    found.check()
+    memory = server.max_memory if server.max_memory is not None else file.max_memory
+    keep = duration(server.keep_alive) if server.keep_alive is not None else file.keep_alive
+    budget = int(free_memory() * _SHARE_OF_FREE) if memory is None else int(memory * 2**30)
+    say(f"{_count(len(found.models), 'model')}, of which loaded ones have {human_size(budget)} together")
+    models = Models(
+        found,
+        server_settings,
+        load=settings,
+        budget=budget,
+        keep_alive=KEEP_ALIVE_SECONDS if keep is None else keep,
+        first=tuple(named),
+        report=say,
+    )
+    listen(models, lambda where: say(f"listening on {where}"))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _folder(given: list[str] | None) -> Path | None:
+    """The folder of models that was given, None for a model, or a folder that is one."""
+    if not given or len(given) > 1 or store.find_local(given[0]) is not None:
+        return None
+    path = expanded(given[0])
+    return path if path.is_dir() and len(store.complete_models(path)) > 1 else None
+
+
+def _named(given: list[str]) -> dict[str, Path]:
+    """The files of models that were given, by name; what is not here is fetched."""
+    found: dict[str, Path] = {}
+    with ProgressBar() as bar:
+        for model in given:
+            path = resolve(model, progress=bar)
+            if found.setdefault(name := model_name(path), path) != path:
+                raise typer.BadParameter(
+                    f"{found[name]} and {path} are both called {name!r}: rename one, or name both in a "
+                    "--models-file.",
+                    param_hint="MODEL",
+                )
+    return found
+
+
+def _aliases(given: list[str]) -> dict[str, str]:
+    """Alias → model, of NAME=MODEL."""
+    pairs = [one.partition("=") for one in given]
+    if wrong := [one for one, (name, _, model) in zip(given, pairs, strict=True) if not name or not model]:
+        raise typer.BadParameter(
+            f"several models are served: write {wrong[0] or 'NAME'}=MODEL.", param_hint="--alias"
+        )
+    return {name: model for name, _, model in pairs}
 
 
 def check_installed() -> None:

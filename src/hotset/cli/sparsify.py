@@ -43,7 +43,7 @@ _FULL_LR = 20  # whole matrices take so much smaller steps than the factors of l
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class AdapterOptions:
     """What a run trains, and how."""
 
     activation: Annotated[
@@ -166,7 +166,7 @@ def sparsify(  # noqa: PLR0913 - options of a subcommand
         str, typer.Option("--type", help="Of the matrices that change: q8_0, f16, f32.")
     ] = "q8_0",
     *,
-    training: TrainOptions,
+    training: AdapterOptions,
     texts: TextOptions,
     work: Annotated[
         Path | None,
@@ -226,7 +226,7 @@ def _open(
     path: Path,
     folder: Path,
     stack: contextlib.ExitStack,
-    training: TrainOptions,
+    training: AdapterOptions,
     texts: TextOptions,
     device: str,
     threads: int | None,
@@ -293,7 +293,7 @@ def _texts(
     engine: Model,
     path: Path,
     folder: Path,
-    training: TrainOptions,
+    training: AdapterOptions,
     texts: TextOptions,
     n_threads: int,
     process: int,

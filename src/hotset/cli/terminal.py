@@ -18,7 +18,7 @@ _FENCE = re.compile(r"(```+)[^`]*|(~~~+).*")
 _JOINER = "\u200d"
 
 
-class Answer:
+class AnswerWriter:
     """Writes an answer piece by piece to the standard output.
 
     On a terminal its control characters are written out, and its lines break between words: a word waits
@@ -159,7 +159,7 @@ class Answer:
 
 def wrapped(text: str, stream: TextIO, column: int = 0) -> str:
     """A message for `stream`, which is at that column: on a terminal its lines break between words."""
-    return Answer(stream).wrapped(text, column)
+    return AnswerWriter(stream).wrapped(text, column)
 
 
 def _cells(character: str) -> int:

@@ -16,8 +16,8 @@ from hotset.errors import InvalidRequestError
 from hotset.files import check_target
 from hotset.loader.build import open_model
 from hotset.report.layers import replay_table
+from hotset.report.replay import SHARES, policies, replay
 from hotset.sparsity.recorder import record
-from hotset.sparsity.replay import SHARES, policies, replay
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.trace import RouteTrace, open_trace, trace_path
 from hotset.storage import resolve, store

@@ -13,7 +13,7 @@ What becomes of a tensor is said by indices (`Origin`), so that every piece is r
 - Some norms are stored less one.
 - BitNet's matrices are stored as they were trained, and count as three values each.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
-- With a profile, neurons stand in order of hotness (sparsity/reorder.py).
+- With a profile, neurons stand in order of hotness (convert/reorder.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
-from hotset.convert.hf_config import HFAltUp, HFConfig, read_json
+from hotset.convert.hf_config import HFConfig, read_json
 from hotset.convert.hf_embedding import (
     answer_ids,
     embedding_keys,
@@ -40,35 +40,31 @@ from hotset.convert.hf_embedding import (
     reranker_template,
     use_of,
 )
+from hotset.convert.hf_parts import HFAltUp
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
 from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
+from hotset.convert.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
 from hotset.formats.torch_file import map_torch, to_floats
-from hotset.model.config import (
-    ARCHITECTURES,
-    DRELU,
-    POWERINFER_ARCHITECTURES,
-    PREDICTOR_MASKS_KEY,
-    RELU,
-    SPARSE_THRESHOLD_KEY,
-    config_from_gguf,
-)
+from hotset.model.activation import DRELU, RELU
+from hotset.model.architectures import ARCHITECTURES, POWERINFER_ARCHITECTURES
+from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.keys import PREDICTOR_MASKS_KEY, SPARSE_THRESHOLD_KEY
 from hotset.model.predictor import Predictor
 from hotset.sparsity.profile import profile_path
-from hotset.sparsity.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.sparsity.sidecar import fingerprint
 from hotset.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.config import ChannelMixer, DeltaMixer, StateSpaceMixer
+    from hotset.model.mixers import ChannelMixer, DeltaMixer, StateSpaceMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
@@ -392,7 +388,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
             if config.rwkv is not None:
                 targets = config.rwkv.targets(targets[0], layer)
             bare = _BARE.union(hf.bare)
-            whole = (".bias", ".weight", *_PACKED)
+            whole = (".bias", ".weight", ".scale", *_PACKED)
             named = (t if t.endswith(whole) or t in bare else f"{t}.{kind}" for t in targets)
             return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
@@ -426,7 +422,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                     yield target, _stacked(of_experts.pop(target), target, config)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
-            elif "_exps." in target:
+            elif "_exps." in target and kind != "scale":
                 one = dict(enumerate((name, matrix) for matrix in part))
                 yield target, _stacked(one, target, config, transposed=config.transposes_experts)
             else:
@@ -671,16 +667,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         matrices |= {"ffn_up": (n_ff, d), "ffn_down": (d, n_ff)}
     if row.gated and not config.hf_class.fused_gate:
         matrices["ffn_gate"] = matrices["ffn_up"]
-    if config.n_expert:
-        e, ff, shared = config.n_expert, config.n_ff_expert, config.n_ff_shared
-        matrices |= {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, ff, d), "ffn_up_exps": (e, ff, d)}
-        matrices |= {"ffn_down_exps": (e, d, ff), "ffn_gate_inp_shexp": (1, d)}
-        matrices |= {"fc1_exps": (e, ANY, d), "fc2_exps": (e, ff, ANY)}
-        matrices |= {
-            "ffn_gate_shexp": (shared, d),
-            "ffn_up_shexp": (shared, d),
-            "ffn_down_shexp": (d, shared),
-        }
+    matrices |= _expert_shapes(config)
     if (latent := config.latent) is not None:
         matrices |= {
             "attn_q_a": (latent.rank_q, d),
@@ -713,7 +700,9 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     if delta is not None and stem in ("ssm_a", "ssm_dt", "ssm_norm"):
         return (delta.dim_v if stem == "ssm_norm" else delta.n_head,)
     if stem in matrices:
-        return matrices[stem][:-1] if kind == "bias" else matrices[stem]
+        shape = matrices[stem]
+        of_kind = {"bias": shape[:-1], "scale": shape[:1] if stem == "ffn_down_exps" else shape[1:]}
+        return of_kind.get(kind, shape)
     if stem in ("attn_sinks", "exp_probs_b"):
         return (config.n_head if stem == "attn_sinks" else config.n_expert,)
     if latent is not None and stem in ("attn_q_a_norm", "attn_kv_a_norm"):
@@ -721,6 +710,24 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     if stem in ("attn_q_norm", "attn_k_norm"):
         return _shape_of_head_norm(heads if stem == "attn_q_norm" else kv, head_dim, config)
     return None if kind == "bias" and row.norm == "rms" else (d,)
+
+
+def _expert_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of experts, and of what all tokens share beside them."""
+    e, ff, shared, d = config.n_expert, config.n_ff_expert, config.n_ff_shared, config.n_embd
+    if not e:
+        return {}
+    return {
+        "ffn_gate_inp": (e, d),
+        **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (e, ff, d)),
+        "ffn_gate_up_exps": (e, 2 * ff, d),
+        "ffn_down_exps": (e, d, ff),
+        "ffn_gate_inp_shexp": (1, d),
+        "fc1_exps": (e, ANY, d),
+        "fc2_exps": (e, ff, ANY),
+        **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (shared, d)),
+        "ffn_down_shexp": (d, shared),
+    }
 
 
 def _shape_of_head_norm(width: int, head_dim: int, config: HFConfig) -> tuple[int, ...] | None:

@@ -19,6 +19,23 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     return value
 
 
+def positive(config: Mapping[str, Any], key: str) -> float:
+    """A number of config.json above 0."""
+    value = float(number(config, key))
+    if not value > 0:
+        raise FormatError(f"{key} in config.json must be above 0, not {value:g}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A truth value of config.json; without one, false."""
+    value = config.get(key)
+    value = False if value is None else value
+    if not isinstance(value, bool):
+        raise FormatError(f"{key} in config.json must be true or false")
+    return value
+
+
 def integer(config: Mapping[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
     """An integer of config.json from 1 to `high`."""
     value = number(config, key, default)

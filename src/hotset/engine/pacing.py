@@ -35,7 +35,7 @@ def _adapted(share: float, units: float, fitting: float, fewest: float) -> float
     return min(fitting, 2 * share) if units >= _FULL * share else share
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of a prompt: how many, and the units that each takes."""
 
     n: int
@@ -134,7 +134,7 @@ class PromptShare:
         return units * self._per_unit + (self._answers if n_answers else 0.0)
 
 
-def divide(missing: Sequence[Chunk], budget: float, n_max: int) -> list[int]:
+def divide(missing: Sequence[PrefillChunk], budget: float, n_max: int) -> list[int]:
     """How many of its missing tokens each prompt, the oldest first, gets of a step of `budget` units, which
     takes n_max tokens.
 
@@ -166,7 +166,7 @@ def divide(missing: Sequence[Chunk], budget: float, n_max: int) -> list[int]:
 
 def _give(
     given: list[int],
-    missing: Sequence[Chunk],
+    missing: Sequence[PrefillChunk],
     order: Sequence[int],
     units: float,
     n_max: int,

@@ -25,7 +25,7 @@ from hotset import _core
 from hotset.backends.base import LOGIT_GROUP
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
-from hotset.text.mask import Mask
+from hotset.text.mask import TokenMask
 
 _GROUP = 64
 _LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
@@ -75,7 +75,7 @@ class Constraint(Protocol):
     def is_busy(self, seconds: float) -> bool:
         """Whether the mask that is looked for is still not there after so many seconds."""
 
-    def mask(self) -> Mask:
+    def mask(self) -> TokenMask:
         """The tokens that may come next. Where the answer may end here, tokens that end it are among them."""
 
     def accept(self, token: int) -> None:
@@ -344,7 +344,7 @@ class Sampler:
                 chosen = int(ids[min(drawn, int(cumulative.searchsorted(cumulative[-1])))])
         return chosen if allowed is None else int(allowed[chosen])
 
-    def _constrained(self, logits: np.ndarray, mask: Mask) -> tuple[np.ndarray, np.ndarray | None]:
+    def _constrained(self, logits: np.ndarray, mask: TokenMask) -> tuple[np.ndarray, np.ndarray | None]:
         """The logits of what a constraint allows: with -inf for the others, or, where few are left, without
         them and with their ids."""
         if mask.ids is not None:

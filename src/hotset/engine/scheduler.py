@@ -16,7 +16,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page
-from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
+from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
 from hotset.engine.states import StatePool
@@ -104,7 +104,7 @@ class Scheduler:
                 budget -= 1
         share = self.prompt_share.beside if chunks else self.prompt_share.alone
         of_row = self.prompt_share.of_row(len(chunks))
-        missing = [Chunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
+        missing = [PrefillChunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
         given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
         for sequence, n in zip(prompts, given, strict=True):
             if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
@@ -119,7 +119,7 @@ class Scheduler:
             self._reserve_states(self.states, chunks)
         return chunks
 
-    def _whole(self, missing: list[Chunk], budget: int) -> list[int]:
+    def _whole(self, missing: list[PrefillChunk], budget: int) -> list[int]:
         """Of each text all of its tokens, the oldest first, while the step has room, or none."""
         given = []
         for n in (chunk.n for chunk in missing):

@@ -74,6 +74,8 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
     devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
+    if settings.on_vulkan:
+        _free(settings)
     if unused is not None:
         _warn(unused)
     path = Path(model)
@@ -100,12 +102,15 @@ def plan_model(opened: Opened, *, mapped: bool = False) -> Decided:
     """
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     thresholds = _thresholds(opened)
-    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
+    mode = settings.sparsity
+    if settings.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
+        mode = "dense"  # the same numbers, and nothing is built beside the file
+    choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
     prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, input_major=False)
     try:
-        machine = MachineFacts(math.inf if mapped else free_memory(), own_memory())
+        machine = MachineFacts(math.inf if mapped else _free(settings), own_memory())
         decided = decide(opened, choice, prepared, machine)
         if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
             asked = f"a context of {settings.n_ctx} tokens"
@@ -129,6 +134,8 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
         "n_threads": settings.n_threads,
         "sparse": decided.is_sparse,
     }
+    if settings.on_vulkan:
+        return decided, _ready(decided, _open_vulkan(decided, options))
     if placement is not None:
         from hotset.placement.build import open_placed
 
@@ -159,6 +166,38 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
         backend = open_backend("cpu", stored, decided.graph, **options)
         return replace(decided, stored=stored), _ready(decided, backend)
     return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
+
+
+def _free(settings: LoadSettings) -> float:
+    """Bytes of memory for the model, where it computes."""
+    if not settings.on_vulkan:
+        return free_memory()
+    from hotset.backends.vulkan.devices import find_device
+
+    assert settings.vulkan is not None
+    return find_device(settings.vulkan).free
+
+
+def _open_vulkan(decided: Decided, options: dict[str, Any]) -> Backend:
+    """The model, or its last layers, on the Vulkan device that was asked for."""
+    from hotset.backends.vulkan.backend import open_vulkan
+
+    settings = decided.settings
+    assert settings.vulkan is not None
+    if decided.is_sparse:
+        decided.notes.append(
+            "on the Vulkan device rows of neurons at zero are left out by the steps of few tokens"
+        )
+    budget = None if settings.vram_budget in (None, -1) else int(settings.vram_budget * 2**30)
+    del options["sparse"]
+    return open_vulkan(
+        decided.weights,
+        decided.graph,
+        settings.vulkan,
+        n_layers=settings.n_gpu_layers,
+        budget=budget,
+        **options,
+    )
 
 
 def _host_memory(decided: Decided) -> HostMemory:

@@ -164,7 +164,7 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float) -> int | None:
         return None
     if settings.ram_budget is not None:
         return int(settings.ram_budget * 2**30)
-    if settings.backend == "reference" or n_bytes <= free:
+    if settings.backend == "reference" or settings.on_vulkan or n_bytes <= free:
         return None
     return int(free * _SHARE_OF_FREE)
 

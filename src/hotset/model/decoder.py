@@ -27,6 +27,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     time_mix_bonus  time_mix_gated  time_mix_output;  in front of the FFN channel_mix_shift  channel_mix_k
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_latent_down  ffn_latent_up: around experts]
+    [blk.N.ffn_routed_norm  ffn_routed: what the router reads  pre_ffw_norm_2: what experts beside an FFN read
+    post_ffw_norm_1  post_ffw_norm_2: what the FFN and they yield]
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
@@ -58,20 +60,11 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_input_major, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import (
-    AltUp,
-    ChannelMixer,
-    ConvMixer,
-    DeltaMixer,
-    Experts,
-    HeadNorm,
-    Latent,
-    LayerConfig,
-    ModelConfig,
-    RwkvMixer,
-    StateSpaceMixer,
-)
+from hotset.model.architectures import ARCHITECTURES, HeadNorm
+from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
+from hotset.model.experts import Experts
 from hotset.model.graph import Graph
+from hotset.model.mixers import ChannelMixer, ConvMixer, DeltaMixer, RwkvMixer, StateSpaceMixer
 from hotset.model.operations import (
     SHIFT,
     Activate,
@@ -157,6 +150,48 @@ def describe(
     return graph
 
 
+NEXTN_INPUT = "output_norm"
+"""The value of a model whose rows a layer for multi-token prediction reads."""
+
+
+def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index: int = 0) -> Graph:
+    """The step of a layer for multi-token prediction (MTP, `nextn` in GGUF), the index-th of the file.
+
+    The graph is a part of a model: a backend's `run` takes rows x [n_tokens, n_embd] beside the batch. Row t
+    is NEXTN_INPUT at a position, token t of the batch the one behind it, and the logits are of the token
+    behind that. The layer has keys and values of its own, and nothing of the model's but the embedding and
+    the output, where it has none itself. Raises UnsupportedModelError where the file has no such layer, or
+    one of an architecture whose layers are not known, and as `describe` does.
+    """
+    if index >= config.n_extra_layers:
+        raise UnsupportedModelError(
+            f"the file has {config.n_extra_layers} layers for multi-token prediction, none with index {index}"
+        )
+    if not ARCHITECTURES[config.architecture].nextn:
+        raise UnsupportedModelError(
+            f"the layers for multi-token prediction of {config.architecture} models are not supported"
+        )
+    i, d = config.n_layer + index, config.n_embd
+    layer = next(layer for layer in reversed(config.layers) if layer.mixer is None)
+    weights, own = _Weights(config, tensors), f"blk.{i}.nextn"
+    model = _Description(config, weights, [LayerThresholds()] * (i + 1))
+    hidden = model.value("hidden", d)
+    model.enter(i, "other")
+    x = model.embedding(f"{own}.embed_tokens" if f"{own}.embed_tokens.weight" in tensors else "token_embd")
+    x, hidden = model.norm(x, f"{own}.enorm"), model.norm(hidden, f"{own}.hnorm")
+    both = model.add(Heads(model.value(f"{own}.both", 2 * d), x, 1, 0, hidden, **model.where))
+    x = model.linear(both, f"{own}.eh_proj", d)
+    x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
+    head = f"{own}.shared_head_head"
+    model.output(x, None, f"{own}.shared_head_norm", head if f"{head}.weight" in tensors else None)
+    if unread := sorted(n for n in tensors if n.startswith(f"blk.{i}.") and weights.is_unread(n)):
+        raise UnsupportedModelError(
+            f"a layer for multi-token prediction has {len(unread)} tensors that are not known, such as "
+            f"{unread[0]}"
+        )
+    return model.graph
+
+
 def _describe(
     config: ModelConfig,
     weights: _Weights,
@@ -207,9 +242,9 @@ class _Description:
 
     # ---- the parts of a model
 
-    def embedding(self) -> Value:
+    def embedding(self, tensor: str = "token_embd") -> Value:
         config, d = self.config, self.config.n_embd
-        matrix = self.weights.matrix("token_embd", d, config.n_vocab)
+        matrix = self.weights.matrix(tensor, d, config.n_vocab)
         x = self.scaled(
             self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
         )
@@ -523,9 +558,11 @@ class _Description:
         more = self.gated_embedding(i, x, embedded)
         return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
 
-    def output(self, x: Value, streams: _Streams | None) -> None:
+    def output(
+        self, x: Value, streams: _Streams | None, norm: str | None = None, matrix: str | None = None
+    ) -> None:
         """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
-        the rows that are wanted."""
+        the rows that are wanted. norm, matrix: tensors in place of the model's."""
         config = self.config
         self.where = {}
         x = x if streams is None else streams.joined()
@@ -536,9 +573,9 @@ class _Description:
             return
         assert config.output_norm is not None
         x = self.add(SelectOutputs(self.value("output_inp", config.n_embd), x))
-        x = self.norm(x, config.output_norm, "output_norm")
-        # Tied: the embedding serves twice.
-        matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
+        x = self.norm(x, norm or config.output_norm, "output_norm")
+        if matrix is None:  # tied: the embedding serves twice
+            matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
         x = self.linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
         if config.logit_softcap:
@@ -657,7 +694,11 @@ class _Description:
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "ffn")
         h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm") if layer.pre_norm else x
-        routed = given if experts.early else h
+        shared_input = h
+        if experts.beside:
+            routed, h = self._routed_input(blk, x), self.norm(x, f"{blk}.pre_ffw_norm_2")
+        else:
+            routed = given if experts.early else h
         scores = self.linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         threshold = None if mask is None else mask.thresholds[i]
         given = self.linear(h, f"{blk}.ffn_latent_down", experts.n_latent) if experts.n_latent else h
@@ -665,15 +706,25 @@ class _Description:
         if experts.n_latent:
             out = self.linear(out, f"{blk}.ffn_latent_up", d)
         if experts.n_ff_shared:
-            shared = self.add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
+            shared = self.add(self._shared_ffn(blk, layer, experts, shared_input))
             if experts.gated_share:
                 weight = self.weights.row(f"{blk}.ffn_gate_inp_shexp", d)
                 share = self.add(Linear(self.value(f"{blk}.ffn_share", 1), h, weight, **self.where))
                 act = Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
                 factor = self.add(act)
                 shared = self.add(Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where))
+            if experts.beside:
+                out = self.norm(out, f"{blk}.post_ffw_norm_2")
+                shared = self.norm(shared, f"{blk}.post_ffw_norm_1")
             out = self.add(Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
         return self._after_ffn(blk, layer, x, out)
+
+    def _routed_input(self, blk: str, x: Value) -> Value:
+        """What a router reads of the stream x, where experts stand beside the layer's own FFN."""
+        d, name = x.width, f"{blk}.ffn_routed"
+        unit = self.add(UnitNorm(self.value(f"{name}_norm", d), x, self.config.norm_eps, 1, **self.where))
+        scale = self.weights.bare(f"{blk}.ffn_gate_inp.scale", d)
+        return self.add(Scale(self.value(name, d), unit, d**-0.5, scale, **self.where))
 
     def _expert_ffn(
         self,
@@ -692,7 +743,9 @@ class _Description:
         route = Route(
             self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
-            experts.group_best, **self.where,
+            experts.group_best,
+            self.weights.scales(f"{blk}.ffn_down_exps", experts.n) if experts.beside else None,
+            **self.where,
         )  # fmt: skip
         n, d, width = layer.n_ff, h.width, experts.n_used * layer.n_ff
         wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
@@ -756,12 +809,17 @@ class _Description:
         self.enter(i, "ffn")
         return out
 
-    def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
-        gate = self.linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
-        up = self.linear_op(h, f"{blk}.ffn_up_shexp", n)
+    def _shared_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value) -> Ffn:
+        n, own = experts.n_ff_shared, "" if experts.beside else "_shexp"
+
+        def linear(x: Value, name: str, width: int) -> Linear:
+            return self.linear_op(x, f"{blk}.{name}{own}", width, f"{blk}.{name}_shexp")
+
+        gate = linear(h, "ffn_gate", n) if layer.gated else None
+        up = linear(h, "ffn_up", n)
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
-        down = self.linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
+        down = linear(neurons, "ffn_down", self.config.n_embd)
         return Ffn(
             down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
         )  # fmt: skip
@@ -1247,6 +1305,10 @@ class _Weights:
         required = required or name.rpartition(".")[2] in self.config.biased
         return self._ask(f"{name}.bias", (n,)) if required or f"{name}.bias" in self.tensors else None
 
+    def scales(self, name: str, n: int) -> str | None:
+        """Of each expert, where a tensor has them."""
+        return self._ask(f"{name}.scale", (n,)) if f"{name}.scale" in self.tensors else None
+
     def n_rows(self, name: str, axis: int = -1) -> int:
         """Rows of a matrix whose size no key says: the rank of a predictor."""
         info = self.tensors.get(f"{name}.weight")
@@ -1297,11 +1359,11 @@ class _Weights:
     def unused(self) -> list[str]:
         n_layer = self.config.n_layer
         extra = tuple(f"blk.{n_layer + i}." for i in range(self.config.n_extra_layers))
-        return [
-            n
-            for n in self.tensors
-            if n not in self.used and not REDUNDANT_TENSORS.fullmatch(n) and not n.startswith(extra)
-        ]
+        return [n for n in self.tensors if self.is_unread(n) and not n.startswith(extra)]
+
+    def is_unread(self, name: str) -> bool:
+        """Whether nothing reads a tensor that something should."""
+        return name not in self.used and not REDUNDANT_TENSORS.fullmatch(name)
 
     def refuse_unused(self) -> None:
         """A tensor that nothing reads belongs to a model that is not the one described."""

@@ -640,7 +640,8 @@ class Route(Operation):
     that with the lower id; with a `bias` or in groups those with the highest p + bias. Of n_groups > 1 equal
     groups of adjacent experts only n_groups_used can be chosen from, those whose group_best best p + bias
     have the highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones'
-    p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
+    p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`, and
+    times its expert's own of `scales`.
     What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
     """
 
@@ -654,6 +655,7 @@ class Route(Operation):
     n_groups: int = 1
     n_groups_used: int = 1
     group_best: int = 2
+    scales: Vector | None = None
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,13 @@ def look_ahead(groups: list[Fused], is_stored: Callable[[str], bool]) -> Ahead:
         between = (others if is_early else []) + beside
         if not (is_early or beside) or any(map(_fetches_too, between)) or not chain:
             continue
-        own = group
+        own, before = group, [*chain, *others] if is_early else ordered[first:at]
         if ffn.route is not None:
-            chain = [*chain, Fused([ffn.route], [ffn.route.x], [ffn.route.out])]
+            chosen = Fused([ffn.route], [ffn.route.x], [ffn.route.out])
+            before = [*chain, chosen, *others] if is_early else [*before, chosen]
+            chain = [*chain, chosen]
             inner = [value for value in group.inner if value != ffn.route.out]
             own = replace(group, inner=inner, reads=[*group.reads, ffn.route.out])
-        before = [*chain, *others] if is_early else [*others, *chain]
         ordered[first : at + 1 + len(beside)] = [*before, *beside, own]
         begins[chain[-1].out[0]] = ffn
     return Ahead(ordered, begins)

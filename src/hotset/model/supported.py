@@ -9,13 +9,8 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, cast
 
 from hotset.errors import HotsetError, UnsupportedModelError
-from hotset.model.config import (
-    ARCHITECTURES,
-    Architecture,
-    ModelConfig,
-    UnknownArchitectureError,
-    config_from_gguf,
-)
+from hotset.model.architectures import ARCHITECTURES, Architecture, UnknownArchitectureError
+from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.decoder import differences
 from hotset.model.operations import has_zeros
 

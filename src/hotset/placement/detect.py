@@ -32,7 +32,7 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
 
     Raises DeviceError where a device was asked for and cannot be used.
     """
-    if settings.n_gpu_layers == 0:
+    if settings.n_gpu_layers == 0 or settings.vulkan is not None:  # the loader opens a Vulkan device itself
         return (), None
     if settings.device is not None:
         _pack_memory()

@@ -492,7 +492,7 @@ class TransferLoop(Loop):
 
         from hotset.backends.gpu.cpu_offload import CudaDriver
         from hotset.backends.gpu.kernels import Kernels
-        from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
+        from hotset.backends.gpu.matrix import DeviceMatrix, HostRows
 
         self._kernels, self._device = Kernels(device), device
         if registrar is None and (device.type != "cuda" or not self._kernels.triton):
@@ -504,7 +504,7 @@ class TransferLoop(Loop):
         first = self._registrar.register(self._memory)
         rows = list(self._memory.reshape(n, n_rows, row))
         there = [first + i * rows[0].nbytes for i in range(n)]
-        self._part = HostPart(_TYPE, rows, torch.tensor(there, device=device))
+        self._part = HostRows(_TYPE, rows, torch.tensor(there, device=device))
         self._ids = torch.arange(n, dtype=torch.int32, device=device)
         self._to = DeviceMatrix.empty(_TYPE, n * n_rows, _WIDTH, device)
         self.n_bytes = self._memory.nbytes

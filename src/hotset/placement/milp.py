@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotset.placement.budget import LayerFacts
-from hotset.placement.problem import Candidate, Problem, group_sums
+from hotset.placement.problem import Candidate, PlacementProblem, group_sums
 from hotset.placement.table import CPU, LayerPlacement, layer_time
 
 SMALL = 1500  # neurons of a model that is placed neuron by neuron, exactly
@@ -23,7 +23,7 @@ _Term = tuple[range, float | np.ndarray]  # variables and their factor, or facto
 class MixedIntegerProgram:
     """The mixed-integer program of a problem, in microseconds and MiB."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         facts = problem.facts
         n_pairs = len(problem.usable)

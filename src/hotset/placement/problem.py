@@ -39,7 +39,7 @@ class ExpertSlots:
     n_bytes: int = 0
 
 
-class Problem:
+class PlacementProblem:
     """One placement problem, what a candidate for its solution costs, and the greedy ones."""
 
     def __init__(

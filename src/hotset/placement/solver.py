@@ -24,7 +24,7 @@ import numpy as np
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import ModelFacts
 from hotset.placement.milp import MixedIntegerProgram
-from hotset.placement.problem import Candidate, Problem
+from hotset.placement.problem import Candidate, PlacementProblem
 from hotset.placement.table import Device, LayerPlacement, Placement, Rates
 
 
@@ -43,7 +43,7 @@ def solve(
     are on devices, no more and no fewer. split_neurons: False keeps the neurons of a layer together.
     Raises OutOfMemoryError, with the smallest budget that works, where nothing fits.
     """
-    problem = Problem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
+    problem = PlacementProblem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
     if whole is not None:
         return problem.placement(whole, "all of the model fits on one device")
@@ -58,7 +58,7 @@ def solve(
     return problem.placement(problem.filled(best), how)
 
 
-def _optimal(problem: Problem, greedy: Candidate | None) -> tuple[Candidate | None, str]:
+def _optimal(problem: PlacementProblem, greedy: Candidate | None) -> tuple[Candidate | None, str]:
     """The candidate that HiGHS finds, and a message on how good it is."""
     if not problem.usable:
         return None, ""
@@ -77,7 +77,7 @@ def place_index(
 
     on_gpu: per layer bool [n_ff]. Raises OutOfMemoryError where the devices do not hold that.
     """
-    problem = Problem(facts, rates, tuple(devices), frequencies, len(facts.layers), True)
+    problem = PlacementProblem(facts, rates, tuple(devices), frequencies, len(facts.layers), True)
     if not all(problem.is_split):
         raise InvalidRequestError(
             "a GPU index names neurons, and this model's layers cannot be split; leave --gpu-index out"
@@ -109,7 +109,7 @@ def rebuild(
 
     Raises InvalidRequestError where it is none of this problem.
     """
-    problem = Problem(facts, rates, tuple(devices), frequencies, None, True)
+    problem = PlacementProblem(facts, rates, tuple(devices), frequencies, None, True)
     candidate = [LayerPlacement(int(d), mask) for d, mask in zip(owners, hot, strict=True)]
     if len(candidate) != problem.n_layer or not problem.fits(candidate):
         raise InvalidRequestError("the placement that was kept does not fit")

@@ -18,7 +18,7 @@ from hotset.offload.cache_stats import CacheStats
 from hotset.offload.replacement import arrange
 from hotset.report.activity import LAGS
 from hotset.report.bars import percent
-from hotset.sparsity.replay import SHARES
+from hotset.report.replay import SHARES
 from hotset.units import human_size
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from hotset.report.bars import bar, percent
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset.report.replay import Replay
     from hotset.sparsity.profile import LayerProfile
-    from hotset.sparsity.replay import Replay
     from hotset.sparsity.stats import StatsSummary
 
 Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows

@@ -43,7 +43,7 @@ class LostError(Exception):
     """The replica is gone, or could not be reached."""
 
 
-class Places(Protocol):
+class ReplicaLookup(Protocol):
     """What knows the replicas (replicas.py)."""
 
     def hold(self, keys: list[str]) -> Any:
@@ -60,7 +60,7 @@ class Front:
     It is to `listen.Server` what a Service is.
     """
 
-    def __init__(self, places: Places, settings: ServerSettings, secret: str) -> None:
+    def __init__(self, places: ReplicaLookup, settings: ServerSettings, secret: str) -> None:
         self.settings = settings
         self.error: Exception | None = None
         self.stopping = False

@@ -49,6 +49,9 @@ class Replica:
             host=ray.util.get_node_ip_address(),
             port=0,
             api_keys=(),  # which the front has asked for
+            socket=None,
+            tls_cert=None,
+            tls_key=None,
             allow_no_api_key=True,
             cors_origins=(),
             allowed_hosts=("*",),

@@ -16,7 +16,7 @@ from typing import Any
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.scale.cluster import check_installed, connect, machines
 from hotset.scale.front import Front
-from hotset.server.listen import SWITCH_SECONDS, Server, bound_socket
+from hotset.server.listen import SWITCH_SECONDS, Server, listening
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
@@ -56,7 +56,7 @@ def serve_replicas(
     """
     check_installed("aiohttp")
     sys.setswitchinterval(SWITCH_SECONDS)
-    with bound_socket(settings.host, settings.port) as bound:
+    with listening(settings) as bound:
         connect(address)
         places = _Serve(replicas, loading.max_sequences)
         secret = secrets.token_urlsafe(32)

@@ -316,6 +316,11 @@ class Answer:
         )
 
     @property
+    def total_tokens(self) -> int:
+        """Of prompts and answers, so far."""
+        return self.usage.total_tokens
+
+    @property
     def n_values(self) -> int:
         """About how many numbers and texts a reply with all of it has."""
         usage, n_top, n_top_prompt = self.usage, self.request.params.logprobs, self.request.prompt_logprobs

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
 
-from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.server import shapes
@@ -32,10 +31,18 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
+from hotset.server.openai.schema import (
+    MAX_TOOLS,
+    NO_DEFAULTS,
+    Body,
+    Share,
+    Temperature,
+    ToolName,
+    sampled,
+)
 from hotset.server.replies import event
 from hotset.server.shapes import EVENT_STREAM, documented, errors
-from hotset.server.streams import in_turn, off_loop, service_of, streamed, whole
+from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
@@ -257,7 +264,7 @@ def _joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def answer_request(body: MessagesBody) -> AnswerRequest:
+def answer_request(body: MessagesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
@@ -273,7 +280,7 @@ def answer_request(body: MessagesBody) -> AnswerRequest:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         template=_template(body),
-        params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
+        params=sampled(given, defaults),
         stream=bool(body.stream),
     )
 
@@ -433,9 +440,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 @router.post("/v1/messages", responses=documented(shapes.MessageReply, EVENT_STREAM))
 async def messages(body: MessagesBody, http: Request) -> Response:
-    service = service_of(http)
-    service.check_name(body.model)
-    request = await off_loop(http, answer_request, body)
+    service = await serving(http, body.model)
+    request = await off_loop(http, answer_request, body, service.sampling)
     writer = MessageWriter(
         service.name,
         body.max_tokens,
@@ -449,8 +455,7 @@ async def messages(body: MessagesBody, http: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
-    service = service_of(http)
-    service.check_name(body.model)
+    service = await serving(http, body.model)
     model = service.model
 
     def counted() -> int:

@@ -12,14 +12,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
-from hotset.server import anthropic, facts, health, ollama, rerank, site, tokens
+from hotset.server import anthropic, facts, health, manage, ollama, rerank, site, tokens
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
+from hotset.server.models import HoldMiddleware, Models
 from hotset.server.openai import chat, completions, embeddings, models, responses
+from hotset.server.pulls import Pulls
 from hotset.server.replies import dumped
-from hotset.server.security import secure
-from hotset.server.service import Service
+from hotset.server.request_log import LineWriter, RequestLog
+from hotset.server.security import HeadRequests, secure
+from hotset.server.service import Host
 from hotset.server.shapes import OpenAIErrorReply, errors
 from hotset.server.streams import ClientGoneError
 
@@ -40,16 +43,23 @@ ROUTERS = (
 )
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application of one service, which begins to load with it and is closed with it."""
+def create_app(host: Host) -> FastAPI:
+    """The application of one model's service, or of several models: it begins with it and closes it."""
+
+    settings = host.settings
+    writer = None if settings.request_log is None else LineWriter(settings.request_log)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.start()
+        host.start()
         try:
             yield
         finally:
-            await service.close()
+            if isinstance(host, Models):
+                app.state.pulls.cancel()
+            await host.close()
+            if writer is not None:
+                writer.close()
 
     app = FastAPI(
         title="hotset",
@@ -61,13 +71,20 @@ def create_app(service: Service) -> FastAPI:
         strict_content_type=False,
         responses=errors(OpenAIErrorReply),
     )
-    app.state.service = service
+    app.state.host = host
     for router in ROUTERS:
         app.include_router(router)
+    if isinstance(host, Models):
+        app.include_router(manage.router)
+        app.state.pulls = Pulls()
+        app.add_middleware(HoldMiddleware, models=host)
     _serve_document(app)
     _handle_errors(app)
-    secure(app, service.settings)
-    app.add_middleware(RequestCounter, metrics=service.metrics)
+    secure(app, settings)
+    app.add_middleware(RequestCounter, metrics=host.metrics)
+    if writer is not None:
+        app.add_middleware(RequestLog, writer=writer, form=settings.log_form)
+    app.add_middleware(HeadRequests)
     return app
 
 

@@ -200,7 +200,7 @@ def _finite(text: str) -> float:
     return number
 
 
-class Batch:
+class BatchRun:
     """The requests of a file, and a file with their answers, which this run alone writes until `close`
     (POSIX).
 
@@ -257,7 +257,7 @@ class Batch:
         """Lets other runs write the answers; safe to call twice."""
         self._undone.close()
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> BatchRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -331,7 +331,7 @@ async def answer_line(app: FastAPI, custom_id: str, url: str, body: dict[str, An
         status, content = 400, bytes(response_of(problem_of(refused), url).body)
     else:
         if body.get("model") is None:  # the batch has one, and its requests need not name it
-            body = body | {"model": app.state.service.name}
+            body = body | {"model": app.state.host.name}
         # What UTF-8 does not have arrives as it was written, and is judged as it would be by HTTP.
         status, content = await _asked(app, url, dumped_exactly(body))
     request_id = uuid.uuid4().hex

@@ -18,7 +18,7 @@ from hotset.errors import QueueFullError
 from hotset.server.errors import Problem, RequestError, invalid_body, problem_of
 from hotset.server.json_limits import loads
 from hotset.server.preparation import LONG_BYTES
-from hotset.server.streams import ClientGoneError, client_of, service_of, while_connected
+from hotset.server.streams import ClientGoneError, client_of, host_of, while_connected
 
 
 class RefusedBodyError(HTTPException):
@@ -53,7 +53,7 @@ class BodyRequest(Request):
         body = await self.body()
         if len(body) <= LONG_BYTES:
             return self._checked(body)
-        turns = service_of(self).preparation.bodies()
+        turns = host_of(self).preparation.bodies()
         try:
             return await while_connected(self, turns.run(client_of(self), self._checked, body))
         except QueueFullError as error:

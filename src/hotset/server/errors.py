@@ -15,6 +15,7 @@ from hotset.errors import (
     ContextLengthError,
     HotsetError,
     InvalidRequestError,
+    ModelNotFoundError,
     OutOfMemoryError,
     QueueFullError,
     TokenizerError,
@@ -76,6 +77,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(400, str(error), None, "context_length_exceeded")
         case InvalidRequestError() | TokenizerError():
             return Problem(400, str(error))
+        case ModelNotFoundError():
+            return Problem(404, str(error), code="model_not_found")
         case QueueFullError():
             return Problem(429, str(error), code="queue_full", retry_after=error.seconds)
         case OutOfMemoryError():

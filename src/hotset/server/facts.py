@@ -12,7 +12,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
 from hotset.report.placement import memory_dict, placement_dict
 from hotset.server.shapes import documented_as
-from hotset.server.streams import service_of
+from hotset.server.streams import host_of, serving
 from hotset.storage.store import shards
 
 router = APIRouter()
@@ -21,10 +21,12 @@ router = APIRouter()
 @router.get("/props")
 async def props(http: Request) -> dict[str, Any]:
     """llama-server's names for what both have; below `hotset` what it has not."""
-    service = service_of(http)
+    service = await serving(http, http.query_params.get("model"), required=False)
     model = service.model
     tokenizer, choice = model.tokenizer, model.sparsity
-    defaults = {name: value for name, value in asdict(SamplingParams()).items() if value is not None}
+    defaults = {
+        name: value for name, value in asdict(SamplingParams(**service.sampling)).items() if value is not None
+    }
     return {
         "default_generation_settings": {"n_ctx": model.n_ctx, "params": defaults},
         "total_slots": model.engine.max_sequences,
@@ -59,7 +61,7 @@ async def props(http: Request) -> dict[str, Any]:
 async def plan(http: Request) -> dict[str, Any]:
     """As `hotset plan --json`, with what was measured; placement is null where the CPU computes alone, ram
     where files are mapped."""
-    service = service_of(http)
+    service = await serving(http, http.query_params.get("model"), required=False)
     model = service.model
     n_pages = model.engine.scheduler.pool.n_pages
     return {
@@ -81,4 +83,4 @@ async def plan(http: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=Response, responses=documented_as("text/plain"))
 async def metrics(http: Request) -> Response:
-    return Response(generate_latest(service_of(http).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(host_of(http).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from hotset.server.streams import service_of
+from hotset.server.streams import host_of
 
 router = APIRouter()
 
@@ -15,5 +15,5 @@ router = APIRouter()
 @router.get("/v1/health", include_in_schema=False)  # as llama-server has it
 async def health(http: Request) -> dict[str, Any]:
     """200 once it answers; 503 while it loads and when it ends."""
-    _ = service_of(http).model
+    host_of(http).check_ready()
     return {"status": "ok"}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -28,7 +31,7 @@ from hotset.server.protocol import (
     check_connections,
     most_connections,
 )
-from hotset.server.service import Service
+from hotset.server.service import Host
 from hotset.server.settings import ServerSettings
 
 log = logging.getLogger("hotset.server")
@@ -38,7 +41,7 @@ _CHECK_SECONDS = 1  # between two looks at what connections take too long for
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
-def listen(service: Service, report: Callable[[str], None]) -> None:
+def listen(service: Host, report: Callable[[str], None]) -> None:
     """Serves until SIGTERM or Ctrl-C, and a moment longer: answers that run may end, within a time.
 
     A second signal ends them at once. report: called with the address once the server listens.
@@ -46,10 +49,75 @@ def listen(service: Service, report: Callable[[str], None]) -> None:
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     bound_logs()
-    with bound_socket(service.settings.host, service.settings.port) as bound:
+    with listening(service.settings) as bound:
         asyncio.run(Server(service, bound, report, create_app(service)).serve(sockets=[bound]))
     if service.error is not None:
         raise service.error
+
+
+@contextmanager
+def listening(settings: ServerSettings) -> Iterator[socket.socket]:
+    """What the server listens on. Raises InvalidRequestError, also for a certificate that cannot be used."""
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        check_certificate(settings.tls_cert, settings.tls_key)
+    if settings.socket is None:
+        with bound_socket(settings.host, settings.port) as bound:
+            yield bound
+        return
+    path = Path(settings.socket)
+    with unix_socket(path) as bound:
+        try:
+            yield bound
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def check_certificate(cert: str, key: str) -> None:
+    """Raises InvalidRequestError for files that do not make HTTPS."""
+    try:
+        # A key with a passphrase would be asked for it on the terminal, and a server has none.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except OSError as error:  # ssl.SSLError is one
+        why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise InvalidRequestError(
+            f"{cert} and {key} are no certificate and its key ({why or error}); both are in PEM's form, the "
+            "key without a passphrase"
+        ) from None
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """A listening Unix socket, for this user alone; one that a dead server left is replaced. Raises
+    InvalidRequestError."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise InvalidRequestError("this system has no Unix sockets; use --host and --port")
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_dead(path):
+            path.unlink()
+        mask = os.umask(0o177)
+        try:
+            bound.bind(str(path))
+        finally:
+            os.umask(mask)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise InvalidRequestError(
+            f"the server cannot listen on the socket {path} ({error.strerror or error}); name another one"
+        ) from None
+    return bound
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether a socket stands there on which nothing listens."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -110,6 +178,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 date_header=True,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
                 lifespan="on",
                 timeout_graceful_shutdown=int(settings.grace_seconds) + _LAST_SECONDS,
             )
@@ -130,8 +200,15 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(log_loop_errors)
         self._tasks = [asyncio.create_task(work()) for work in (self._until_loaded, self._check_connections)]
+        self._report(self._url())
+
+    def _url(self) -> str:
+        settings = self._service.settings
+        scheme = "http" if settings.tls_cert is None else "https"
+        if settings.socket is not None:
+            return f"{scheme}+unix://{settings.socket}"
         host, port = self._bound.getsockname()[:2]
-        self._report(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def _until_loaded(self) -> None:
         try:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hotset.api import Model
+from hotset.report.experts import expert_counts
 from hotset.server.answers import Answer
 from hotset.server.vectors import Vectors
 
@@ -51,6 +55,21 @@ ENGINE_GAUGES = {
     "hotset_cache_pages": ("pages", "Pages of the KV cache, of 64 tokens."),
     "hotset_cache_pages_used": ("pages_used", "Those of sequences that run."),
     "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for later requests."),
+}
+ENGINE_MOST = {"hotset_sequences_most": ("most", "Sequences that may run at once.")}
+
+# Of a server with several models.
+MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Bytes that loaded models may have together.")
+MODEL_GAUGES = {
+    "hotset_model_loaded": ("loaded", "1 for a model that is loaded."),
+    "hotset_model_memory_bytes": ("memory", "Memory of a model: weights, cache and buffers."),
+    "hotset_model_requests": ("holds", "Requests that use a model."),
+    "hotset_model_requests_waiting": ("waiting", "Requests that wait for a model to be loaded."),
+    "hotset_model_load_progress": ("progress", "Share that is done of what a load does now."),
+}
+MODEL_COUNTERS = {
+    "hotset_model_loads": (("model", "result"), "Loads of models, by result: loaded or failed."),
+    "hotset_model_unloads": (("model", "reason"), "Unloaded models, by reason: idle, memory or request."),
 }
 
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -101,6 +120,40 @@ class Metrics:
                 self.to_first.observe(sequence.first_token - answer.asked)
             if sequence.predicted_per_second:
                 self.per_token.observe(1 / sequence.predicted_per_second)
+
+
+def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[Metric]:
+    """What the engines of models count, each with the values of its labels: none, or its name."""
+    labels = ("model",) if any(values for values, _ in models) else ()
+
+    def families(
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        named: Mapping[str, tuple[str, str]],
+        counts: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]],
+    ) -> Iterator[Metric]:
+        for name, (field, what) in named.items() if counts else ():
+            family = kind(name, what, labels=labels)
+            for values, count in counts:
+                family.add_metric(values, count[field])
+            yield family
+
+    engines = [(values, asdict(model.thread.counters())) for values, model in models]
+    yield from families(CounterMetricFamily, ENGINE_COUNTERS, engines)
+    yield from families(GaugeMetricFamily, ENGINE_GAUGES, engines)
+    disks = [(values, asdict(model.stored.counts())) for values, model in models if model.stored is not None]
+    yield from families(CounterMetricFamily, DISK_COUNTERS, disks)
+    counted = [
+        (values, expert_counts(model.decided.graph, model.backend, model.stored)) for values, model in models
+    ]
+    fields = [field for field, _ in EXPERT_COUNTERS.values()]
+    experts = [
+        (values, {field: getattr(counts, field) for field in fields})
+        for values, counts in counted
+        if counts is not None
+    ]
+    yield from families(CounterMetricFamily, EXPERT_COUNTERS, experts)
+    most = [(values, {"most": model.engine.max_sequences}) for values, model in models]
+    yield from families(GaugeMetricFamily, ENGINE_MOST, most)
 
 
 class _Now(Collector):

@@ -2,16 +2,17 @@
 
 Only a translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A field that
 is not declared is refused by its name; one that is declared is obeyed, or has the one value that changes
-nothing. The model was loaded when the server began, and stays: `keep_alive` is accepted and has no meaning.
+nothing. A server of one model loaded it when it began, and keeps it: there `keep_alive` has no meaning.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from hotset.engine.embedding import TextVectors
 from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Owner
 from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
@@ -41,14 +43,34 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
+from hotset.server.catalogue import FileFacts
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.embeddings import MAX_TEXTS
-from hotset.server.openai.schema import MAX_TOOLS, Body, Share, Temperature, ToolName
+from hotset.server.openai.schema import (
+    MAX_TOOLS,
+    NO_DEFAULTS,
+    Body,
+    Share,
+    Temperature,
+    ToolName,
+    sampled,
+)
 from hotset.server.replies import JsonReply, dumped
-from hotset.server.service import Service
+from hotset.server.service import ListedModel, Service
 from hotset.server.shapes import JSON_LINES, documented, errors
-from hotset.server.streams import AnswerStream, ask, embedded, off_loop, service_of, whole
+from hotset.server.streams import (
+    AnswerStream,
+    ask,
+    embedded,
+    file_of,
+    host_of,
+    listed,
+    off_loop,
+    serving,
+    while_connected,
+    whole,
+)
 from hotset.server.turns import Turn, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
@@ -209,20 +231,20 @@ class OllamaShowBody(Body):
 # ---- from a body to a request ----
 
 
-def chat_request(body: OllamaChatBody) -> AnswerRequest:
+def chat_request(body: OllamaChatBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it."""
     return AnswerRequest(
         messages=conversation(body.messages or ()),
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         template=_template(body),
-        params=_params(body),
+        params=_params(body, defaults),
         stream=body.streams,
     )
 
 
-def generate_request(body: OllamaGenerateBody) -> AnswerRequest:
+def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it."""
-    request = partial(AnswerRequest, params=_params(body), stream=body.streams)
+    request = partial(AnswerRequest, params=_params(body, defaults), stream=body.streams)
     prompt = body.prompt or ""
     if body.raw:
         if body.system:
@@ -264,7 +286,7 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
     return turns
 
 
-def _params(body: AnswerBody) -> SamplingParams:
+def _params(body: AnswerBody, defaults: Mapping[str, Any]) -> SamplingParams:
     options = body.options or OllamaOptions()
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -278,14 +300,15 @@ def _params(body: AnswerBody) -> SamplingParams:
         "penalty_last_n": options.repeat_last_n,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
-        "seed": None if options.seed == -1 else options.seed,
+        "seed": options.seed,
         "stop": options.stop,
-        "max_tokens": None if n_predict in (-1, -2) else n_predict,  # as many as fit
+        "max_tokens": -1 if n_predict == -2 else n_predict,  # both: as many as fit
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "json_object": body.format == "json",
         "json_schema": body.format if isinstance(body.format, dict) else None,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    unset = [name for name in ("seed", "max_tokens") if given[name] == -1]
+    return sampled(given | dict.fromkeys(unset), defaults, unset)
 
 
 def _template(body: AnswerBody) -> dict[str, Any]:
@@ -415,26 +438,26 @@ def _time(seconds: float) -> str:
 
 @router.post("/api/chat", responses=documented(shapes.OllamaChatReply, JSON_LINES))
 async def chat(body: OllamaChatBody, http: Request) -> Response:
-    service = _named(http, body.model)
     if not body.messages:
-        return _loaded(body, chat=True)
-    request = await off_loop(http, chat_request, body)
+        return await _loaded(http, body, chat=True)
+    service = await _named(http, body)
+    request = await off_loop(http, chat_request, body, service.sampling)
     return await _answered(http, body, request, service, chat=True)
 
 
 @router.post("/api/generate", responses=documented(shapes.OllamaGenerateReply, JSON_LINES))
 async def generate(body: OllamaGenerateBody, http: Request) -> Response:
-    service = _named(http, body.model)
     if not body.prompt:
-        return _loaded(body, chat=False)
-    request = await off_loop(http, generate_request, body)
+        return await _loaded(http, body, chat=False)
+    service = await _named(http, body)
+    request = await off_loop(http, generate_request, body, service.sampling)
     return await _answered(http, body, request, service, chat=False)
 
 
-def _named(http: Request, name: str) -> Service:
-    """The service, which has a model of this name."""
-    service = service_of(http)
-    service.check_name(name.removesuffix(_ANY_TAG))
+async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
+    """The service of the model that a body names, which stays loaded as long as the body says."""
+    service = await serving(http, body.model.removesuffix(_ANY_TAG))
+    host_of(http).keep(service, body.keep_alive)
     return service
 
 
@@ -447,17 +470,24 @@ async def _answered(
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
 
 
-def _loaded(body: AnswerBody, *, chat: bool) -> Response:
-    """The answer to a request for nothing, by which clients have a model loaded."""
+async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
+    """The answer to a request for nothing, by which clients have a model loaded; or unloaded, by a
+    `keep_alive` of 0."""
+    reason, name = "load", body.model.removesuffix(_ANY_TAG)
+    is_over = body.keep_alive is not None and str(body.keep_alive).rstrip("smh") in ("0", "0.0")
+    if is_over and await while_connected(http, host_of(http).unload(name)):
+        reason = "unload"
+    else:
+        await _named(http, body)
     shape, said = _shape("", chat=chat)
     head = {"model": body.model, "created_at": _time(time.time())}
-    return JsonReply(shape.written(**head, **said, done=True, done_reason="load"))
+    return JsonReply(shape.written(**head, **said, done=True, done_reason=reason))
 
 
 @router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})
 async def embed(body: OllamaEmbedBody, http: Request) -> Response:
     """Texts as vectors of length 1. One that is too long is cut to the context, unless truncate is false."""
-    _named(http, body.model)
+    await _named(http, body)
     given = [body.input] if isinstance(body.input, str) else body.input or []
     texts, began = [text for text in given if text], time.perf_counter_ns()
     cuts, dimensions = body.truncate is not False, body.dimensions or None
@@ -481,7 +511,7 @@ async def embed(body: OllamaEmbedBody, http: Request) -> Response:
 @router.post("/api/embeddings", responses={200: {"model": shapes.OllamaEmbeddingsReply}})
 async def embeddings(body: OllamaEmbeddingsBody, http: Request) -> Response:
     """As /api/embed, of one text."""
-    _named(http, body.model)
+    await _named(http, body)
 
     def written(vector: list[float]) -> dict[str, Any]:
         return shapes.OllamaEmbeddingsReply.written(embedding=vector)
@@ -514,73 +544,86 @@ async def api_version() -> dict[str, str]:
 
 @router.get("/api/tags")
 async def tags(http: Request) -> dict[str, Any]:
-    return {"models": [_listed(service_of(http))]}
+    return {"models": [_listed(one) for one in await listed(http)]}
 
 
 @router.get("/api/ps")
 async def ps(http: Request) -> dict[str, Any]:
-    """The model is always loaded, and on which device it lies /plan tells better than a number."""
-    service = service_of(http)
-    more = {"expires_at": _NEVER, "size_vram": 0, "context_length": service.model.n_ctx}
-    return {"models": [_listed(service) | more]}
+    """The models that are loaded; on which device one lies /plan tells better than a number."""
+    loaded = [one for one in await listed(http) if one.is_loaded]
+    return {"models": [_listed(one) | _running(one) for one in loaded]}
+
+
+def _running(model: ListedModel) -> dict[str, Any]:
+    expires = _NEVER if model.expires is None else _time(model.expires)
+    return {"expires_at": expires, "size_vram": 0, "context_length": model.n_ctx}
 
 
 @router.post("/api/show")
 async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
-    name = body.model or body.name
-    if not name:
+    """What a model's file says; a model that is not loaded stays so."""
+    given = body.model or body.name
+    if not given:
         raise RequestError("model is missing", param="model")
-    service = _named(http, name)
-    model = service.model
-    metadata = model.gguf.metadata
+    service, name, path = await file_of(http, given.removesuffix(_ANY_TAG))
+    if service is not None:
+        return _shown(name, service.model.gguf, service.model.chat_template.source, body)
+
+    def opened() -> dict[str, Any]:
+        gguf = open_gguf(path)
+        try:
+            return _shown(name, gguf, str(gguf.metadata.get("tokenizer.chat_template", "")), body)
+        finally:
+            gguf.close()
+
+    return await asyncio.to_thread(opened)
+
+
+def _shown(name: str, gguf: GGUFFile, template: str, body: OllamaShowBody) -> dict[str, Any]:
+    facts = FileFacts.of(gguf)
     return {
-        "modelfile": f"FROM {service.name}\n",
+        "modelfile": f"FROM {name}\n",
         "parameters": "",
-        "template": model.chat_template.source,
-        "license": str(metadata.get("general.license", "")),
-        "modified_at": _listed(service)["modified_at"],
-        "details": _details(model),
-        "model_info": {key: _plain(value, bool(body.verbose)) for key, value in metadata.items()},
-        "capabilities": _capabilities(model),
+        "template": template,
+        "license": str(gguf.metadata.get("general.license", "")),
+        "modified_at": _time(facts.modified / 1e9),
+        "details": _details(facts),
+        "model_info": {key: _plain(value, bool(body.verbose)) for key, value in gguf.metadata.items()},
+        "capabilities": _capabilities(gguf, template),
     }
 
 
-def _listed(service: Service) -> dict[str, Any]:
+def _listed(model: ListedModel) -> dict[str, Any]:
     """The model in a list. digest: tells files apart by name, size and time; their bytes are not read."""
-    model = service.model
-    stat = model.gguf.path.stat()
-    mark = f"{service.name} {stat.st_size} {stat.st_mtime_ns}"
+    facts = model.facts
+    mark = f"{model.name} {facts.size} {facts.modified}"
     return {
-        "name": service.name,
-        "model": service.name,
-        "modified_at": _time(stat.st_mtime),
-        "size": model.gguf.nbytes,
+        "name": model.name,
+        "model": model.name,
+        "modified_at": _time(facts.modified / 1e9),
+        "size": facts.n_bytes,
         "digest": hashlib.sha256(mark.encode("utf-8", "replace")).hexdigest(),
-        "details": _details(model),
+        "details": _details(facts),
     }
 
 
-def _details(model: Model) -> dict[str, Any]:
-    n_bytes: dict[str, int] = {}
-    for tensor in model.gguf.tensors.values():
-        n_bytes[tensor.type.name] = n_bytes.get(tensor.type.name, 0) + tensor.nbytes
+def _details(facts: FileFacts) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": model.gguf.architecture,
-        "families": [model.gguf.architecture],
-        "parameter_size": human_count(model.gguf.n_parameters).replace(" ", ""),
-        "quantization_level": max(n_bytes, key=lambda name: n_bytes[name]),
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": human_count(facts.n_parameters).replace(" ", ""),
+        "quantization_level": facts.quantization,
     }
 
 
-def _capabilities(model: Model) -> list[str]:
+def _capabilities(gguf: GGUFFile, template: str) -> list[str]:
     """What the model is for, and what its chat template has a place for."""
-    if f"{model.gguf.architecture}.pooling_type" in model.gguf.metadata:
+    if f"{gguf.architecture}.pooling_type" in gguf.metadata:
         return ["embedding"]
-    source = model.chat_template.source
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
-    return ["completion", *(name for name, found in marks.items() if any(mark in source for mark in found))]
+    return ["completion", *(name for name, found in marks.items() if any(mark in template for mark in found))]
 
 
 def _plain(value: Any, verbose: bool) -> Any:

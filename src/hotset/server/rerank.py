@@ -20,7 +20,7 @@ from hotset.server.errors import RequestError
 from hotset.server.openai.embeddings import MAX_TEXTS
 from hotset.server.openai.schema import Body
 from hotset.server.shapes import errors
-from hotset.server.streams import embedded, service_of
+from hotset.server.streams import embedded, serving
 
 router = APIRouter(route_class=BodyRoute)
 cohere = APIRouter(route_class=BodyRoute, responses=errors(shapes.CohereErrorReply))
@@ -62,18 +62,20 @@ class CohereRerankBody(DocumentsBody):
 @router.post("/rerank", responses={200: {"model": shapes.RerankReply}})
 @router.post("/reranking", responses={200: {"model": shapes.RerankReply}})
 async def rerank(body: RerankBody, http: Request) -> Response:
-    name = service_of(http).name
+    service = await serving(http, body.model, required=False)
 
     def written(found: TextVectors) -> dict[str, Any]:
         results = [_result(one, with_text=bool(body.return_documents)) for one in _ranked(body, found)]
         usage = shapes.EmbeddingsUsage.written(prompt_tokens=found.n_tokens, total_tokens=found.n_tokens)
-        return shapes.RerankReply.written(model=name, results=results, usage=usage)
+        return shapes.RerankReply.written(model=service.name, results=results, usage=usage)
 
     return await _answered(http, body, None, written)
 
 
 @cohere.post("/v2/rerank", responses={200: {"model": shapes.CohereRerankReply}})
 async def cohere_rerank(body: CohereRerankBody, http: Request) -> Response:
+    await serving(http, body.model, required=False)
+
     def written(found: TextVectors) -> dict[str, Any]:
         return shapes.CohereRerankReply.written(
             id=uuid.uuid4().hex,
@@ -88,9 +90,6 @@ async def cohere_rerank(body: CohereRerankBody, http: Request) -> Response:
 
 
 async def _answered(http: Request, body: DocumentsBody, longest: int | None, written: Any) -> Response:
-    service = service_of(http)
-    if body.model is not None:
-        service.check_name(body.model)
     n_texts, n_bytes = len(body.documents), len(body.documents) * len(body.query)
     return await embedded(http, n_texts, partial(_scored, body, longest), written, n_bytes)
 

@@ -8,7 +8,6 @@ a browser sends for a page of another origin is refused unless that origin was n
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import ipaddress
 import re
@@ -26,14 +25,20 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.escaping import clause
+from hotset.server.answers import Answer
 from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.json_limits import check_json
+from hotset.server.key_limits import Holder
+from hotset.server.keys import NamedKey, digest
 from hotset.server.preparation import LONG_BYTES, TurnTaking
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
-from hotset.server.streams import API_KEY, N_BYTES, client_of
+from hotset.server.streams import ANSWERS, API_KEY, HOLDER, METHOD, N_BYTES, client_of
+from hotset.server.vectors import Vectors
 
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they reveal nothing and cost nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
+
+_ENDLESS = ("/models/events",)
 
 # RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.
 _HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?", re.ASCII)
@@ -42,14 +47,14 @@ _HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?",
 def secure(app: FastAPI, settings: ServerSettings) -> None:
     """Puts the guards around an application; the last is asked first."""
     app.add_middleware(BodyLimits, settings=settings)
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.has_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys, named=settings.named_keys)
         _describe_keys(app)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
         )
     app.add_middleware(Names, settings=settings)
@@ -128,12 +133,26 @@ class Names:
         )
 
 
+class HeadRequests:
+    """Answers HEAD as GET without the body, which the protocol leaves out; a stream that has no end is for
+    GET alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] not in _ENDLESS:
+            scope = {**scope, "method": "GET", METHOD: "HEAD"}
+        await self._app(scope, receive, send)
+
+
 class ApiKeys:
     """Refuses what comes without one of the keys, in `Authorization: Bearer` or in `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], named: Iterable[NamedKey] = ()) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._holders = [Holder(f"key {i}", digest(key)) for i, key in enumerate(keys)]
+        self._holders += [Holder.of(key) for key in named]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
@@ -150,13 +169,31 @@ class ApiKeys:
                 )
                 await _refuse(error, scope, receive, send, {"WWW-Authenticate": "Bearer"})
                 return
-            scope[API_KEY] = f"key {found}"
+            await self._held(self._holders[found], scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    async def _held(self, holder: Holder, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request of a holder of a key, within its limits."""
+        try:
+            holder.check()
+        except RequestError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        scope[API_KEY], scope[HOLDER] = holder.name, holder
+        if holder.tokens is None:
+            await self._app(scope, receive, send)
+            return
+        answers: list[Answer | Vectors] = scope.setdefault(ANSWERS, [])
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            holder.tokens.take(sum(answer.total_tokens for answer in answers))
 
     def find(self, given: str) -> int | None:
         """Which of the keys it is; all digests, of one length, are compared, so that each takes as long."""
-        digest = _digest(given)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        of_it = digest(given)
+        matches = [hmac.compare_digest(of_it, holder.digest) for holder in self._holders]
         return matches.index(True) if any(matches) else None
 
 
@@ -293,10 +330,6 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 async def _refuse(

@@ -11,13 +11,14 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from hotset.api import Model
 from hotset.engine.driver import EngineThread
@@ -27,11 +28,11 @@ from hotset.engine.sequence import Event, Owner
 from hotset.engine.sequence import Sequence as EngineSequence
 from hotset.escaping import clause
 from hotset.parameters import shown
-from hotset.report.experts import expert_counts
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
+from hotset.server.catalogue import FileFacts
 from hotset.server.errors import NotReadyError, RequestError
-from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, EXPERT_COUNTERS, Metrics
+from hotset.server.metrics import Metrics, engine_metrics
 from hotset.server.outputs import Output, output_of
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
@@ -45,11 +46,81 @@ PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: a
 _SHARE_SECONDS = 0.002  # for which the loop takes events of whole answers, before it does anything else
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListedModel:
+    """A model in a list of those that are served.
+
+    created: seconds since 1970. n_ctx: tokens of a conversation. state: of a server with several models: what
+    it is doing with this one (models.py). expires: seconds since 1970 at which it is unloaded; None: it
+    stays. n_bytes: of memory that are its own.
+    """
+
+    name: str
+    created: int
+    facts: FileFacts
+    n_ctx: int
+    state: Mapping[str, Any] | None = None
+    expires: float | None = None
+    n_bytes: int = 0
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.state is None or self.state["value"] == "loaded"
+
+
+class Host(Protocol):
+    """What stands behind an application: a Service, with its one model, or Models."""
+
+    settings: ServerSettings
+    stopping: bool
+    error: Exception | None  # why it cannot begin
+    metrics: Metrics
+    preparation: Preparation
+
+    def start(self) -> None:
+        """Begins; in the event loop."""
+
+    async def loaded(self) -> None:
+        """Waits until it can answer. Raises what keeps it from that."""
+
+    def end_answers(self) -> None:
+        """Ends what runs; each client gets an error that the server ends."""
+
+    async def close(self) -> None:
+        """Ends everything; safe to call twice."""
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError."""
+
+    def at_once(self, name: str | None, held: list[Any], /, *, required: bool) -> Service | None:
+        """The service of a model that is there; None where `when_loaded` is to be awaited.
+
+        name: of a request; None, which `required` refuses, for any. held: gets what keeps it loaded until the
+        request has come to its end. Raises RequestError.
+        """
+
+    async def when_loaded(self, name: str | None, held: list[Any], /) -> Service:
+        """As `at_once`, once it is there. Raises what keeps it from being loaded."""
+
+    def keep(self, service: Service, keep_alive: float | str | None) -> None:
+        """How long a model stays after its requests, as one of them says; None: it says nothing."""
+
+    async def unload(self, name: str) -> bool:
+        """Unloads a model once it is idle; False where models stay. Raises RequestError."""
+
+    async def listed(self) -> list[ListedModel]:
+        """The models that are served."""
+
+    async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
+        """Of a model: its service where it is loaded, its name and its file. Raises RequestError."""
+
+
 class Service:
     """A model for the consumers of one event loop.
 
     load: makes the model, in a thread. name: what the model is called. aliases: what else it answers to.
-    ready: called once requests are answered.
+    ready: called once requests are answered. sampling: of requests that leave it out. metrics: where it
+    counts; by default its own.
     Call `start` in the event loop and `close` when it is over.
     """
 
@@ -61,10 +132,13 @@ class Service:
         name: str,
         aliases: tuple[str, ...] = (),
         ready: Callable[[], object] = lambda: None,
+        sampling: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.settings = settings or ServerSettings()
         self.name = name
         self.aliases = aliases
+        self.sampling: Mapping[str, Any] = sampling or {}
         self.created = int(time.time())
         self.error: Exception | None = None  # why there is no model
         self.stopping = False
@@ -72,7 +146,7 @@ class Service:
         self._model: Model | None = None
         self._answers: set[Answer | Vectors] = set()
         self._n_prepared = 0  # answers whose prompts are tokenized now
-        self.metrics = Metrics(self._now)
+        self.metrics = metrics or Metrics(self._now)
         self._mail = Mail()
         self.preparation = Preparation()
         self._threads = ThreadPoolExecutor(_THREADS, "hotset-service")
@@ -149,6 +223,42 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    # ---- as a host of one model ----
+
+    def check_ready(self) -> None:
+        _ = self.model
+
+    def at_once(self, name: str | None, _held: list[Any], /, *, required: bool) -> Service | None:
+        if required or name is not None:
+            self.check_name(name)
+        return self
+
+    async def when_loaded(self, _name: str | None, _held: list[Any], /) -> Service:
+        return self
+
+    def keep(self, service: Service, keep_alive: float | str | None) -> None:
+        """The model was loaded when the server began, and stays."""
+
+    async def unload(self, name: str) -> bool:
+        self.check_name(name)
+        return False
+
+    async def listed(self) -> list[ListedModel]:
+        n_ctx = self.model.n_ctx
+        return [ListedModel(name=self.name, created=self.created, facts=self.facts(), n_ctx=n_ctx)]
+
+    async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
+        self.check_name(name)
+        return self, self.name, self.model.gguf.path
+
+    def facts(self) -> FileFacts:
+        """Of the model's file, as it was loaded."""
+        model = self.model
+        config, n_vocab = model.config, model.backend.n_vocab
+        return replace(
+            FileFacts.of(model.gguf), n_ctx_train=config.n_ctx_train, n_vocab=n_vocab, n_embd=config.n_embd
+        )
 
     async def in_thread(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
         """What `work` returns, which takes a moment; `preparation` is for the text of requests."""
@@ -244,23 +354,8 @@ class Service:
         """What /metrics says of the engine, and of this moment."""
         yield GaugeMetricFamily("hotset_ready", "1 once the model answers.", float(self.is_ready))
         yield GaugeMetricFamily("hotset_answers_open", "Answers that clients wait for.", self.n_open)
-        if not self.is_ready:
-            return
-        now = asdict(self.model.thread.counters())
-        for name, (field, what) in ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(name, what, now[field])
-        for name, (field, what) in ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(name, what, now[field])
-        if self.model.stored is not None:
-            counts = asdict(self.model.stored.counts())
-            for name, (field, what) in DISK_COUNTERS.items():
-                yield CounterMetricFamily(name, what, counts[field])
-        experts = expert_counts(self.model.decided.graph, self.model.backend, self.model.stored)
-        if experts is not None:
-            for name, (field, what) in EXPERT_COUNTERS.items():
-                yield CounterMetricFamily(name, what, getattr(experts, field))
-        n_most = self.model.engine.max_sequences
-        yield GaugeMetricFamily("hotset_sequences_most", "Sequences that may run at once.", n_most)
+        if self.is_ready:
+            yield from engine_metrics([((), self.model)])
 
     # ---- the end ----
 
@@ -395,11 +490,16 @@ class Mail:
         self._deliver()
 
 
+def _ignore(_: Event) -> None:
+    """What comes behind the end of an answer: nothing."""
+
+
 class Sink:
     """The events of one sequence on their way: its first token and its end without delay."""
 
     def __init__(self, mail: Mail, take: Callable[[Event], None], delivery: Delivery) -> None:
-        self._mail, self._take, self._delivery = mail, take, delivery
+        self._mail, self._delivery = mail, delivery
+        self._take: Callable[[Event], None] = take
         self._held: list[Event] = []
         self._has_begun = False
 
@@ -414,3 +514,7 @@ class Sink:
         else:
             self._mail.put(self._take, event, urgent=ends or not self._has_begun)
         self._has_begun = True
+        if (
+            ends
+        ):  # else answer and sequence would hold each other, and the model, until circles are looked for
+            self._take = _ignore

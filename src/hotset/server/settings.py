@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.server.keys import NamedKey
 
+LOG_FORMS = ("json", "text")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -15,8 +17,10 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class ServerSettings:
     """Checked when it is made: InvalidRequestError says which field is wrong, and how.
 
-    host, port: where it listens; port 0 takes any that is free.
+    host, port: where it listens; port 0 takes any that is free. socket: a Unix socket in place of them.
+    tls_cert, tls_key: files in PEM's form, for HTTPS.
     api_keys: any of these opens it; required where it listens for other machines, unless allow_no_api_key.
+    named_keys: more of them, with limits.
     cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
     allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
 
@@ -28,13 +32,18 @@ class ServerSettings:
     have not come to their end; a client gets half of what others leave. keep_alive_seconds: between two signs
     of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
+    request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
     """
 
     host: str = "127.0.0.1"
     port: int = 8080
+    socket: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     api_keys: tuple[str, ...] = ()
+    named_keys: tuple[NamedKey, ...] = ()
     allow_no_api_key: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -42,6 +51,8 @@ class ServerSettings:
     max_answers: int = 16
     max_tokens: int | None = None
     max_seconds: float | None = None
+    request_log: str | None = None
+    log_form: str = "json"
     trusted_proxies: tuple[str, ...] = ()
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20
@@ -60,6 +71,9 @@ class ServerSettings:
             for value in getattr(self, name):
                 if not text(name, value).strip():
                     raise InvalidRequestError(f"{name} has an empty entry; leave it out")
+        _check_form(self.log_form)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequestError("HTTPS needs both a certificate and its key: tls_cert and tls_key")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidRequestError(
@@ -70,6 +84,20 @@ class ServerSettings:
                 raise InvalidRequestError(
                     f"an origin looks like https://chat.example (or *, for all), not like {shown(origin)}"
                 )
+        self._check_limits()
+        for proxy in self.trusted_proxies:
+            _check_network(proxy)
+        if self.max_tokens is not None:
+            whole_number("max_tokens", self.max_tokens, 1)
+        if self.max_seconds is not None:
+            real_number("max_seconds", self.max_seconds, 0)
+        if not self.is_local and not self.has_keys and not self.allow_no_api_key:
+            raise InvalidRequestError(
+                f"on {self.host} other machines can reach the server; give it an API key (--api-key-file, or "
+                "HOTSET_API_KEY), or say --allow-no-api-key to let everyone in"
+            )
+
+    def _check_limits(self) -> None:
         for name, low in (
             ("max_queue", 0),
             ("max_answers", 1),
@@ -82,22 +110,15 @@ class ServerSettings:
             real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
         for name in ("keep_alive_seconds", "grace_seconds"):
             real_number(name, getattr(self, name), 0)
-        for proxy in self.trusted_proxies:
-            _check_network(proxy)
-        if self.max_tokens is not None:
-            whole_number("max_tokens", self.max_tokens, 1)
-        if self.max_seconds is not None:
-            real_number("max_seconds", self.max_seconds, 0)
-        if not self.is_local and not self.api_keys and not self.allow_no_api_key:
-            raise InvalidRequestError(
-                f"on {self.host} other machines can reach the server; give it an API key (--api-key-file, or "
-                "HOTSET_API_KEY), or say --allow-no-api-key to let everyone in"
-            )
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys or self.named_keys)
 
     @property
     def is_local(self) -> bool:
         """Whether this machine alone can reach it."""
-        if self.host == "localhost":
+        if self.socket is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
@@ -108,6 +129,11 @@ class ServerSettings:
     def serves_any_address(self) -> bool:
         """Whether it listens on every address of this machine: what it is called is not known then."""
         return self.host in ("", "0.0.0.0", "::", "[::]")
+
+
+def _check_form(given: str) -> None:
+    if given not in LOG_FORMS:
+        raise InvalidRequestError(f"log_form is {' or '.join(LOG_FORMS)}, not {shown(given)}")
 
 
 def _check_network(given: str) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -25,29 +26,79 @@ from hotset.engine.sequence import Owner
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
+from hotset.server.key_limits import Holder
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
-from hotset.server.service import Service
+from hotset.server.service import Host, ListedModel, Service
+from hotset.server.vectors import Vectors
 
 log = logging.getLogger("hotset.server")
 
 API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
 N_BYTES = "hotset.body_bytes"  # and how long its body is
+HELD = "hotset.held"  # what is kept loaded for it (models.py)
+SERVICE = "hotset.service"  # of the model that it named
+HOLDER = "hotset.key_holder"  # the same key with its limits
+METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
+ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
 
 _LONG_PIECE = 4096  # bytes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_A = TypeVar("_A", Answer, Vectors)
 
 # The library would end every stream at once when the process gets a signal to end; the service gives them
 # time.
 AppStatus.disable_automatic_graceful_drain()
 
 
+def host_of(http: Request) -> Host:
+    """What stands behind the application."""
+    host: Host = http.app.state.host
+    return host
+
+
 def service_of(http: Request) -> Service:
-    """The service that answers a request; a dependency of the routes."""
-    service: Service = http.app.state.service
+    """The service that answers a request, once `serving` has found it."""
+    service: Service = http.scope[SERVICE]
     return service
+
+
+async def serving(http: Request, name: str | None, *, required: bool = True) -> Service:
+    """The service of the model that a request names, once it is loaded. required: whether it must name one.
+
+    Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
+    """
+    host, held = host_of(http), http.scope.setdefault(HELD, [])
+    if name and HOLDER in http.scope:  # before it is loaded
+        await file_of(http, name)
+    service = host.at_once(name, held, required=required)
+    if service is None:
+        service = await while_connected(http, host.when_loaded(name, held))
+    _check_model(http, service.name)
+    http.scope[SERVICE] = service
+    return service
+
+
+async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
+    """`Host.file_of`, of a model that the request's key may ask."""
+    found = await host_of(http).file_of(name)
+    _check_model(http, found[1])
+    return found
+
+
+async def listed(http: Request) -> list[ListedModel]:
+    """`Host.listed`, of the models that the request's key may ask."""
+    found, holder = await host_of(http).listed(), http.scope.get(HOLDER)
+    return [one for one in found if holder is None or holder.may_ask(one.name)]
+
+
+def _check_model(http: Request, name: str) -> None:
+    """Raises RequestError where the key is not for this model."""
+    holder: Holder | None = http.scope.get(HOLDER)
+    if holder is not None:
+        holder.check_model(name)
 
 
 class ClientGoneError(Exception):
@@ -102,7 +153,14 @@ def _is_long(http: Request) -> bool:
 
 async def ask(http: Request, request: AnswerRequest) -> Answer:
     """`Service.ask` as long as the client is there."""
-    return await while_connected(http, service_of(http).ask(of_client(http, request)))
+    return _noted(http, await while_connected(http, service_of(http).ask(of_client(http, request))))
+
+
+def _noted(http: Request, answer: _A) -> _A:
+    """An answer, which the log of requests is to count."""
+    if (answers := http.scope.get(ANSWERS)) is not None:
+        answers.append(answer)
+    return answer
 
 
 async def written(http: Request, n_values: int, work: Callable[[], Response]) -> Response:
@@ -120,7 +178,7 @@ async def whole(
     service = service_of(http)
 
     async def answered() -> tuple[Answer, list[Choice]]:
-        answer = await service.ask(of_client(http, request))
+        answer = _noted(http, await service.ask(of_client(http, request)))
         try:
             return answer, await answer.whole()
         finally:
@@ -142,7 +200,7 @@ async def embedded(
     service, long = service_of(http), _is_long(http) or n_bytes > LONG_BYTES
 
     async def computed() -> TextVectors:
-        vectors = await service.ask_vectors(make, n_texts, client_of(http), long=long)
+        vectors = _noted(http, await service.ask_vectors(make, n_texts, client_of(http), long=long))
         try:
             return await vectors.whole()
         finally:

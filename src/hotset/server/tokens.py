@@ -14,7 +14,7 @@ from hotset.server.openai.chat import Message
 from hotset.server.openai.schema import MAX_TOOLS, Body
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import DetokenizeReply
-from hotset.server.streams import in_turn, service_of
+from hotset.server.streams import in_turn, serving
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -84,11 +84,8 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, http: Request) -> Response:
-    service = service_of(http)
-    if body.model is not None:
-        service.check_name(body.model)
+    model = (await serving(http, body.model, required=False)).model
     body.check()
-    model = service.model
 
     def reply() -> JsonReply:
         ids = body.ids(model)
@@ -105,10 +102,7 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeReply}})
 async def detokenize(body: DetokenizeBody, http: Request) -> Response:
-    service = service_of(http)
-    if body.model is not None:
-        service.check_name(body.model)
-    tokenizer = service.model.tokenizer
+    tokenizer = (await serving(http, body.model, required=False)).model.tokenizer
 
     def reply() -> JsonReply:
         n_bytes = sum(len(tokenizer.token_bytes(id)) for id in body.tokens)
@@ -128,7 +122,7 @@ async def detokenize(body: DetokenizeBody, http: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request) -> dict[str, Any]:
     """What a Hugging Face tokenizer_config.json would say."""
-    model = service_of(http).model
+    model = (await serving(http, http.query_params.get("model"), required=False)).model
     tokenizer, template = model.tokenizer, model.chat_template
     return {
         "tokenizer_class": type(tokenizer).__name__,

@@ -39,6 +39,11 @@ class Vectors:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
+    def total_tokens(self) -> int:
+        """Of all texts."""
+        return self._texts.n_tokens
+
+    @property
     def n_open(self) -> int:
         """Texts without a vector yet."""
         return len(self._left) + len(self._running)

@@ -254,7 +254,11 @@ def _open_down(
 ) -> list[GGUFFile]:
     """The sidecar with the neuron-major down matrices, where the file has them by output and they can be
     converted."""
-    layers = [(i, layer) for i, layer in enumerate(config.layers) if layer.activation.has_zeros]
+    layers = [  # what stands beside experts is computed whole
+        (i, layer)
+        for i, layer in enumerate(config.layers)
+        if layer.activation.has_zeros and layer.experts is None
+    ]
     names = [f"blk.{i}.{layer.ffn_tensors[1]}" for i, layer in layers]
     plain = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in plain if f"{info.name.removesuffix('.weight')}_t.weight" not in gguf.tensors]

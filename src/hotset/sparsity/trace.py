@@ -4,7 +4,7 @@
     trace.save(trace_path(gguf.path))
     open_trace(path)
 
-What a cache would have done over the text follows from its trace alone (sparsity/replay.py). The file is
+What a cache would have done over the text follows from its trace alone (report/replay.py). The file is
 GGUF (`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name`
 (of the model's file), `data` (hash of the text's tokens), `starts` (the first token of each sequence),
 `stored` (what a store would keep of the model under a budget: five numbers of a StoredGroup each), `usual`
@@ -34,7 +34,7 @@ import numpy as np
 from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.model.config import MAX_EXPERTS
+from hotset.model.keys import MAX_EXPERTS
 from hotset.sparsity import sidecar
 
 if TYPE_CHECKING:

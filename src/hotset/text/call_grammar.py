@@ -40,7 +40,7 @@ Function = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRules:
     """Lark of a call, or of all calls where one pair of marks is around them.
 
     opening: its first mark; "" where the form has none. rest: what follows. gap: what stands between several;
@@ -100,7 +100,7 @@ class CallGrammar:
         self.rules: list[str] = []
         self._tokenizer, self._functions, self._lenient, self._many = tokenizer, functions, lenient, many
 
-    def call(self, form: Form, template: str) -> Call:
+    def call(self, form: Form, template: str) -> CallRules:
         """Raises InvalidRequestError for schemas that the form cannot follow."""
         # Mistral's older templates have lists of objects behind the mark of the newer ones.
         if form.named and (form.name != "mistral" or "[ARGS]" in template):
@@ -109,7 +109,7 @@ class CallGrammar:
 
     # ---- objects ----
 
-    def _objects(self, body: Objects, is_bare: bool) -> Call:
+    def _objects(self, body: Objects, is_bare: bool) -> CallRules:
         home = "#/items/anyOf" if body.as_list else "#/anyOf"
         schema: dict[str, Any] = {"anyOf": [self._object(body, i, home) for i in range(len(self._functions))]}
         if body.as_list:
@@ -117,11 +117,11 @@ class CallGrammar:
             schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": most}
         self.rules.append(f"object: {json_rule(schema, self._lenient)}")
         if is_bare:
-            return Call("", "object", None)
+            return CallRules("", "object", None)
         opening, end = self._mark(body.opening[0]), self._mark(body.end)
         if body.as_list:
-            return Call(opening, f"object {end}", None)
-        return Call(opening, f'"\\n" object "\\n" {end}', '"\\n"')
+            return CallRules(opening, f"object {end}", None)
+        return CallRules(opening, f'"\\n" object "\\n" {end}', '"\\n"')
 
     def _object(self, body: Objects, i: int, home: str) -> dict[str, Any]:
         function = self._functions[i]
@@ -141,7 +141,7 @@ class CallGrammar:
 
     # ---- names, with arguments behind them ----
 
-    def _named(self, body: Named, template: str, is_bare: bool) -> Call:
+    def _named(self, body: Named, template: str, is_bare: bool) -> CallRules:
         names = []
         for i, function in enumerate(self._functions):
             in_section = self._mark(body.call) if body.section else ""
@@ -153,7 +153,7 @@ class CallGrammar:
         one = " | ".join(names)
         gap = _GAP if body.gap else ""
         if not body.section:
-            return Call(self._mark(body.call), f"({one})", gap)
+            return CallRules(self._mark(body.call), f"({one})", gap)
         self.rules.append(f"any_call: {one}")
         between = '", "' if not body.call else gap
         calls = (
@@ -162,9 +162,9 @@ class CallGrammar:
         if not body.call:
             calls = f'"[" {calls} "]"'
         if is_bare:
-            return Call("", calls, None)
+            return CallRules("", calls, None)
         rest = f"{gap} {calls} {gap} {self._mark(body.section_end)}"
-        return Call(self._mark(body.section[0]), rest, None if body.many else gap)
+        return CallRules(self._mark(body.section[0]), rest, None if body.many else gap)
 
     def _head(self, body: Named, name: str, template: str) -> str:
         after = self._mark(body.after_name)

@@ -28,7 +28,7 @@ import numpy as np
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.escaping import clause
 from hotset.text import grammar_child
-from hotset.text.mask import Mask, MaskThread
+from hotset.text.mask import MaskThread, TokenMask
 from hotset.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class GrammarConstraint:
         self._words = np.zeros((n_vocab + 31) // 32, np.int32)
         self._threads = threads
         self._free = threading.Lock()  # held while the matcher is the other thread's
-        self._mask: Mask | None = None  # for the place where the answer is now, once it was found
+        self._mask: TokenMask | None = None  # for the place where the answer is now, once it was found
         self._error: Exception | None = None  # that came of looking for it
 
     @property
@@ -169,7 +169,7 @@ class GrammarConstraint:
         self._free.release()
         return False
 
-    def mask(self) -> Mask:
+    def mask(self) -> TokenMask:
         """The tokens that may come next.
 
         It is valid until a token is taken. Raises InvalidRequestError where the grammar takes too much here.
@@ -199,7 +199,7 @@ class GrammarConstraint:
         finally:
             self._free.release()
 
-    def _find(self) -> Mask:
+    def _find(self) -> TokenMask:
         begun = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():  # the mask then allows the end, which is not to pass for a whole answer
@@ -215,7 +215,7 @@ class GrammarConstraint:
                 "the grammar of the answer is too slow: it takes more than "
                 f"{grammar_child.MAX_MASK_SECONDS:g} s to find what may come next; simplify it"
             )
-        return Mask.of(self._words.view(np.uint8), self._n_vocab)
+        return TokenMask.of(self._words.view(np.uint8), self._n_vocab)
 
 
 # --- a grammar, tried

@@ -15,7 +15,7 @@ import numpy as np
 _FEW = 64  # one of so many bytes of the bits at most has a bit
 
 
-class Mask(NamedTuple):
+class TokenMask(NamedTuple):
     """Tokens that are allowed.
 
     bits: uint8, token i is bit i % 8 of byte i // 8; tokens beyond are not allowed. ids: the same by rising
@@ -26,7 +26,7 @@ class Mask(NamedTuple):
     ids: np.ndarray | None
 
     @classmethod
-    def of(cls, bits: np.ndarray, n_vocab: int) -> Mask:
+    def of(cls, bits: np.ndarray, n_vocab: int) -> TokenMask:
         """What bits say of a vocabulary of so many tokens; what they say of others is left out."""
         bits = bits[: -(-n_vocab // 8)]
         whole = len(bits) // 8 * 8

@@ -273,9 +273,10 @@ class _Watch:
                 now_seconds, now_bytes = _used(child)
                 late = time.monotonic() - start > self._longest
                 if late or now_seconds - seconds > self._seconds:
+                    limit = self._longest if late else self._seconds
                     self.found = TokenizerError(
-                        f"The chat template runs for more than {self._seconds:g} s and was ended: use "
-                        "another file, or give a prompt as text."
+                        f"The chat template runs for more than {limit:g} s and was ended: use another file, "
+                        "or give a prompt as text."
                     )
                 elif now_bytes - n_bytes > MAX_BYTES:
                     self.found = _too_large()

@@ -300,7 +300,7 @@ class LayerPairs:
         return counts / len(self)
 
 
-class Pairs:
+class PairShards:
     """The shards of a folder, open. Use it as a context manager."""
 
     def __init__(self, folder: Path, n_ff: Sequence[int]) -> None:
@@ -325,7 +325,7 @@ class Pairs:
             for file in files:
                 file.close()
 
-    def __enter__(self) -> Pairs:
+    def __enter__(self) -> PairShards:
         return self
 
     def __exit__(self, *_: object) -> None:

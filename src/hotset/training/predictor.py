@@ -57,7 +57,7 @@ from hotset.sparsity.predictor_spec import PredictorSpec
 from hotset.sparsity.predictors import MemoryTensors
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
-from hotset.training.pairs import LayerTaps, Pairs
+from hotset.training.pairs import LayerTaps, PairShards
 from hotset.training.predictor_layer import Quality, Schedule, Weights
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class _Task:
 def _work(task: _Task, on_step: Callable[[], None]) -> Quality:
     with open_gguf(task.model) as gguf:
         config = config_from_gguf(gguf, activation=task.activation)
-        with Pairs(task.pairs, config.n_ff) as pairs:
+        with PairShards(task.pairs, config.n_ff) as pairs:
 
             def decides() -> np.ndarray:
                 return _deciding_matrix(gguf, describe(config, gguf.tensors), task.layer)
@@ -310,7 +310,7 @@ def _checkpoint(task: _Task) -> Path:
 
 
 def _trained(
-    task: _Task, pairs: Pairs, decides: Callable[[], np.ndarray], on_step: Callable[[], None]
+    task: _Task, pairs: PairShards, decides: Callable[[], np.ndarray], on_step: Callable[[], None]
 ) -> Weights:
     """The weights of a checkpoint, or of a training that leaves one."""
     path = _checkpoint(task)
@@ -477,7 +477,7 @@ class _Training:
 
     def _first_ranks(self) -> list[int]:
         """By sparsity and skew: the mean entropy of a neuron's firing, in bits."""
-        with Pairs(self._pairs_folder, self.config.n_ff) as pairs:
+        with PairShards(self._pairs_folder, self.config.n_ff) as pairs:
             entropies = [entropy(pairs.layer(i, "train").frequencies()) for i in range(self.config.n_layer)]
         unit = self.config.n_embd / _WIDTH_PER_RANK
         ranks = [max(STEP, round(unit * entropy / STEP) * STEP) for entropy in entropies]

@@ -21,12 +21,8 @@ from hotset.formats import planes
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, Dialect, GGUFWriter, ValueType
 from hotset.formats.quants import fitting, quantize
 from hotset.formats.torch_file import write_torch
-from hotset.model.config import (
-    FATRELU_THRESHOLD_KEY,
-    POWERINFER_ARCHITECTURES,
-    SPARSE_THRESHOLD_KEY,
-    UP_ACTIVATION_KEY,
-)
+from hotset.model.architectures import POWERINFER_ARCHITECTURES
+from hotset.model.keys import FATRELU_THRESHOLD_KEY, SPARSE_THRESHOLD_KEY, UP_ACTIVATION_KEY
 from hotset.training.predictor_layer import Weights
 
 if TYPE_CHECKING:

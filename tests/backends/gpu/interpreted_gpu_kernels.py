@@ -5,7 +5,8 @@ process in which TRITON_INTERPRET=1 from the start, and the other tests need one
 
 With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check). With
 "cpu" they go the same way and the kernels are interpreted: test_gpu_triton.py does that, too, so that what a
-device's branch has wrong shows without a device.
+device's branch has wrong shows without a device. With "ptx" the kernels are compiled for a device and their
+PTX is executed (tests/support/ptx).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, input_major, matrix, randn, rng_of, token_threshold
 from interpreted_triton import patch_once
 from make_blocks import random_blocks
+from ptx import kernels as ptx
 
-from hotset.backends.gpu import exact, experts_kernel, fallback, triton_kernels
+from hotset.backends.gpu import exact, experts_kernel, fallback, spin_kernel, triton_kernels
 from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
+from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostRows
 from hotset.backends.torch import functions
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
@@ -75,8 +77,10 @@ class OnDevice:
         return found
 
 
-kernels: Any = triton_kernels if DEVICE is None else OnDevice(triton_kernels, DEVICE)
-experts_on_device: Any = experts_kernel if DEVICE is None else OnDevice(experts_kernel, DEVICE)
+OF_HOST = DEVICE in (None, "ptx")  # whether kernels take tensors of the CPU
+kernels: Any = triton_kernels if OF_HOST else OnDevice(triton_kernels, DEVICE)
+experts_on_device: Any = experts_kernel if OF_HOST else OnDevice(experts_kernel, DEVICE)
+spin_on_device: Any = spin_kernel if OF_HOST else OnDevice(spin_kernel, DEVICE)
 t = torch.from_numpy
 Q4_0, Q8_0 = GGMLType.Q4_0, GGMLType.Q8_0
 SOME = [0, 31, 95, 33, 64]  # rows of planes
@@ -90,6 +94,12 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "AXPY_RANGE", 8)
     monkeypatch.setattr(triton_kernels, "MAX_RANGES", 3)
     monkeypatch.setattr(triton_kernels, "_n_resident", lambda device: 5)
+
+
+@pytest.fixture(autouse=True)
+def _executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "ptx":
+        ptx.pretend_a_device(monkeypatch)
 
 
 def before_nothing(m: DeviceMatrix) -> DeviceMatrix:
@@ -310,6 +320,57 @@ def test_linear_t_by_channel(type_: GGMLType, n_tokens: int) -> None:
         for ops, n_bytes in zip((kernels, fallback), left_out, strict=True):
             ops.linear_t(v, m, left_out=n_bytes)
         assert left_out[0].item() == left_out[1].item() > 0
+
+
+@pytest.mark.parametrize(
+    ("type_", "n_tokens", "n_rows", "n_cols"),
+    [
+        (Q4_0, 1, 64, 64),
+        (GGMLType.F16, 4, 1, 69),
+        (Q8_0, 8, 3, 32),
+        (GGMLType.F32, 2, 64, 1),
+        (Q4_0, 1, 2, 32),
+    ],
+)
+def test_fewer_numbers_than_threads(type_: GGMLType, n_tokens: int, n_rows: int, n_cols: int) -> None:
+    """Threads of a tile have the same rows then, and must have the same sums; inputs that are not aligned."""
+    m, w = matrix(type_, n_rows, n_cols)
+    aligned = t(randn(n_tokens, n_cols))
+    for x in (
+        aligned,
+        t(np.concatenate([[0], randn(n_tokens * n_cols)]).astype(np.float32))[1:].view(n_tokens, -1),
+    ):
+        magnitude = x.abs() @ t(np.abs(w).T).float()
+        agree(kernels.linear(x, m), fallback.linear(x, m), magnitude, n_cols)
+        threshold = float(magnitude.max()) + 1
+        assert not kernels.linear_bits(x, m, None, threshold).any()
+        every = t(np.packbits(np.ones((n_tokens, n_rows), bool), axis=1, bitorder="little"))
+        for selected in (None, every):
+            given = {"activation": "relu", "selected": selected}
+            found, expected = (ops.neurons(x, m, m, **given) for ops in (kernels, fallback))
+            agree(found, expected, magnitude**2, n_cols)
+    v = t(randn(n_tokens, n_rows))
+    agree(kernels.linear_t(v, m), fallback.linear_t(v, m), v.abs() @ t(np.abs(w)).float(), n_rows)
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 33])
+def test_rows_of_fewer_numbers_than_threads(width: int) -> None:
+    x, weight = t(randn(3, width)), t(randn(width, seed=1))
+    magnitude = weight.abs() * width**0.5
+    for found, expected in (
+        [ops.rms_norm(x, weight, 1e-5) for ops in (kernels, fallback)],
+        [ops.layer_norm(x, weight, None, 1e-5) for ops in (kernels, fallback)],
+    ):
+        # What is divided by is at least the root of 1e-5.
+        agree(found, expected, magnitude + weight.abs() * x.abs().max() * 1e-5**-0.5 * (width < 3), width)
+    table = fallback.RopeTable.build(Rope("neox", 2, (1.0,), 1.1), 256, "cpu")
+    cos_sin = fallback.angles(torch.tensor([0, 3, 255], dtype=torch.int32), table)
+    if width % 2 == 0:
+        found, expected = (
+            ops.rotate(x, cos_sin, n_head=1, kind="neox", norm_weight=weight, eps=1e-5)
+            for ops in (kernels, fallback)
+        )
+        agree(found, expected, 2.2 * width**0.5 * weight.abs().max(), width)
 
 
 def test_an_empty_matrix_and_no_tokens() -> None:
@@ -731,7 +792,7 @@ def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
 @pytest.fixture
 def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], torch.Tensor]]]:
     """Arrays of one size in memory that the device reads by itself, and their addresses there."""
-    driver = CudaDriver(torch.device(DEVICE)) if DEVICE and DEVICE != "cpu" else None
+    driver = CudaDriver(torch.device(DEVICE)) if DEVICE not in (None, "cpu", "ptx") else None
     held: list[np.ndarray] = []
 
     def place(arrays: list[np.ndarray]) -> tuple[list[np.ndarray], torch.Tensor]:
@@ -739,12 +800,14 @@ def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], to
         memory = np.frombuffer(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
         first = memory.ctypes.data if driver is None else driver.register(memory)
         held.append(memory)
+        ptx.HOST_MEMORY.append(memory)
         rows = list(memory[:size].reshape(len(arrays), *arrays[0].shape))
         for to, own in zip(rows, arrays, strict=True):
             to[:] = own
         return rows, torch.tensor([first + i * rows[0].nbytes for i in range(len(rows))])
 
     yield place
+    ptx.HOST_MEMORY.clear()
     for memory in held:
         if driver is not None:
             driver.unregister(memory)
@@ -753,7 +816,7 @@ def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], to
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
     n_rows, k, n_spare = 5, 768, 3
-    part = HostPart(
+    part = HostRows(
         type_, *mapped([random_blocks(type_, n_rows, k, rng_of(seed)).view(np.uint8) for seed in range(4)])
     )
     ids = torch.tensor([2, -1, 0], dtype=torch.int32)
@@ -768,11 +831,27 @@ def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
 
 
 def test_biases_of_experts_are_fetched(mapped: Any) -> None:
-    part = HostPart(GGMLType.F32, *mapped([randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]))
+    part = HostRows(GGMLType.F32, *mapped([randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]))
     found = torch.zeros((4, 70))
     experts_on_device.fetch_experts(part, torch.tensor([-1, 2], dtype=torch.int32), found, 2)
     assert torch.equal(found[3], t(part.rows[2].view(np.float32)[0]))
     assert not found[:3].any()
+
+
+@pytest.mark.parametrize("n_bits", [0, 5])
+def test_the_cpu_and_a_device_pass_vectors(n_bits: int) -> None:
+    """More numbers than a block of threads has: all are there when the flag is."""
+    n = 1500
+    h, bits = t(randn(1, n)), t(np.arange(n_bits, dtype=np.uint8)) if n_bits else None
+    host_h, host_bits, flag = torch.zeros(1, n), torch.zeros(8, dtype=torch.uint8), torch.zeros(1).int()
+    spin_on_device.post(h, bits, host_h, host_bits, flag)
+    assert flag.item() == 1
+    assert torch.equal(host_h, h)
+    assert host_bits.tolist() == [*range(n_bits), *[0] * (8 - n_bits)]
+    out = torch.zeros(1, n)
+    spin_on_device.collect(flag, host_h * 2, out)
+    assert flag.item() == 0
+    assert torch.equal(out, h * 2)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])

@@ -25,7 +25,7 @@ import torch
 import triton
 from gpu_inputs import new, weights
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_sources import source_of
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
@@ -35,7 +35,7 @@ from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenT
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
+from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.operations import Activate, Value
 from hotset.placement.cards import CARDS
 
@@ -57,10 +57,6 @@ CODE = {"cuda": "cubin", "hip": "hsaco"}
 INT32 = (1 << 31) - 1
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi")  # of numbers what they were
 SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select")
-TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
 
 
 def decode_step() -> None:
@@ -229,9 +225,9 @@ def fetch_step(types: list[GGMLType]) -> Callable[[], None]:
         addresses, ids = new(128, dtype=torch.int64), new(8, 8, dtype=torch.int32)
         experts_kernel.choose_experts(ids, new(128, dtype=torch.int32), new(65, dtype=torch.int32), 12, 64)
         for type_ in types:
-            part = matrix.HostPart(type_, [np.empty((768, row_bytes(type_, 2048)), np.uint8)], addresses)
+            part = matrix.HostRows(type_, [np.empty((768, row_bytes(type_, 2048)), np.uint8)], addresses)
             experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), weights(type_, 768, 2048), 0)
-        bias = matrix.HostPart(GGMLType.F32, [np.empty((1, 4 * 2048), np.uint8)], addresses)
+        bias = matrix.HostRows(GGMLType.F32, [np.empty((1, 4 * 2048), np.uint8)], addresses)
         experts_kernel.fetch_experts(bias, new(12, dtype=torch.int32), new(12, 2048), 0)
 
     return run
@@ -301,28 +297,8 @@ def many_numbers() -> None:
         m = weights(type_, MANY, ROW)
         for tiles in (None, experts_kernel.Tiles(*ids, 16)):
             experts_kernel._rows(x, experts_kernel._quantized(x), slots, m, None, ROW, 1, tiles)
-        part = matrix.HostPart(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
+        part = matrix.HostRows(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
         experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), m, 0)
-
-
-def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
-    """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
-    signature, constants, facts = {}, dict(constants), {}
-    for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if arg is None or (isinstance(arg, int) and arg == 1):
-            signature[name], constants[name] = "constexpr", arg
-        elif isinstance(arg, torch.Tensor):
-            signature[name] = TYPES[arg.dtype]
-            if arg.data_ptr() % 16 == 0:
-                facts[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(arg, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if abs(arg) <= INT32 else "i64"
-            if arg % 16 == 0:
-                facts[(i,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(constants, "constexpr")
-    return ASTSource(kernel, signature, constexprs=constants, attrs=facts)
 
 
 def compiled(
@@ -333,7 +309,7 @@ def compiled(
 
     def record(
         kernel: Any, grid: Any, *args: Any, warps: int, fused: bool = True, stages: int | None = None,
-        **constants: Any,
+        at_once: bool = False, **constants: Any,
     ) -> None:  # fmt: skip
         options = {"num_warps": warps, "enable_fp_fusion": fused}
         launches.append(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +23,7 @@ from backend_runs import batch, logits_of, tokens  # noqa: E402
 from expert_models import model  # noqa: E402
 from fake_cuda import Runtime  # noqa: E402
 from gpu_inputs import new, weights  # noqa: E402
-from gpu_runs import gpu, masks, run, split, write  # noqa: E402
+from gpu_runs import Recorder, gpu, masks, run, split, write  # noqa: E402
 from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from sparse_runs import prepared  # noqa: E402
 from threshold_models import EVERY, graph_of  # noqa: E402
@@ -26,6 +31,7 @@ from threshold_models import run as run_thresholded  # noqa: E402
 from tiny_gguf import write_relu  # noqa: E402
 
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
+from hotset.backends.gpu import stage as stages  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
 from hotset.backends.gpu.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenThreshold  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
@@ -61,17 +67,18 @@ def test_numbers_of_numpy_are_refused_by_name(number: np.generic) -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels whose launches were checked. Each operation of a step is launched but not run, and then
-    computed by its fallback, so that the next has numbers to go on with."""
-    seen: set[str] = set()
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]:
+    """The kernels whose launches were checked, and the variants of each. Each operation of a step is launched
+    but not run, and then computed by its fallback, so that the next has numbers to go on with."""
+    seen: dict[str, set[tuple[Any, ...]]] = {}
 
     def check_alone(
         kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True,
-        stages: int | None = None, **constants: Any,
+        stages: int | None = None, at_once: bool = False, **constants: Any,
     ) -> None:  # fmt: skip
         launch.check(kernel, grid, args, constants)
-        seen.add(kernel.__name__)
+        options = {"warps": warps, "fused": fused, "stages": stages, **constants}
+        seen.setdefault(kernel.__name__, set()).add(launch.variant(kernel, args, options))
 
     def both(module: Any, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -94,7 +101,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) -> None:
+def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, set[Any]]) -> None:
     """Numbers of a step come from files, plans and shapes: none of them may be NumPy's."""
     ids, splits = tokens(50), [33, 43, 44, 46]
     for name, mode, predictor in (
@@ -129,7 +136,187 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) ->
         for name, value in vars(module).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }
-    assert every - launched == set()
+    assert every - launched.keys() == set()
+
+
+def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
+    tmp_path: Path, launched: dict[str, set[Any]]
+) -> None:
+    """Of any number of tokens, with outputs for some of them, at any position, in whole and split layers,
+    with thresholds, with experts that are fetched."""
+    n = 70
+
+    def check_steps(name: str, stage: Any) -> None:
+        launched.clear()
+        stage.warm_up()
+        warm = {kernel: set(variants) for kernel, variants in launched.items()}
+        assert warm
+        for size in (*range(1, 19), 31, 32, 33, 40, 48, 63, 64, 65, n):
+            ids = tokens(size)
+            for step in (batch([(ids, 0, [0, 1])]), batch([(ids[:1], 64, [1, 0])])):
+                step = replace(step, outputs=step.outputs[-(size % 7 + 1) :])
+                stage.run(step)
+        for kernel, variants in launched.items():
+            assert variants <= warm.get(kernel, set()), (name, kernel, variants - warm.get(kernel, set()))
+
+    given = {"n_pages": 2, "max_batch": n}
+    for model_, mode, predictor in (("bamboo", "exact", None), ("opt", "predicted", "svd:32")):
+        folder = tmp_path / model_
+        folder.mkdir()
+        ready, graph = prepared(write(folder, model_, T.Q4_0), mode, predictor)  # type: ignore[arg-type]
+        check_steps(model_, gpu(ready.weights, graph, **given).stage)
+        check_steps(f"{model_}, split", split(ready.weights, graph, masks(0.3), **given, stream_from=40)[0])
+    weights_, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
+    by_input = [op.weight for op in thresholded_products(graph)]
+    check_steps("thresholds", gpu(weights_, graph, input_major=by_input, **given).stage)
+    backend = hybrid(
+        model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(LINK_ONLY, 4), **given
+    )
+    check_steps("experts", backend.stages[0])
+    backend.close()
+
+
+def test_kernels_are_compiled_before_steps_are_captured(
+    tmp_path: Path, launched: dict[str, set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that launch nothing, for their kernels are compiled, are not recorded; those after them are."""
+    captured: list[int] = []
+
+    @contextmanager
+    def compiled_first(device: Any) -> Iterator[None]:
+        yield
+        captured.append(len(recorder.made))
+
+    recorder = Recorder()
+    monkeypatch.setattr(stages, "compiled_first", compiled_first)
+    ready, graph = prepared(write(tmp_path, "bamboo", T.Q4_0), "exact")
+    stage = gpu(ready.weights, graph, capture=recorder).stage
+    stage.kernels.triton = True
+    stage.warm_up()
+    assert captured == [0]
+    assert len(recorder.made) == 4  # of 1, 2, 4 and 8 tokens
+
+
+class FakeKernel:
+    """A kernel of Triton: `warmup` compiles, an index of what it returns loads, one of itself launches."""
+
+    arg_names = ("x", "n")
+    params = tuple(SimpleNamespace(do_not_specialize_on_alignment=name == "n") for name in arg_names)
+
+    def __init__(self, name: str, compile_: Any) -> None:
+        self.__name__, self._compile = name, compile_
+        self.loaded: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        self._compile()
+
+        class Loader:
+            def __getitem__(_, index: tuple[int, ...]) -> None:  # noqa: N805
+                self.loaded.append((args[0].dtype, args[0].data_ptr() % 16, *args[1:]))
+
+        return Loader()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launched.append((self._compile(), *args[1:]))
+
+
+def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two compilations wait for each other; each variant is compiled once; what a launch would have filled
+    is 0; one that the CPU waits for is launched."""
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    meeting = threading.Barrier(2, timeout=60)
+    first, second = FakeKernel("first", meeting.wait), FakeKernel("second", meeting.wait)
+    at_once = FakeKernel("at_once", lambda: None)
+    x = torch.zeros(64)
+    with launch.compiled_first(torch.device("cpu")):
+        out = torch.empty(1 << 16)
+        for n in (3, 16, 48):  # one variant
+            launch.launch(first, (1,), out, n, warps=4)
+        launch.launch(second, (1,), x[1:], 1, warps=4)
+        launch.launch(at_once, (1,), x, 5, warps=4, at_once=True)
+        assert not out.any()
+        assert at_once.launched == [(None, 5)]
+    assert first.loaded == [(torch.float32, 0, 3)]
+    assert second.loaded == [(torch.float32, 4, 1)]
+    assert not first.launched + second.launched
+    launch.launch(at_once, (1,), x, 7, warps=4)
+    assert at_once.launched[1:] == [(None, 7)]
+
+
+def test_variants_are_compiled_as_triton_will_look_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own compiler and cache, for a device that is not here: a launch with other tensors finds what
+    was compiled for what is like them."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    loaded: list[Any] = []
+    fake = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, binary_ext="cubin",
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=lambda source, metadata: loaded.append(source) or (lambda *args: None),
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 16},
+            load_binary=lambda *args: (1, 2, 3, 0, 1024), unload_module=lambda module: None,
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "_active", fake)
+    kernel = triton_kernels._pack_kernel
+    kernel.device_caches.clear()
+    try:
+        with launch.compiled_first(torch.device("cpu")):
+            triton_kernels.pack_bits(torch.zeros(3, 32), 0.5)
+        (compiled,) = kernel.device_caches[0][0].values()
+        triton_kernels.pack_bits(torch.ones(5, 32), 0.25)
+        assert list(kernel.device_caches[0][0].values()) == [compiled]
+        assert len(loaded) == 1
+    finally:
+        kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (None, "needs a C compiler to launch kernels, and finds none: install gcc"),
+        ("false", "cannot compile what launches its kernels: .*false ended with 1"),
+        (
+            "no header",
+            "cannot compile what launches its kernels: .*Python.h is missing: install Python's headers",
+        ),
+    ],
+)
+def test_a_missing_compiler_is_one_sentence(
+    compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of Triton's own function that calls the compiler."""
+    from triton.runtime.build import _build
+
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is None:
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setenv("CC", shutil.which("false") or "/bin/false")
+    if compiler == "no header":
+        paths = SimpleNamespace(get_paths=lambda: {"include": str(tmp_path)})
+        monkeypatch.setattr(launch, "sysconfig", paths)
+    (tmp_path / "stub.c").write_text("int x;")
+
+    def build() -> None:
+        _build("stub", str(tmp_path / "stub.c"), str(tmp_path), [], [], [], [])
+
+    with pytest.raises(DeviceError, match=said) as error:
+        launch.launch(FakeKernel("kernel", build), (1,), torch.zeros(1), 1, warps=4)
+    assert "HOTSET_TRITON=0" in str(error.value)
+    with pytest.raises(DeviceError, match=said), launch.compiled_first(torch.device("cpu")):
+        launch.launch(FakeKernel("kernel", build), (1,), torch.zeros(1), 1, warps=4)
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence() -> None:
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/nowhere/cache")
+
+    with pytest.raises(DeviceError, match=r"cannot write its cache: .*/nowhere/cache.*TRITON_CACHE_DIR"):
+        launch.launch(FakeKernel("kernel", refused), (1,), torch.zeros(1), 1, warps=4)
 
 
 @pytest.mark.parametrize(("hip", "refuses"), [(False, "register"), (False, "address"), (True, "register")])
@@ -174,7 +361,7 @@ def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
     device.launch()
 
 
-def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
+def test_a_grid_has_room_for_any_number_of_tokens(launched: dict[str, set[Any]]) -> None:
     """Tokens of a step, or pairs of these and experts, may be more than a grid's second side has programs."""
     n = 70_000
     x, tokens_, by = new(n, 64), new(n, dtype=torch.int32), TokenThreshold(new(n, dtype=torch.int32), 0.1)
@@ -197,4 +384,4 @@ def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
         n_neurons=64, activation=Activate(value, value, "silu"), up_activation=None, neuron_major=False,
         sparse=False,
     )  # fmt: skip
-    assert launched >= {"_zero_small_kernel", "_pack_kernel", "_heads_kernel", "_values_kernel"}
+    assert launched.keys() >= {"_zero_small_kernel", "_pack_kernel", "_heads_kernel", "_values_kernel"}

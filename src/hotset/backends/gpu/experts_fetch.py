@@ -82,7 +82,7 @@ class SideStream:
 @dataclass
 class Group:
     """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot, which
-    the stream beside reads: a group is kept, in its Choice, until `done` was waited for. first:
+    the stream beside reads: a group is kept, in its FetchPlan, until `done` was waited for. first:
     its first slot. pairs: int64, those of the route that want them, token * n_used + rank; slots: int32 of
     each."""
 
@@ -94,7 +94,7 @@ class Group:
 
 
 @dataclass
-class Choice:
+class FetchPlan:
     """Who computes the experts that a layer's tokens have, in one step.
 
     asked: int32 [T, n_used], as CpuWorkerProtocol.post takes them: the CPU's, and -1 - id of the device's.
@@ -132,7 +132,7 @@ class Fetcher:
         self._beside = beside or SideStream(cache.device)
         self._most: dict[tuple[int, bool], tuple[Tensor, int]] = {}
 
-    def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> Choice:
+    def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> FetchPlan:
         """Divides the experts of a step's tokens, int32 [T, n_used], and begins to fetch. early: attention is
         computed between this and `compute`. warming: kernels are to be loaded, whatever is best."""
         fetches = self._fetching is not None and self._cache.slots(layer).n_spare > 1
@@ -141,12 +141,12 @@ class Fetcher:
         if fetches and self._table_of(layer, ids.shape[1], early)[1]:
             return self._choose_few(layer, ids, early)
         own = self._cache.table(layer)[ids.long()]
-        return Choice(torch.where(own < 0, ids, -1 - ids), own)
+        return FetchPlan(torch.where(own < 0, ids, -1 - ids), own)
 
     def compute(
         self,
         layer: int,
-        choice: Choice,
+        choice: FetchPlan,
         h: Tensor,
         counts: Tensor,
         gate_threshold: TokenThreshold | None = None,
@@ -180,7 +180,7 @@ class Fetcher:
 
     # ---- few tokens
 
-    def _choose_few(self, layer: int, ids: Tensor, early: bool) -> Choice:
+    def _choose_few(self, layer: int, ids: Tensor, early: bool) -> FetchPlan:
         slots = self._cache.slots(layer)
         most, n_most = self._table_of(layer, ids.shape[1], early)
         asked, own, fetched = self._kernels.choose_experts(
@@ -188,7 +188,7 @@ class Fetcher:
         )
         self._beside.after_all()
         done = self._beside.put(partial(self._fetch, layer, fetched, slots.n_slots))
-        return Choice(asked, own, done, fetched)
+        return FetchPlan(asked, own, done, fetched)
 
     def _table_of(self, layer: int, n_used: int, early: bool) -> tuple[Tensor, int]:
         """Of so many that are missing how many are fetched, int32 on the device; and the most of them."""
@@ -205,7 +205,7 @@ class Fetcher:
 
     # ---- many
 
-    def _choose_many(self, layer: int, ids: Tensor, warming: bool) -> Choice:
+    def _choose_many(self, layer: int, ids: Tensor, warming: bool) -> FetchPlan:
         assert self._fetching is not None
         route, slots = ids.numpy(force=True), self._cache.slots(layer)
         own = self._cache.on_host(layer)[route]
@@ -219,7 +219,7 @@ class Fetcher:
         of_pair = np.where(own < 0, place[route], -1)
         is_own = (own >= 0) | (of_pair >= 0)
         asked = self._on_device(np.where(is_own, -1 - route, route))
-        choice = Choice(asked, self._on_device(own) if warming or (own >= 0).any() else None)
+        choice = FetchPlan(asked, self._on_device(own) if warming or (own >= 0).any() else None)
         pairs = np.argsort(of_pair.reshape(-1), kind="stable")
         places = of_pair.reshape(-1)[pairs]
         for first in range(0, n, half):

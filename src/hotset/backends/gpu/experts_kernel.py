@@ -15,6 +15,7 @@ decide what is launched. Products and sums must not be fused here but where it i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu.fallback import TokenThreshold
-from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
+from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostRows, block_fields
+from hotset.backends.gpu.tiles import pow2
 from hotset.backends.gpu.triton_kernels import (
     CLAMPED_PLUS_ONE,
     CLAMPED_SILU,
@@ -408,7 +410,7 @@ def choose_experts(
     fetched = torch.empty(n_spare, dtype=torch.int32, device=ids.device)
     launcher.launch(
         _choose_kernel, (1,), ids, table, most, asked, slots, fetched, ids.numel(), n_spare, first_spare,
-        P=max(triton.next_power_of_2(ids.numel()), 2), S=max(triton.next_power_of_2(n_spare), 2), warps=4,
+        P=max(pow2(pow2(len(ids)) * ids.shape[1]), 2), S=max(pow2(n_spare), 2), warps=4,
     )  # fmt: skip
     return asked, slots, fetched
 
@@ -450,7 +452,7 @@ def _fetch_kernel(
 FETCH_UNITS = 2048  # of a program
 
 
-def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
+def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
     """fallback.fetch_experts: the device reads the host's memory by itself."""
     fields = {"codes": to} if isinstance(to, Tensor) else {name: getattr(to, name) for name in FIELDS}
     n_block, places = block_fields(part.type)
@@ -458,7 +460,7 @@ def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, fi
     dtype = torch.int16 if size == 2 else torch.uint8
     views = [None if fields.get(name) is None else fields[name].view(dtype) for name in FIELDS]
     places = {name: (at // size, n // size) for name, (at, n) in places.items()}
-    constants = {
+    constants: dict[str, Any] = {
         f"{letter}{end}": places.get(name, (0, 0))[i]
         for name, letter in zip(FIELDS, "CSMHB", strict=True)
         for i, end in enumerate("0N")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotset.backends.base import COUNTS, PAGE_SIZE
 from hotset.backends.gpu import exact
-from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
+from hotset.backends.gpu.matrix import DeviceMatrix, HostRows
 from hotset.backends.stage import SLICE_VALUES
 from hotset.backends.torch import functions
 from hotset.backends.torch.functions import activate, attend
@@ -318,7 +318,7 @@ def choose_experts(
     return torch.where(slots < 0, ids, -1 - ids), slots, given
 
 
-def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
+def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
     """Copies a part of experts from the host to the slots from `first` on, -1: to none.
 
     fetched: int32 [n]. to: the matrices of all slots, or biases, float32 [n_slots, width].

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hotset.backends.cpu.lowering import decoded_vector
-from hotset.backends.gpu.matrix import HostPart
+from hotset.backends.gpu.matrix import HostRows
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import DeviceError
 from hotset.formats.quants import GGMLType
@@ -77,12 +77,12 @@ class HostExperts:
                 self._finalizer()
                 raise
             self.n_pinned = sum(memory.nbytes for memory in registered)
-        self.parts: dict[int, dict[str, HostPart]] = {layer: {} for layer in given}
+        self.parts: dict[int, dict[str, HostRows]] = {layer: {} for layer in given}
         for (layer, name), (type, rows) in found.items():
             here = [own.ctypes.data for own in rows] if isinstance(rows, list) else [0] * len(rows)
             there = [at + next((add for a, b, add in moved if a <= at < b), 0) for at in here]
             addresses = torch.tensor(there, dtype=torch.int64, device=weights.device)
-            self.parts[layer][name] = HostPart(type, rows, addresses)
+            self.parts[layer][name] = HostRows(type, rows, addresses)
 
     def close(self) -> None:
         """Lets the memory go; safe to call twice. Nothing of the device may read it any more."""

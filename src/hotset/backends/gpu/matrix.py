@@ -341,7 +341,7 @@ class DeviceMatrix:
 
 
 @dataclass(frozen=True)
-class HostPart:
+class HostRows:
     """One matrix of each expert of a layer, or a bias, F32 of one row.
 
     rows: of each expert uint8 [n_rows, row bytes], where they lie, or as they are read. addresses: int64

@@ -76,7 +76,7 @@ from hotset.model.operations import (
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.experts import ExpertCache
-    from hotset.backends.gpu.experts_fetch import Choice, Fetcher
+    from hotset.backends.gpu.experts_fetch import Fetcher, FetchPlan
 
 
 class CpuWorkerProtocol(Protocol):
@@ -156,7 +156,7 @@ class Frame:
     # layer → these, where the CPU computes all of them
     asked: dict[int, Tensor] = field(default_factory=dict)
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
-    choices: dict[int, Choice] = field(default_factory=dict)  # layer → who computes each token's experts
+    choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
 
@@ -565,13 +565,14 @@ class Program:
             op.x.id,
             _token_threshold(ffn.gate_threshold),
         )
-        bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
+        bias, scales = self._weights.bias(op.bias), self._weights.bias(op.scales)
+        out, added_id = group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
         experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
         is_cached = experts is not None and layer in experts
 
         def route(f: Frame) -> None:
-            ids, f.weights[layer] = k.route(f.values[scores], op, bias)
+            ids, f.weights[layer] = k.route(f.values[scores], op, bias, scales)
             if route_id is not None:
                 f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
             if is_cached and fetcher is not None:

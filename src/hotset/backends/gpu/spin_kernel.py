@@ -30,17 +30,19 @@ def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, requ
     # Without bits something must stand in their place; nothing of it is read.
     launcher.launch(
         post_kernel, (1,), h, host_bits if bits is None else bits, host_h, host_bits, request,
-        h.numel(), 0 if bits is None else bits.numel(), BLOCK=BLOCK, warps=4,
+        h.numel(), 0 if bits is None else bits.numel(), BLOCK=BLOCK, warps=4, at_once=True,
     )  # fmt: skip
 
 
 def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
     """Waits for the CPU's flag, int32 [1], lowers it and copies its answer to `out`."""
     # `out` comes first, for it says on which device.
-    launcher.launch(collect_kernel, (1,), out, done, host_out, out.numel(), BLOCK=BLOCK, warps=4)
+    launcher.launch(
+        collect_kernel, (1,), out, done, host_out, out.numel(), BLOCK=BLOCK, warps=4, at_once=True
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["n_h", "n_bits"])  # numbers of a step
 def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
     """host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, seen by all in this order."""
     for first in range(0, n_h, BLOCK):
@@ -53,7 +55,7 @@ def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.cons
     tl.atomic_xchg(request, 1, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["n_out"])
 def collect_kernel(out, done, host_out, n_out, BLOCK: tl.constexpr):
     """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
     while tl.load(done, volatile=True) == 0:

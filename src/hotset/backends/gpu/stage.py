@@ -29,6 +29,7 @@ from hotset.backends.gpu.experts_fetch import Fetcher
 from hotset.backends.gpu.fallback import N_COUNTS
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
+from hotset.backends.gpu.launch import compiled_first
 from hotset.backends.gpu.program import Call, CpuWorkerProtocol, Frame, Program, StageParts
 from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.weights import DeviceWeights
@@ -41,7 +42,7 @@ from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
-WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
+WARM_SIZES = 128, 64, 32, 16, 8, 4, 2, 1  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
@@ -416,14 +417,24 @@ class GpuStage:
         return self._programs[taps]
 
     def warm_up(self) -> None:
-        """Compiles the kernels and takes the memory of the largest step: no later step waits or asks for it.
+        """Compiles the kernels, several at a time, and takes the memory of the largest step: no later step
+        waits or asks for it.
 
         No token of these steps has a page: the cache stays as it is.
         """
         self._warming = True
-        # The largest first, whose memory the others use; then those that other variants of the kernels serve.
+        if self.kernels.triton:
+            capture, self._capture = self._capture, None  # of steps that launch nothing
+            with compiled_first(self.device):
+                self._warm()
+            self._capture = capture
+        self._warm()
+        self._warming = False
+
+    def _warm(self) -> None:
+        """A step of each size that has kernels of its own."""
+        # The largest first, whose memory the others use.
         for n in sorted({n for n in (self.max_batch, *WARM_SIZES) if n <= self.max_batch}, reverse=True):
             zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
             x = None if self.entering is None else torch.zeros((n, self.entering.width))
             self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)
-        self._warming = False

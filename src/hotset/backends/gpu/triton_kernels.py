@@ -81,6 +81,8 @@ TWO_23 = tl.constexpr(8388608.0)
 # Older versions leave the rows that _axpy_kernel adds to several threads; 3.9 gives a thread all of them.
 SPREADS_ROWS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+# Numbers that change with the tokens of a step: whether 16 divides them makes no other variant of a kernel.
+OF_STEP = ["n_tokens", "n_packed"]
 
 
 @triton.jit
@@ -312,7 +314,7 @@ def _dot_rows(
     return tl.sum(acc, axis=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _matvec_kernel(
     x, out, bias, residual, codes, scales, mins, high, sub_scales,
     n_tokens, n_rows, n_cols, stride, n_words, words_of_split, threshold, zero,
@@ -348,7 +350,7 @@ def _matvec_kernel(
         tl.store(out + tl.program_id(1).to(tl.int64) * n_tokens * n_rows + where, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _add_kernel(
     partials, out, bias, residual, packed, count, counts, n_parts, n_tokens, n, n_packed, threshold,
     KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -408,7 +410,7 @@ def _count(packed, count, counts, n_packed):
     tl.atomic_add(counts + 4, tl.sum(down, axis=0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _count_kernel(packed, count, counts, n_packed):
     _count(packed, count, counts, n_packed)
 
@@ -510,7 +512,7 @@ def _values_of(
     return value, counted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _neurons_kernel(
     h, values, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
@@ -548,7 +550,7 @@ def _ones(x):
     return ((x + (x >> 16)) & 63).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _chosen_kernel(
     h, values, selected, held, held_before, ids, count, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
@@ -627,7 +629,7 @@ def _over_rows(by, y, TYPE: tl.constexpr):
         return tl.sum(by * y, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _axpy_kernel(
     x, ids, count, partials, codes, scales, mins, high, sub_scales, group_of,
     n_tokens, n_rows, n_cols, stride, n_words, left_out, row_bytes, zero,
@@ -743,11 +745,12 @@ def _in_order(place, TYPE: tl.constexpr):
         return tl.where(place % 8 < 4, _column(w, 0, TYPE), _column(w, 1, TYPE)) + byte
 
 
-@triton.jit
-def _halves_kernel(x, out, sizes, n, n_all, ORDER: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
+def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
     """A row of x [T, n] in out, in the order of a type's words: float16 [T, n], multiplied with a power of
-    two, whose inverse is in sizes [T]; bfloat16 [2, T, n], and what rounding leaves of it. n_all: T n."""
+    two, whose inverse is in sizes [T]; bfloat16 [2, T, n], and what rounding leaves of it."""
     row = tl.program_id(0).to(tl.int64) * n
+    n_all = tl.num_programs(0).to(tl.int64) * n
     i = tl.arange(0, N)
     factor = 1.0
     if sizes is not None:
@@ -873,7 +876,8 @@ def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, 
 
 @triton.jit
 def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
-    """acc [R, T] + weights [R, K] times inputs [K, T], which lie at x + at; n_all: see _halves_kernel."""
+    """acc [R, T] + weights [R, K] times inputs [K, T], which lie at x + at, and what rounding left of
+    them n_all further on (_halves_kernel)."""
     xs = tl.load(x + at, mask=mask, other=0.0)
     if x.dtype.element_ty == tl.float32:
         return tl.dot(weights, xs, acc, input_precision=PRECISION)
@@ -899,15 +903,15 @@ def _put(acc, sizes, out, bias, residual, t, n_tokens, column, n, inside):
     tl.store(out + where, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _matmul_kernel(
     x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
-    n_tokens, n_rows, n_cols, stride, n_words, n_all,
+    n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """out [T, n_rows] = x [T, n_cols] @ matrix.T: M tokens and N rows a program, W words at a time.
 
-    x, sizes, n_all: see _halves_kernel, or x float32 and no sizes. Weights stand first, so that few tokens
+    x, sizes: see _halves_kernel, or x float32 and no sizes. Weights stand first, so that few tokens
     fill an instruction, too.
     """
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
@@ -917,6 +921,7 @@ def _matmul_kernel(
     row = tl.minimum(rows, n_rows - 1)
     live = rows >= 0
     token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_cols
+    n_all = n_tokens.to(tl.int64) * n_cols
     acc = tl.zeros([N, M], tl.float32)
     w = tl.arange(0, W)
     k = tl.arange(0, W * PER_WORD)
@@ -942,19 +947,20 @@ def _matmul_kernel(
     _put(acc, sizes, out, bias, residual, t, n_tokens, rows, n_rows, rows < n_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _matmul_t_kernel(
     x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
-    n_tokens, n_rows, n_cols, stride, n_words, n_all,
+    n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time; x, sizes,
-    n_all: as in _matmul_kernel."""
+    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time; x,
+    sizes: as in _matmul_kernel."""
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     w = tl.program_id(0) * W + tl.arange(0, W)
     place = tl.program_id(0) * W * PER_WORD + tl.arange(0, W * PER_WORD)
     t = tl.program_id(1) * M + tl.arange(0, M)
     token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_rows
+    n_all = n_tokens.to(tl.int64) * n_rows
     acc = tl.zeros([W * PER_WORD, M], tl.float32)
     k = tl.arange(0, K)
     if TYPE != FLOAT:
@@ -991,7 +997,7 @@ def _matmul_t_kernel(
     _put(acc, sizes, out, bias, residual, t, n_tokens, column, n_cols, place < n_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _fired_kernel(
     gate, up, values, selected, numbers, counts, n_tokens, n, stride, n_bytes, threshold,
     thresholded, gate_threshold, value_threshold,
@@ -1155,7 +1161,7 @@ def _rows_at(matrix, rows, there, column, WIDTH: tl.constexpr):
     return tl.load(matrix + rows[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _prompt_attention_kernel(
     q, out, k_pages, v_pages, tables, sequences, positions,
     sinks, scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
@@ -1302,7 +1308,7 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
     tl.store(out + at, _zero_small(y, tl.load(thresholded + t) != 0, threshold), mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _angles_kernel(
     positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
@@ -1349,7 +1355,7 @@ def _turned(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _heads_kernel(
     q, k, v, q_out, cos_sin, q_norm, k_norm, k_pages, v_pages, tables, sequences, positions,
     eps, n_tokens, n_head, n_head_kv, half, max_pages,
@@ -1517,7 +1523,7 @@ def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
     out = torch.empty(shape, dtype=torch.bfloat16 if is_brain else torch.float16, device=x.device)
     sizes = None if is_brain else _new(x, len(x))
     launcher.launch(
-        _halves_kernel, (len(x),), x, out, sizes, x.shape[1], x.numel(),
+        _halves_kernel, (len(x),), x, out, sizes, x.shape[1],
         ORDER=order, N=max(4, min(4096, pow2(x.shape[1]))), warps=4,
     )  # fmt: skip
     return Halves(out, sizes, len(x))
@@ -1566,7 +1572,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may have: what Triton compares a kernel's with when it loads it."""
     if device.type != "cuda":
         return LEAST_SHARED
-    utils: Any = triton.runtime.driver.active.utils
+    with launcher.build_errors():
+        utils: Any = triton.runtime.driver.active.utils
     return int(utils.get_device_properties(device.index)["max_shared_mem"])
 
 
@@ -1578,7 +1585,7 @@ def _linear_many(
     launcher.launch(
         _matmul_kernel, (-(-m.n_rows // tile.rows), -(-n_tokens // tile.tokens)),
         given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of,
-        n_tokens, m.n_rows, m.n_cols, stride, n_words, n_tokens * m.n_cols,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words,
         TYPE=FORMATS[m.type], PRECISION=_precision(given.x), M=tile.tokens, N=tile.rows,
         W=tile.depth // _per_word(m), warps=tile.warps,
     )  # fmt: skip
@@ -1650,7 +1657,7 @@ def _linear_t(
         words = tile.rows // _per_word(m)
         launcher.launch(
             _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile.tokens)),
-            given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of, *shape, n_tokens * m.n_rows,
+            given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of, *shape,
             TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile.tokens, K=tile.depth, W=words,
             warps=tile.warps,
         )  # fmt: skip

@@ -171,10 +171,11 @@ def attend(
     return torch.einsum("...htgn,...hnd->...thgd", weights, v)
 
 
-def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
-    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See operations.Route. The choice
+    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection; scales: [n_expert], of the
+    weights. See operations.Route. The choice
     has no gradient, the weights have one. (A token with a score that is not a number has any ids, since its
     weights are not numbers either.)
     """
@@ -197,7 +198,10 @@ def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         weights = torch.softmax(weights, dim=1)
     if op.normalised:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=2.0**-14)
-    weights = torch.where(x.isnan().any(dim=1, keepdim=True), math.nan, weights * op.scale)
+    weights = weights * op.scale
+    if scales is not None:
+        weights = weights * scales[ids]
+    weights = torch.where(x.isnan().any(dim=1, keepdim=True), math.nan, weights)
     return ids.to(torch.int32), weights
 
 

@@ -124,7 +124,9 @@ class TorchGraph:
         starts = graph.layer_starts if graph.is_layered else [1]
         ends = [*starts, len(graph.ops)]
         self.parts = [
-            Part(graph, first, last) for first, last in zip([0, *starts], ends, strict=True) if last > first
+            GraphPart(graph, first, last)
+            for first, last in zip([0, *starts], ends, strict=True)
+            if last > first
         ]
         self.n_parts = len(self.parts) - 1  # that each pass computes
         self.on_part: Callable[[], None] = lambda: None  # is called after each of a pass
@@ -184,7 +186,7 @@ class TorchGraph:
 
     def run(
         self,
-        part: Part,
+        part: GraphPart,
         tokens: Tensor,
         x: Tensor | None,
         compute: Compute | None = None,
@@ -265,7 +267,7 @@ class TorchGraph:
                 kept = F.pad(~(step[op.scores] < op.threshold), (op.first, 0), value=True)
                 return torch.where(kept, step[op.x], 0.0)
             case Route():
-                return torch.cat(route(step[op.x], op, self.bias(op.bias)), dim=1)
+                return torch.cat(route(step[op.x], op, self.bias(op.bias), self.bias(op.scales)), dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
@@ -373,7 +375,7 @@ class TorchGraph:
         return matrix[rows], None if bias is None else bias.flatten()[rows]
 
 
-class Part:
+class GraphPart:
     """Operations between two places where only the residual stream crosses."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:

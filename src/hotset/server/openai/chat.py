@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -29,6 +29,7 @@ from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import (
     MAX_TOOLS,
+    NO_DEFAULTS,
     Body,
     SamplingFields,
     StreamOptions,
@@ -40,7 +41,7 @@ from hotset.server.openai.schema import (
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, documented
-from hotset.server.streams import off_loop, service_of, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.messages import Opening
 
 router = APIRouter(route_class=BodyRoute)
@@ -178,7 +179,7 @@ class ChatBody(SamplingFields):
     def includes_activity(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_activity
 
-    def request(self) -> AnswerRequest:
+    def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Raises what is wrong with it."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -197,7 +198,7 @@ class ChatBody(SamplingFields):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             template=self._effort() | verbosity(self.verbosity) | (self.chat_template_kwargs or {}),
             n=self.n or 1,
-            params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
+            params=self.sampling(defaults, logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
         )
@@ -226,10 +227,9 @@ class ChatBody(SamplingFields):
 
 @router.post("/v1/chat/completions", responses=documented(shapes.ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
-    service = service_of(http)
-    service.check_name(body.model)
+    service = await serving(http, body.model)
     body.check_effort(service.model.chat_template.source)
-    request, reply = await off_loop(http, body.request), _Reply(service, body)
+    request, reply = await off_loop(http, body.request, service.sampling), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     return await whole(http, request, reply.body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -16,10 +16,10 @@ from hotset.server.answers import MOST_LOGPROBS, Answer, AnswerRequest, Choice, 
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
-from hotset.server.openai.schema import SamplingFields, usage_dict
+from hotset.server.openai.schema import NO_DEFAULTS, SamplingFields, usage_dict
 from hotset.server.replies import DONE, TextEvents, event
 from hotset.server.shapes import EVENT_STREAM, documented
-from hotset.server.streams import off_loop, service_of, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
@@ -44,7 +44,7 @@ class CompletionBody(SamplingFields):
             return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
-    def request(self) -> AnswerRequest:
+    def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
         """Raises what is wrong with it."""
         if self.suffix is not None:
             raise RequestError(
@@ -60,12 +60,11 @@ class CompletionBody(SamplingFields):
             )
         only_echo = self.max_tokens == 0 and bool(self.echo)  # what evaluation harnesses ask for
         sampling = self.model_copy(update={"max_tokens": None}) if only_echo else self
-        default = _DEFAULT_TOKENS if sampling.max_tokens is sampling.n_predict is None else None
         return AnswerRequest(
             prompts=self.prompts(),
             parse_special=self.parse_special is not False,
             n=self.n or 1,
-            params=sampling.sampling(logprobs=self.logprobs, max_tokens=default),
+            params=sampling.sampling({"max_tokens": _DEFAULT_TOKENS, **defaults}, logprobs=self.logprobs),
             prompt_logprobs=self.logprobs if self.echo else None,
             generates=not only_echo,
             stream=bool(self.stream),
@@ -75,9 +74,8 @@ class CompletionBody(SamplingFields):
 
 @router.post("/v1/completions", responses=documented(shapes.CompletionReply, EVENT_STREAM))
 async def completions(body: CompletionBody, http: Request) -> Response:
-    service = service_of(http)
-    service.check_name(body.model)
-    request = await off_loop(http, body.request)
+    service = await serving(http, body.model)
+    request = await off_loop(http, body.request, service.sampling)
     reply = _Reply(service.name, service.model.tokenizer, body)
     if request.stream:
         return await streamed(http, request, reply.events)

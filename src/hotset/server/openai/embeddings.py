@@ -19,7 +19,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
 from hotset.server.shapes import Embedding, EmbeddingsReply, EmbeddingsUsage
-from hotset.server.streams import embedded, service_of
+from hotset.server.streams import embedded, serving
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -50,8 +50,7 @@ class EmbeddingsBody(Body):
 
 @router.post("/v1/embeddings", responses={200: {"model": EmbeddingsReply}})
 async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
-    service = service_of(http)
-    service.check_name(body.model)
+    service = await serving(http, body.model)
     texts = body.texts()
 
     def make(model: Model, owner: Owner) -> TextVectors:

@@ -6,38 +6,42 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from hotset.server.service import Service
-from hotset.server.streams import service_of
-from hotset.storage.store import shards
+from hotset.server.errors import RequestError
+from hotset.server.service import ListedModel
+from hotset.server.streams import file_of, listed
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_entry(service_of(http))]}
+    return {"object": "list", "data": [entry(one) for one in await listed(http)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
-    service = service_of(http)
-    service.check_name(name)
-    return _entry(service)
+    _, name, _ = await file_of(http, name)
+    found = [one for one in await listed(http) if one.name == name]
+    if not found:  # deleted in this moment
+        raise RequestError("the model is not served any more", 404, param="model", code="model_not_found")
+    return entry(found[0])
 
 
-def _entry(service: Service) -> dict[str, Any]:
-    model = service.model
+def entry(model: ListedModel) -> dict[str, Any]:
+    """A model in OpenAI's form; `status` as llama-server has it."""
+    facts = model.facts
     return {
-        "id": service.name,
+        "id": model.name,
         "object": "model",
-        "created": service.created,
+        "created": model.created,
         "owned_by": "hotset",
         "max_model_len": model.n_ctx,
         "meta": {
             "n_ctx": model.n_ctx,
-            "n_ctx_train": model.config.n_ctx_train,
-            "n_vocab": model.backend.n_vocab,
-            "n_embd": model.config.n_embd,
-            "size": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
+            "n_ctx_train": facts.n_ctx_train,
+            "n_vocab": facts.n_vocab,
+            "n_embd": facts.n_embd,
+            "size": facts.n_bytes,
         },
+        **({} if model.state is None else {"status": model.state}),
     }

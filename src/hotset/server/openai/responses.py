@@ -22,6 +22,7 @@ from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import (
     MAX_METADATA,
     MAX_TOOLS,
+    NO_DEFAULTS,
     Body,
     CacheRetention,
     ServiceTier,
@@ -30,10 +31,11 @@ from hotset.server.openai.schema import (
     ToolName,
     Verbosity,
     at_most,
+    sampled,
     verbosity,
 )
 from hotset.server.shapes import EVENT_STREAM, ResponseReasoning, ResponseReply, documented
-from hotset.server.streams import off_loop, service_of, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute)
@@ -223,7 +225,7 @@ class ResponsesBody(Body):
 # ---- from a body to a request ----
 
 
-def answer_request(body: ResponsesBody) -> AnswerRequest:
+def answer_request(body: ResponsesBody, defaults: Mapping[str, Any] = NO_DEFAULTS) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
@@ -238,7 +240,7 @@ def answer_request(body: ResponsesBody) -> AnswerRequest:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template=_template(body.reasoning) | verbosity(body.text.verbosity if body.text else None),
-        params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
+        params=sampled(given, defaults),
         stream=bool(body.stream),
     )
 
@@ -312,9 +314,8 @@ def _template(reasoning: Reasoning | None) -> dict[str, Any]:
 
 @router.post("/v1/responses", responses=documented(ResponseReply, EVENT_STREAM))
 async def responses(body: ResponsesBody, http: Request) -> Response:
-    service = service_of(http)
-    service.check_name(body.model)
-    request = await off_loop(http, answer_request, body)
+    service = await serving(http, body.model)
+    request = await off_loop(http, answer_request, body, service.sampling)
     said = head(service.name, body, request.params)
     writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)
     if request.stream:

@@ -6,6 +6,8 @@ changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
@@ -54,6 +56,9 @@ def at_most(n: int) -> BeforeValidator:
         return given
 
     return BeforeValidator(checked)
+
+
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Body(BaseModel):
@@ -134,10 +139,16 @@ class SamplingFields(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(
-        self, *, logprobs: int | None, max_tokens: int | None = None, **forms: Any
+        self,
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        *,
+        logprobs: int | None,
+        max_tokens: int | None = None,
+        **forms: Any,
     ) -> SamplingParams:
         """Checked: InvalidRequestError for a value that means nothing, or two that disagree.
 
+        defaults: of the model, for what is left out (Service.sampling).
         logprobs: as in SamplingParams. max_tokens: the field of another name for it. forms: what the answer
         must follow, beside the fields for it.
         """
@@ -153,7 +164,7 @@ class SamplingFields(Body):
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "logit_bias": self.logit_bias,
-            "seed": None if self.seed == -1 else self.seed,  # llama.cpp's way to ask for any
+            "seed": self.seed,
             "stop": self.stop,
             "max_tokens": _one("max_tokens", max_tokens, self.max_tokens, self.n_predict),
             "ignore_eos": self.ignore_eos,
@@ -166,9 +177,20 @@ class SamplingFields(Body):
             if given.get(name) is not None:
                 raise RequestError(f"response_format and {name} both say what to follow", param=name)
             given[name] = value
-        if given["max_tokens"] == -1:  # llama.cpp's way to say: as many as it takes
-            given["max_tokens"] = None
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        # -1 is llama.cpp's way to ask for any seed, and for as many tokens as it takes.
+        unset = [name for name in ("seed", "max_tokens") if given[name] == -1]
+        return sampled(given | dict.fromkeys(unset), defaults, unset)
+
+
+def sampled(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], unset: Collection[str] = ()
+) -> SamplingParams:
+    """The parameters of a request, with a model's own defaults (Service.sampling) for those that are None.
+
+    unset: those that the request wants as they are without any default.
+    """
+    own = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{name: value for name, value in defaults.items() if name not in unset} | own)
 
 
 def _one(name: str, *values: Any) -> Any:

@@ -34,7 +34,8 @@ async function connect() {
   back = null;
   try {
     const [list, props] = [await server.models(), await server.props()];
-    model.id = list[0]?.id ?? null;
+    const first = list.find((one) => one.status?.value === "loaded") ?? list[0]; // of several
+    model.id = first?.id ?? null;
     model.name = shortName(model.id ?? "");
     model.facts = props?.hotset ?? null;
     model.defaults = props?.default_generation_settings?.params ?? {};

@@ -1,0 +1,171 @@
+#include <atomic>
+
+#include "bindings/bindings.h"
+#include "vulkan/program.h"
+
+namespace hotset::bindings {
+namespace {
+
+using vulkan::Binding;
+using vulkan::Buffer;
+using vulkan::Device;
+using vulkan::Kernel;
+using vulkan::Place;
+using vulkan::Program;
+
+Place place_of(const std::string& name) {
+    if (name == "device") return Place::Device;
+    if (name == "to_device") return Place::ToDevice;
+    require(name == "from_device", "memory is of the device, to_device or from_device");
+    return Place::FromDevice;
+}
+
+nb::list devices(bool validate) {
+    nb::list found;
+    for (const vulkan::DeviceInfo& one : vulkan::Instance::open(validate)->devices()) {
+        nb::dict facts;
+        facts["index"] = one.index;
+        facts["name"] = one.name;
+        facts["kind"] = one.kind;
+        facts["driver"] = one.driver;
+        facts["api"] = std::to_string(VK_API_VERSION_MAJOR(one.api_version)) + "." +
+                       std::to_string(VK_API_VERSION_MINOR(one.api_version));
+        facts["memory"] = one.memory;
+        facts["free"] = one.free;
+        facts["refusal"] = one.refusal;
+        found.append(facts);
+    }
+    return found;
+}
+
+std::shared_ptr<Buffer> allocate(const std::shared_ptr<Device>& device, uint64_t size,
+                                 const std::string& place) {
+    require(size > 0 && size <= device->info().max_allocation,
+            "an allocation is larger than the device allows");
+    return std::make_shared<Buffer>(device, size, place_of(place));
+}
+
+void check_range(const Buffer& buffer, uint64_t offset, uint64_t size) {
+    require(offset <= buffer.size() && size <= buffer.size() - offset, "bytes lie outside of a buffer");
+}
+
+void write(Buffer& buffer, uint64_t offset, const Bytes& bytes) {
+    check_range(buffer, offset, bytes.size());
+    const std::span<const uint8_t> from(bytes.data(), bytes.size());
+    nb::gil_scoped_release release;
+    buffer.write(offset, from);
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> read(Buffer& buffer, uint64_t offset, uint64_t size) {
+    check_range(buffer, offset, size);
+    uint8_t* data;
+    auto result = new_array<uint8_t>(data, size);
+    buffer.read(offset, {data, size_t(size)});
+    return result;
+}
+
+// A view of a buffer that the host sees; it keeps the buffer alive.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(nb::handle self) {
+    auto& buffer = nb::cast<Buffer&>(self);
+    require(buffer.mapped() != nullptr, "the host does not see this buffer");
+    return {buffer.mapped(), {size_t(buffer.size())}, self};
+}
+
+std::shared_ptr<Kernel> make_kernel(const std::shared_ptr<Device>& device, const Bytes& spirv, int n_buffers,
+                                    int push_bytes, const std::vector<uint32_t>& constants) {
+    require(spirv.size() >= 20 && spirv.size() % 4 == 0 && load_u32(spirv.data()) == 0x07230203,
+            "a kernel is SPIR-V");
+    require(n_buffers > 0 && n_buffers <= 16 && push_bytes >= 0 && push_bytes <= 128 && push_bytes % 4 == 0,
+            "a kernel has up to 16 buffers and 128 bytes of push constants");
+    std::vector<uint32_t> words(spirv.size() / 4);
+    std::memcpy(words.data(), spirv.data(), spirv.size());
+    return std::make_shared<Kernel>(device, words, n_buffers, push_bytes, constants);
+}
+
+using Bound = std::tuple<std::shared_ptr<Buffer>, uint64_t, uint64_t, bool>;
+
+std::vector<Binding> bindings_of(const std::vector<Bound>& bound) {
+    std::vector<Binding> found;
+    for (const auto& [buffer, offset, size, written] : bound)
+        found.push_back({buffer, offset, size, written});
+    return found;
+}
+
+std::span<const uint8_t> bytes_of(const nb::bytes& push) {
+    return {reinterpret_cast<const uint8_t*>(push.c_str()), push.size()};
+}
+
+void dispatch(Program& program, const std::shared_ptr<Kernel>& kernel, const std::vector<Bound>& bound,
+              const nb::bytes& push, const std::tuple<uint32_t, uint32_t, uint32_t>& groups) {
+    program.dispatch(kernel, bindings_of(bound), bytes_of(push),
+                     {std::get<0>(groups), std::get<1>(groups), std::get<2>(groups)});
+}
+
+void dispatch_indirect(Program& program, const std::shared_ptr<Kernel>& kernel,
+                       const std::vector<Bound>& bound, const nb::bytes& push,
+                       const std::shared_ptr<Buffer>& counts, uint64_t offset) {
+    program.dispatch_indirect(kernel, bindings_of(bound), bytes_of(push), counts, offset);
+}
+
+// Ends runs from any thread.
+struct Cancel {
+    std::atomic<bool> asked{false};
+};
+
+void run(const std::vector<Program*>& programs, Cancel& cancel) {
+    std::exception_ptr raised;  // by a signal handler, while the step ran
+    bool done;
+    {
+        nb::gil_scoped_release release;
+        done = vulkan::run(programs, [&] {
+            nb::gil_scoped_acquire acquire;
+            if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
+            return raised || cancel.asked;
+        });
+    }
+    if (raised) std::rethrow_exception(raised);
+    if (!done) throw StepCancelled();
+}
+
+}  // namespace
+
+void bind_vulkan(nb::module_& m) {
+    m.def("vulkan_devices", &devices, "validate"_a,
+          "What the Vulkan driver has, a dict each; DeviceError where there is none (csrc/vulkan/loader.h).");
+    nb::class_<Device>(m, "VulkanDevice", "An open device (csrc/vulkan/device.h).")
+        .def(nb::new_([](int index, bool validate, bool staged) {
+                 return Device::open(vulkan::Instance::open(validate), index, staged);
+             }),
+             "index"_a, "validate"_a = false, "staged"_a = false)
+        .def_prop_ro("allocated", &Device::allocated)
+        .def_prop_ro("name", [](const Device& device) { return device.info().name; })
+        .def_prop_ro("max_range",
+                     [](const Device& device) { return device.info().limits.maxStorageBufferRange; })
+        .def_prop_ro("max_allocation", [](const Device& device) { return device.info().max_allocation; })
+        .def("limit", &Device::limit, "bytes"_a)
+        .def("allocate", &allocate, "size"_a, "place"_a)
+        .def("kernel", &make_kernel, "spirv"_a, "n_buffers"_a, "push_bytes"_a, "constants"_a);
+    nb::class_<Buffer>(m, "VulkanBuffer", "A piece of memory (csrc/vulkan/device.h).")
+        .def_prop_ro("size", &Buffer::size)
+        .def("write", &write, "offset"_a, "data"_a)
+        .def("read", &read, "offset"_a, "size"_a)
+        .def("clear", &Buffer::clear)
+        .def("view", [](nb::handle self) { return view(self); });
+    nb::class_<Kernel>(m, "VulkanKernel", "A compute pipeline (csrc/vulkan/device.h).");
+    nb::class_<Cancel>(m, "VulkanCancel", "Ends a run of programs from any thread; `asked` stays set.")
+        .def(nb::init<>())
+        .def_prop_rw(
+            "asked", [](const Cancel& cancel) { return cancel.asked.load(); },
+            [](Cancel& cancel, bool asked) { cancel.asked = asked; });
+    nb::class_<Program>(m, "VulkanProgram", "Dispatches, recorded once (csrc/vulkan/program.h).")
+        .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
+        .def("dispatch", &dispatch, "kernel"_a, "bindings"_a, "push"_a, "groups"_a)
+        .def("dispatch_indirect", &dispatch_indirect, "kernel"_a, "bindings"_a, "push"_a, "counts"_a,
+             "offset"_a)
+        .def("cut", &Program::cut)
+        .def("finish", &Program::finish);
+    m.def("vulkan_run", &run, "programs"_a, "cancel"_a,
+          "Runs programs one after the other and waits; StepCancelledError where it was cancelled.");
+}
+
+}  // namespace hotset::bindings

@@ -1,0 +1,272 @@
+#include "vulkan/device.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hotset::vulkan {
+namespace {
+
+constexpr uint64_t kStagingBytes = 16 << 20;
+constexpr uint64_t kTick = 50'000'000;  // nanoseconds of one wait
+
+std::string megabytes(uint64_t n) {
+    return std::to_string((n + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+}  // namespace
+
+Buffer::Buffer(std::shared_ptr<Device> device, uint64_t size, Place place)
+    : device_(std::move(device)), size_(size) {
+    const DeviceFunctions& fn = device_->functions();
+    const VkDevice vk = device_->handle();
+    auto info = made<VkBufferCreateInfo>(VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO);
+    info.size = size;
+    info.usage = VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT |
+                 VK_BUFFER_USAGE_TRANSFER_DST_BIT | VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT;
+    const std::string what = "allocating " + megabytes(size);
+    check(fn.vkCreateBuffer(vk, &info, nullptr, &buffer_), what);
+    VkMemoryRequirements needs;
+    fn.vkGetBufferMemoryRequirements(vk, buffer_, &needs);
+    const uint64_t there = device_->allocated_;
+    if (needs.size > device_->limit_ || there > device_->limit_ - needs.size) {
+        fn.vkDestroyBuffer(vk, buffer_, nullptr);
+        throw OutOfMemory("the model takes more than the budget of " + megabytes(device_->limit_) + " on " +
+                          device_->info().name + "; raise --vram-budget, or lower the context");
+    }
+    auto wanted = made<VkMemoryAllocateInfo>(VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO);
+    wanted.allocationSize = needs.size;
+    wanted.memoryTypeIndex = device_->memory_type(needs.memoryTypeBits, place);
+    const VkResult result = fn.vkAllocateMemory(vk, &wanted, nullptr, &memory_);
+    if (result != VK_SUCCESS) {
+        fn.vkDestroyBuffer(vk, buffer_, nullptr);
+        check(result, what);
+    }
+    reserved_ = needs.size;
+    device_->allocated_ += reserved_;
+    check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
+    const auto& type = device_->info().memories.memoryTypes[wanted.memoryTypeIndex];
+    if (type.propertyFlags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT &&
+        !(place == Place::Device && device_->staged_))
+        check(fn.vkMapMemory(vk, memory_, 0, VK_WHOLE_SIZE, 0, reinterpret_cast<void**>(&mapped_)),
+              "mapping " + megabytes(size));
+}
+
+Buffer::~Buffer() {
+    const DeviceFunctions& fn = device_->functions();
+    fn.vkDestroyBuffer(device_->handle(), buffer_, nullptr);
+    fn.vkFreeMemory(device_->handle(), memory_, nullptr);
+    device_->allocated_ -= reserved_;
+}
+
+void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
+    if (mapped_) {
+        std::memcpy(mapped_ + offset, bytes.data(), bytes.size());
+        return;
+    }
+    Buffer staging(device_, std::min<uint64_t>(kStagingBytes, std::max<size_t>(bytes.size(), 4)),
+                   Place::ToDevice);
+    while (!bytes.empty()) {
+        const uint64_t n = std::min<uint64_t>(bytes.size(), staging.size());
+        std::memcpy(staging.mapped(), bytes.data(), n);
+        device_->run_once("copying weights", [&](VkCommandBuffer commands) {
+            const VkBufferCopy region{0, offset, n};
+            device_->functions().vkCmdCopyBuffer(commands, staging.handle(), buffer_, 1, &region);
+        });
+        bytes = bytes.subspan(n);
+        offset += n;
+    }
+}
+
+void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
+    if (mapped_) {
+        std::memcpy(bytes.data(), mapped_ + offset, bytes.size());
+        return;
+    }
+    if (bytes.empty()) return;
+    Buffer staging(device_, bytes.size(), Place::FromDevice);
+    device_->run_once("reading back", [&](VkCommandBuffer commands) {
+        const VkBufferCopy region{offset, 0, bytes.size()};
+        device_->functions().vkCmdCopyBuffer(commands, buffer_, staging.handle(), 1, &region);
+    });
+    std::memcpy(bytes.data(), staging.mapped(), bytes.size());
+}
+
+void Buffer::clear() {
+    device_->run_once("clearing memory", [&](VkCommandBuffer commands) {
+        device_->functions().vkCmdFillBuffer(commands, buffer_, 0, VK_WHOLE_SIZE, 0);
+    });
+}
+
+Kernel::Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
+               std::span<const uint32_t> constants)
+    : device_(std::move(device)), n_buffers_(n_buffers), push_bytes_(push_bytes) {
+    const DeviceFunctions& fn = device_->functions();
+    const VkDevice vk = device_->handle();
+    const char* what = "compiling a kernel";
+    std::vector<VkDescriptorSetLayoutBinding> bindings(n_buffers);
+    for (int i = 0; i < n_buffers; i++)
+        bindings[i] = {uint32_t(i), VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, 1, VK_SHADER_STAGE_COMPUTE_BIT,
+                       nullptr};
+    auto set = made<VkDescriptorSetLayoutCreateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO);
+    set.bindingCount = uint32_t(n_buffers);
+    set.pBindings = bindings.data();
+    check(fn.vkCreateDescriptorSetLayout(vk, &set, nullptr, &set_layout_), what);
+    const VkPushConstantRange range{VK_SHADER_STAGE_COMPUTE_BIT, 0, uint32_t(push_bytes)};
+    auto layout = made<VkPipelineLayoutCreateInfo>(VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO);
+    layout.setLayoutCount = 1;
+    layout.pSetLayouts = &set_layout_;
+    layout.pushConstantRangeCount = push_bytes ? 1 : 0;
+    layout.pPushConstantRanges = &range;
+    check(fn.vkCreatePipelineLayout(vk, &layout, nullptr, &layout_), what);
+
+    auto code = made<VkShaderModuleCreateInfo>(VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO);
+    code.codeSize = spirv.size_bytes();
+    code.pCode = spirv.data();
+    VkShaderModule module;
+    check(fn.vkCreateShaderModule(vk, &code, nullptr, &module), what);
+    std::vector<VkSpecializationMapEntry> entries(constants.size());
+    for (uint32_t i = 0; i < entries.size(); i++) entries[i] = {i, i * 4, 4};
+    const VkSpecializationInfo special{uint32_t(entries.size()), entries.data(), constants.size_bytes(),
+                                       constants.data()};
+    auto pipeline = made<VkComputePipelineCreateInfo>(VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO);
+    pipeline.layout = layout_;
+    pipeline.stage.sType = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
+    pipeline.stage.stage = VK_SHADER_STAGE_COMPUTE_BIT;
+    pipeline.stage.module = module;
+    pipeline.stage.pName = "main";
+    pipeline.stage.pSpecializationInfo = &special;
+    const VkResult result =
+        fn.vkCreateComputePipelines(vk, VK_NULL_HANDLE, 1, &pipeline, nullptr, &pipeline_);
+    fn.vkDestroyShaderModule(vk, module, nullptr);
+    check(result, what);
+    device_->instance().check_messages();
+}
+
+Kernel::~Kernel() {
+    const DeviceFunctions& fn = device_->functions();
+    fn.vkDestroyPipeline(device_->handle(), pipeline_, nullptr);
+    fn.vkDestroyPipelineLayout(device_->handle(), layout_, nullptr);
+    fn.vkDestroyDescriptorSetLayout(device_->handle(), set_layout_, nullptr);
+}
+
+std::shared_ptr<Device> Device::open(std::shared_ptr<Instance> instance, int index, bool staged) {
+    std::vector<DeviceInfo> found = instance->devices();
+    if (index < 0 || size_t(index) >= found.size())
+        throw Error("there is no Vulkan device " + std::to_string(index) + ": the driver has " +
+                    std::to_string(found.size()) + ", numbered from 0");
+    if (!found[index].refusal.empty())
+        throw Error("the Vulkan device " + found[index].name + " cannot be used: " + found[index].refusal);
+    return std::shared_ptr<Device>(new Device(std::move(instance), std::move(found[index]), staged));
+}
+
+Device::Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged)
+    : instance_(std::move(instance)), info_(std::move(info)), staged_(staged) {
+    const InstanceFunctions& of_instance = instance_->functions();
+    const float priority = 1;
+    auto queue = made<VkDeviceQueueCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO);
+    queue.queueFamilyIndex = info_.queue_family;
+    queue.queueCount = 1;
+    queue.pQueuePriorities = &priority;
+    auto device = made<VkDeviceCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO);
+    device.queueCreateInfoCount = 1;
+    device.pQueueCreateInfos = &queue;
+    // No feature is asked for. What is only a part of Vulkan (MoltenVK) must be called that.
+    const char* subset = "VK_KHR_portability_subset";
+    if (info_.is_subset) {
+        device.enabledExtensionCount = 1;
+        device.ppEnabledExtensionNames = &subset;
+    }
+    const std::string what = "opening " + info_.name;
+    check(of_instance.vkCreateDevice(info_.handle, &device, nullptr, &device_), what);
+#define LOAD(name) fn_.name = reinterpret_cast<PFN_##name>(of_instance.vkGetDeviceProcAddr(device_, #name));
+    HOTSET_VULKAN_DEVICE_FUNCTIONS(LOAD)
+#undef LOAD
+    fn_.vkGetDeviceQueue(device_, info_.queue_family, 0, &queue_);
+    auto pool = made<VkCommandPoolCreateInfo>(VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO);
+    pool.queueFamilyIndex = info_.queue_family;
+    check(fn_.vkCreateCommandPool(device_, &pool, nullptr, &pool_), what);
+}
+
+Device::~Device() {
+    if (!device_) return;
+    fn_.vkDeviceWaitIdle(device_);
+    if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
+    fn_.vkDestroyDevice(device_, nullptr);
+}
+
+void Device::wait(VkFence fence, const std::string& what) const {
+    VkResult result;
+    do {
+        result = fn_.vkWaitForFences(device_, 1, &fence, VK_TRUE, kTick);
+    } while (result == VK_TIMEOUT);
+    check(result, what);
+}
+
+uint32_t Device::memory_type(uint32_t allowed, Place place) const {
+    constexpr VkMemoryPropertyFlags kOwn = VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT,
+                                    kHost = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT |
+                                            VK_MEMORY_PROPERTY_HOST_COHERENT_BIT,
+                                    kCached = VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
+    // The first of these wishes that a type fulfils. The device's memory that the host sees too comes first:
+    // copies are spared. It may be a window of 256 MiB: then the memory behind it is taken.
+    uint64_t largest = 0;
+    for (uint32_t i = 0; i < info_.memories.memoryHeapCount; i++)
+        if (info_.memories.memoryHeaps[i].flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT)
+            largest = std::max<uint64_t>(largest, info_.memories.memoryHeaps[i].size);
+    std::vector<VkMemoryPropertyFlags> wishes;
+    if (place == Place::Device) wishes = {kOwn | kHost, kOwn, 0};
+    if (place == Place::ToDevice) wishes = {kHost};
+    if (place == Place::FromDevice) wishes = {kHost | kCached, kHost};
+    for (const VkMemoryPropertyFlags wish : wishes)
+        for (uint32_t i = 0; i < info_.memories.memoryTypeCount; i++) {
+            const VkMemoryType& type = info_.memories.memoryTypes[i];
+            const bool is_small = info_.memories.memoryHeaps[type.heapIndex].size < largest;
+            if (!(allowed >> i & 1) || (type.propertyFlags & wish) != wish) continue;
+            if (place == Place::Device && is_small) continue;
+            return i;
+        }
+    throw Error("the Vulkan device " + info_.name + " has no memory of a kind that is needed");
+}
+
+template <class F>
+void Device::run_once(const std::string& what, F record) {
+    auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
+    info.commandPool = pool_;
+    info.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
+    info.commandBufferCount = 1;
+    VkCommandBuffer commands;
+    check(fn_.vkAllocateCommandBuffers(device_, &info, &commands), what);
+    VkFence fence = VK_NULL_HANDLE;
+    const auto ended = [&](VkResult result) {
+        if (fence) fn_.vkDestroyFence(device_, fence, nullptr);
+        fn_.vkFreeCommandBuffers(device_, pool_, 1, &commands);
+        check(result, what);
+    };
+    auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
+    begin.flags = VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT;
+    VkResult result = fn_.vkBeginCommandBuffer(commands, &begin);
+    if (result != VK_SUCCESS) return ended(result);
+    record(commands);
+    auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
+    barrier.srcAccessMask = VK_ACCESS_TRANSFER_WRITE_BIT;
+    barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT | VK_ACCESS_SHADER_READ_BIT;
+    fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
+                             VK_PIPELINE_STAGE_HOST_BIT | VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
+                             &barrier, 0, nullptr, 0, nullptr);
+    result = fn_.vkEndCommandBuffer(commands);
+    const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
+    if (result == VK_SUCCESS) result = fn_.vkCreateFence(device_, &fresh, nullptr, &fence);
+    auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
+    submit.commandBufferCount = 1;
+    submit.pCommandBuffers = &commands;
+    if (result == VK_SUCCESS) result = fn_.vkQueueSubmit(queue_, 1, &submit, fence);
+    if (result == VK_SUCCESS) {
+        do {
+            result = fn_.vkWaitForFences(device_, 1, &fence, VK_TRUE, kTick);
+        } while (result == VK_TIMEOUT);
+    }
+    ended(result);
+    instance_->check_messages();
+}
+
+}  // namespace hotset::vulkan

@@ -1,0 +1,108 @@
+// An open device: its memory and its kernels.
+#pragma once
+
+#include <atomic>
+#include <span>
+
+#include "vulkan/loader.h"
+
+namespace hotset::vulkan {
+
+class Device;
+
+// Where a buffer's memory is: the device's own; the host's, which the device reads or which the host reads.
+enum class Place { Device, ToDevice, FromDevice };
+
+// A piece of memory with its buffer. The host writes those of the device through `write`.
+class Buffer {
+  public:
+    Buffer(std::shared_ptr<Device> device, uint64_t size, Place place);
+    ~Buffer();
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    // Copies bytes into or out of it; waits for the copy, and must not be called while a program runs that
+    // uses them. The range must lie inside.
+    void write(uint64_t offset, std::span<const uint8_t> bytes);
+    void read(uint64_t offset, std::span<uint8_t> bytes);
+    void clear();
+    // Where the host sees it; null where it does not.
+    uint8_t* mapped() const { return mapped_; }
+    uint64_t size() const { return size_; }
+    VkBuffer handle() const { return buffer_; }
+    const std::shared_ptr<Device>& device() const { return device_; }
+
+  private:
+    std::shared_ptr<Device> device_;
+    uint64_t size_ = 0, reserved_ = 0;
+    VkBuffer buffer_ = VK_NULL_HANDLE;
+    VkDeviceMemory memory_ = VK_NULL_HANDLE;
+    uint8_t* mapped_ = nullptr;
+};
+
+// A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.
+class Kernel {
+  public:
+    Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
+           std::span<const uint32_t> constants);
+    ~Kernel();
+    Kernel(const Kernel&) = delete;
+    Kernel& operator=(const Kernel&) = delete;
+
+    int n_buffers() const { return n_buffers_; }
+    int push_bytes() const { return push_bytes_; }
+    VkPipeline pipeline() const { return pipeline_; }
+    VkPipelineLayout layout() const { return layout_; }
+    VkDescriptorSetLayout set_layout() const { return set_layout_; }
+    const std::shared_ptr<Device>& device() const { return device_; }
+
+  private:
+    std::shared_ptr<Device> device_;
+    int n_buffers_, push_bytes_;
+    VkDescriptorSetLayout set_layout_ = VK_NULL_HANDLE;
+    VkPipelineLayout layout_ = VK_NULL_HANDLE;
+    VkPipeline pipeline_ = VK_NULL_HANDLE;
+};
+
+// Used by one thread at a time.
+class Device : public std::enable_shared_from_this<Device> {
+  public:
+    // staged: the host writes the device's memory through copies even where it could do so itself (of tests).
+    // Throws Error for a device that is not there or cannot be used.
+    static std::shared_ptr<Device> open(std::shared_ptr<Instance> instance, int index, bool staged);
+    ~Device();
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
+    const DeviceInfo& info() const { return info_; }
+    uint64_t allocated() const { return allocated_; }  // bytes of its buffers that live
+    // Buffers throw OutOfMemory where they would take more together.
+    void limit(uint64_t bytes) { limit_ = bytes; }
+    VkDevice handle() const { return device_; }
+    VkQueue queue() const { return queue_; }
+    VkCommandPool pool() const { return pool_; }
+    const DeviceFunctions& functions() const { return fn_; }
+    Instance& instance() const { return *instance_; }
+    // Waits for a fence; throws Error where the device is lost.
+    void wait(VkFence fence, const std::string& what) const;
+
+  private:
+    friend class Buffer;
+    Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged);
+    uint32_t memory_type(uint32_t allowed, Place place) const;
+    // Records with `record`, submits and waits.
+    template <class F>
+    void run_once(const std::string& what, F record);
+
+    std::shared_ptr<Instance> instance_;
+    DeviceInfo info_;
+    bool staged_;
+    VkDevice device_ = VK_NULL_HANDLE;
+    VkQueue queue_ = VK_NULL_HANDLE;
+    VkCommandPool pool_ = VK_NULL_HANDLE;
+    DeviceFunctions fn_;
+    std::atomic<uint64_t> allocated_{0};
+    uint64_t limit_ = UINT64_MAX;
+};
+
+}  // namespace hotset::vulkan

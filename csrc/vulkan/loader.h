@@ -1,0 +1,143 @@
+// The Vulkan loader, opened at run time: nothing links with it, and without one the rest of hotset works.
+#pragma once
+
+#define VK_NO_PROTOTYPES
+#include <vulkan/vulkan_core.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace hotset::vulkan {
+
+// A driver that is missing, refuses or fails; the sentence is for a person.
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct OutOfMemory : Error {
+    using Error::Error;
+};
+
+// A structure of Vulkan of a type, otherwise zero.
+template <class T>
+T made(VkStructureType type) {
+    T structure{};
+    structure.sType = type;
+    return structure;
+}
+
+// Throws OutOfMemory or Error unless the result is success; what: "allocating 3 MiB".
+void check(VkResult result, const std::string& what);
+
+#define HOTSET_VULKAN_INSTANCE_FUNCTIONS(F)     \
+    F(vkDestroyInstance)                        \
+    F(vkEnumeratePhysicalDevices)               \
+    F(vkGetPhysicalDeviceProperties2)           \
+    F(vkGetPhysicalDeviceMemoryProperties2)     \
+    F(vkGetPhysicalDeviceQueueFamilyProperties) \
+    F(vkEnumerateDeviceExtensionProperties)     \
+    F(vkCreateDevice)                           \
+    F(vkGetDeviceProcAddr)
+
+#define HOTSET_VULKAN_DEVICE_FUNCTIONS(F) \
+    F(vkDestroyDevice)                    \
+    F(vkGetDeviceQueue)                   \
+    F(vkQueueSubmit)                      \
+    F(vkDeviceWaitIdle)                   \
+    F(vkAllocateMemory)                   \
+    F(vkFreeMemory)                       \
+    F(vkMapMemory)                        \
+    F(vkCreateBuffer)                     \
+    F(vkDestroyBuffer)                    \
+    F(vkGetBufferMemoryRequirements)      \
+    F(vkBindBufferMemory)                 \
+    F(vkCreateFence)                      \
+    F(vkDestroyFence)                     \
+    F(vkResetFences)                      \
+    F(vkWaitForFences)                    \
+    F(vkCreateShaderModule)               \
+    F(vkDestroyShaderModule)              \
+    F(vkCreateDescriptorSetLayout)        \
+    F(vkDestroyDescriptorSetLayout)       \
+    F(vkCreatePipelineLayout)             \
+    F(vkDestroyPipelineLayout)            \
+    F(vkCreateComputePipelines)           \
+    F(vkDestroyPipeline)                  \
+    F(vkCreateDescriptorPool)             \
+    F(vkDestroyDescriptorPool)            \
+    F(vkAllocateDescriptorSets)           \
+    F(vkUpdateDescriptorSets)             \
+    F(vkCreateCommandPool)                \
+    F(vkDestroyCommandPool)               \
+    F(vkAllocateCommandBuffers)           \
+    F(vkFreeCommandBuffers)               \
+    F(vkBeginCommandBuffer)               \
+    F(vkEndCommandBuffer)                 \
+    F(vkCmdBindPipeline)                  \
+    F(vkCmdBindDescriptorSets)            \
+    F(vkCmdPushConstants)                 \
+    F(vkCmdDispatch)                      \
+    F(vkCmdDispatchIndirect)              \
+    F(vkCmdPipelineBarrier)               \
+    F(vkCmdCopyBuffer)                    \
+    F(vkCmdFillBuffer)
+
+#define HOTSET_VULKAN_MEMBER(name) PFN_##name name = nullptr;
+
+struct InstanceFunctions {
+    HOTSET_VULKAN_INSTANCE_FUNCTIONS(HOTSET_VULKAN_MEMBER)
+};
+struct DeviceFunctions {
+    HOTSET_VULKAN_DEVICE_FUNCTIONS(HOTSET_VULKAN_MEMBER)
+};
+
+// What a device is, before it is opened. refusal: why it cannot be used; empty where it can.
+struct DeviceInfo {
+    int index = 0;
+    std::string name, kind, driver, refusal;
+    uint32_t api_version = 0;
+    uint64_t memory = 0;  // bytes of its own heaps; of an integrated device those that it shares
+    uint64_t free = 0;    // of these, as far as the driver reports it; else `memory`
+    VkPhysicalDevice handle = VK_NULL_HANDLE;
+    VkPhysicalDeviceLimits limits{};
+    uint64_t max_allocation = 0;
+    uint32_t queue_family = 0;
+    bool is_subset = false;  // of Vulkan, as MoltenVK
+    VkPhysicalDeviceMemoryProperties memories{};
+};
+
+// An instance of Vulkan, and the messages of its validation layer.
+class Instance {
+  public:
+    // The one of this process; validate: with the validation layer and synchronisation validation, and then
+    // every warning of them is an error of the call that caused it. Throws Error where there is no loader, no
+    // driver, or no such layer.
+    static std::shared_ptr<Instance> open(bool validate);
+    ~Instance();
+    Instance(const Instance&) = delete;
+    Instance& operator=(const Instance&) = delete;
+
+    std::vector<DeviceInfo> devices() const;
+    // Throws Error with what the validation layer reported since the last call.
+    void check_messages();
+    const InstanceFunctions& functions() const { return fn_; }
+
+  private:
+    explicit Instance(bool validate);
+    DeviceInfo describe(int index, VkPhysicalDevice handle) const;
+    static VKAPI_ATTR VkBool32 VKAPI_CALL report(VkDebugUtilsMessageSeverityFlagBitsEXT,
+                                                 VkDebugUtilsMessageTypeFlagsEXT,
+                                                 const VkDebugUtilsMessengerCallbackDataEXT*, void*);
+
+    VkInstance instance_ = VK_NULL_HANDLE;
+    VkDebugUtilsMessengerEXT messenger_ = VK_NULL_HANDLE;
+    PFN_vkGetInstanceProcAddr get_ = nullptr;
+    InstanceFunctions fn_;
+    std::mutex mutex_;
+    std::vector<std::string> messages_;
+};
+
+}  // namespace hotset::vulkan

@@ -1,0 +1,208 @@
+#include "vulkan/program.h"
+
+#include <algorithm>
+#include <deque>
+
+namespace hotset::vulkan {
+namespace {
+
+constexpr uint32_t kSetsOfPool = 512, kBuffersOfPool = 4096;
+constexpr size_t kInFlight = 2;  // submissions at a time
+constexpr uint64_t kTick = 20'000'000;
+
+void require(bool holds, const char* sentence) {
+    if (!holds) throw std::invalid_argument(sentence);
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<Device> device) : device_(std::move(device)) {
+    begin();
+}
+
+Program::~Program() {
+    const DeviceFunctions& fn = device_->functions();
+    fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), uint32_t(segments_.size()), segments_.data());
+    for (const VkDescriptorPool pool : pools_) fn.vkDestroyDescriptorPool(device_->handle(), pool, nullptr);
+}
+
+void Program::begin() {
+    const DeviceFunctions& fn = device_->functions();
+    auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
+    info.commandPool = device_->pool();
+    info.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
+    info.commandBufferCount = 1;
+    VkCommandBuffer commands;
+    check(fn.vkAllocateCommandBuffers(device_->handle(), &info, &commands), "recording a step");
+    segments_.push_back(commands);
+    const auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
+    check(fn.vkBeginCommandBuffer(commands, &begin), "recording a step");
+    barrier();  // after what was submitted before
+}
+
+void Program::barrier() {
+    auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
+    barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT;
+    barrier.dstAccessMask = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT;
+    device_->functions().vkCmdPipelineBarrier(commands(), VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
+                                              VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1, &barrier, 0,
+                                              nullptr, 0, nullptr);
+    since_barrier_.clear();
+}
+
+VkDescriptorSet Program::new_set(VkDescriptorSetLayout layout) {
+    const DeviceFunctions& fn = device_->functions();
+    auto info = made<VkDescriptorSetAllocateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO);
+    info.descriptorPool = pools_.back();
+    info.descriptorSetCount = 1;
+    info.pSetLayouts = &layout;
+    VkDescriptorSet set;
+    check(fn.vkAllocateDescriptorSets(device_->handle(), &info, &set), "recording a step");
+    return set;
+}
+
+void Program::prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
+                      std::span<const uint8_t> push) {
+    const DeviceFunctions& fn = device_->functions();
+    const VkPhysicalDeviceLimits& limits = device_->info().limits;
+    require(!finished_, "a program that was finished takes no more dispatches");
+    require(int(bindings.size()) == kernel->n_buffers() && int(push.size()) == kernel->push_bytes(),
+            "a dispatch has the buffers and the push constants of its kernel");
+    require(kernel->device() == device_, "a kernel of another device");
+    std::vector<Range> ranges;
+    for (const Binding& one : bindings) {
+        require(one.buffer && one.buffer->device() == device_, "a buffer of another device");
+        require(
+            one.size > 0 && one.offset <= one.buffer->size() && one.size <= one.buffer->size() - one.offset,
+            "a binding lies outside of its buffer");
+        require(one.offset % limits.minStorageBufferOffsetAlignment == 0,
+                "a binding is not aligned as the device needs it");
+        require(one.size <= limits.maxStorageBufferRange, "a binding is larger than the device allows");
+        ranges.push_back({one.buffer->handle(), one.offset, one.offset + one.size, one.written});
+    }
+    const bool conflicts = std::any_of(ranges.begin(), ranges.end(), [&](const Range& a) {
+        return std::any_of(since_barrier_.begin(), since_barrier_.end(), [&](const Range& b) {
+            return a.buffer == b.buffer && (a.written || b.written) && a.begin < b.end && b.begin < a.end;
+        });
+    });
+    if (conflicts) barrier();
+    since_barrier_.insert(since_barrier_.end(), ranges.begin(), ranges.end());
+
+    if (!sets_left_ || buffers_left_ < bindings.size()) {
+        const VkDescriptorPoolSize size{VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, kBuffersOfPool};
+        auto info = made<VkDescriptorPoolCreateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO);
+        info.maxSets = sets_left_ = kSetsOfPool;
+        buffers_left_ = kBuffersOfPool;
+        info.poolSizeCount = 1;
+        info.pPoolSizes = &size;
+        VkDescriptorPool pool;
+        check(fn.vkCreateDescriptorPool(device_->handle(), &info, nullptr, &pool), "recording a step");
+        pools_.push_back(pool);
+    }
+    sets_left_--;
+    buffers_left_ -= uint32_t(bindings.size());
+    const VkDescriptorSet set = new_set(kernel->set_layout());
+    std::vector<VkDescriptorBufferInfo> buffers;
+    for (const Binding& one : bindings) buffers.push_back({one.buffer->handle(), one.offset, one.size});
+    auto write = made<VkWriteDescriptorSet>(VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET);
+    write.dstSet = set;
+    write.descriptorCount = uint32_t(buffers.size());
+    write.descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
+    write.pBufferInfo = buffers.data();
+    fn.vkUpdateDescriptorSets(device_->handle(), 1, &write, 0, nullptr);
+    fn.vkCmdBindPipeline(commands(), VK_PIPELINE_BIND_POINT_COMPUTE, kernel->pipeline());
+    fn.vkCmdBindDescriptorSets(commands(), VK_PIPELINE_BIND_POINT_COMPUTE, kernel->layout(), 0, 1, &set, 0,
+                               nullptr);
+    if (!push.empty())
+        fn.vkCmdPushConstants(commands(), kernel->layout(), VK_SHADER_STAGE_COMPUTE_BIT, 0,
+                              uint32_t(push.size()), push.data());
+    kernels_.push_back(kernel);
+    for (const Binding& one : bindings) buffers_.push_back(one.buffer);
+}
+
+void Program::dispatch(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
+                       std::span<const uint8_t> push, const std::array<uint32_t, 3>& groups) {
+    const uint32_t* most = device_->info().limits.maxComputeWorkGroupCount;
+    for (int i = 0; i < 3; i++)
+        require(groups[i] > 0 && groups[i] <= most[i],
+                "a dispatch has more workgroups than the device allows");
+    prepare(kernel, bindings, push);
+    device_->functions().vkCmdDispatch(commands(), groups[0], groups[1], groups[2]);
+}
+
+void Program::dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
+                                std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
+                                uint64_t offset) {
+    require(counts->mapped() && offset % 4 == 0 && counts->size() >= 12 && offset <= counts->size() - 12,
+            "the numbers of workgroups lie outside of the host's buffer");
+    prepare(kernel, bindings, push);
+    buffers_.push_back(counts);
+    device_->functions().vkCmdDispatchIndirect(commands(), counts->handle(), offset);
+}
+
+void Program::cut() {
+    require(!finished_, "a program that was finished takes no more dispatches");
+    check(device_->functions().vkEndCommandBuffer(commands()), "recording a step");
+    begin();
+}
+
+void Program::finish() {
+    require(!finished_, "a program is finished once");
+    auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
+    barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT;
+    barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT;
+    device_->functions().vkCmdPipelineBarrier(commands(), VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
+                                              VK_PIPELINE_STAGE_HOST_BIT, 0, 1, &barrier, 0, nullptr, 0,
+                                              nullptr);
+    check(device_->functions().vkEndCommandBuffer(commands()), "recording a step");
+    finished_ = true;
+    device_->instance().check_messages();
+}
+
+bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled) {
+    require(!programs.empty(), "a run has a program");
+    Device& device = *programs.front()->device_;
+    const DeviceFunctions& fn = device.functions();
+    const char* what = "computing a step";
+    std::vector<VkCommandBuffer> segments;
+    for (const Program* program : programs) {
+        require(program->finished_ && program->device_.get() == &device, "a run has finished programs");
+        segments.insert(segments.end(), program->segments_.begin(), program->segments_.end());
+    }
+    std::deque<VkFence> in_flight;
+    bool cancelled = false;
+    VkResult result = VK_SUCCESS;
+    const auto wait_for_first = [&] {
+        VkResult waited;
+        do {
+            waited = fn.vkWaitForFences(device.handle(), 1, &in_flight.front(), VK_TRUE, kTick);
+            if (is_cancelled()) cancelled = true;
+        } while (waited == VK_TIMEOUT);
+        if (result == VK_SUCCESS) result = waited;
+        fn.vkDestroyFence(device.handle(), in_flight.front(), nullptr);
+        in_flight.pop_front();
+    };
+    for (const VkCommandBuffer segment : segments) {
+        if (in_flight.size() >= kInFlight) wait_for_first();
+        if (cancelled || result != VK_SUCCESS) break;
+        const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
+        VkFence fence = VK_NULL_HANDLE;
+        result = fn.vkCreateFence(device.handle(), &fresh, nullptr, &fence);
+        if (result != VK_SUCCESS) break;
+        auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
+        submit.commandBufferCount = 1;
+        submit.pCommandBuffers = &segment;
+        result = fn.vkQueueSubmit(device.queue(), 1, &submit, fence);
+        if (result != VK_SUCCESS) {
+            fn.vkDestroyFence(device.handle(), fence, nullptr);
+            break;
+        }
+        in_flight.push_back(fence);
+    }
+    while (!in_flight.empty()) wait_for_first();
+    check(result, what);
+    device.instance().check_messages();
+    return !cancelled;
+}
+
+}  // namespace hotset::vulkan

@@ -1,0 +1,38 @@
+#version 450
+// out[t, c] = sum over rows r of x[t, r] * w[r, c], and then the bias and a residual: a matrix with a row per neuron,
+// of which rows whose input is 0 are not read. A workgroup has 32 columns; each lane sums every 64th row.
+#include "common.glsl"
+#include "weights.glsl"
+
+layout(local_size_x = 64) in;
+layout(set = 0, binding = 2) readonly buffer Inputs { float inputs[]; };
+layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
+layout(set = 0, binding = 4) readonly buffer Biases { float biases[]; };
+layout(set = 0, binding = 5) readonly buffer Residuals { float residuals[]; };
+layout(push_constant) uniform Push { uint n_rows, n_cols, flags, in_stride, out_stride, residual_stride; };
+const uint BIAS = 1, RESIDUAL = 2;
+
+shared float parts[64 * 33];
+
+void main() {
+    const uint lane = gl_LocalInvocationIndex, block = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
+    const uint n_blocks = (n_cols + 31u) / 32u;
+    precise float sums[32];
+    [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = 0.0;
+    for (uint row = lane; row < n_rows; row += 64u) {
+        const float x = inputs[token * in_stride + row];
+        if (x == 0.0) continue;
+        float w[32];
+        decode(row / 32u, block, row & 31u, n_blocks, w);
+        [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = sums[k] + x * w[k];
+    }
+    [[unroll]] for (uint k = 0; k < 32u; k++) parts[lane * 33u + k] = sums[k];
+    barrier();
+    const uint column = block * 32u + lane;
+    if (lane >= 32u || column >= n_cols) return;
+    precise float total = 0.0;
+    for (uint i = 0; i < 64u; i++) total = total + parts[i * 33u + lane];
+    if ((flags & BIAS) != 0u) total = total + biases[column];
+    if ((flags & RESIDUAL) != 0u) total = total + residuals[token * residual_stride + column];
+    outputs[token * out_stride + column] = total;
+}

@@ -1,0 +1,68 @@
+"""Vulkan devices by name: which are there, and why one cannot be used."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from hotset import _core
+from hotset.errors import DeviceError, InvalidRequestError
+
+NAME = "vulkan"
+_ORDER = ("discrete", "integrated", "virtual", "other", "software")  # which one the bare name means
+
+
+@dataclass(frozen=True)
+class VulkanInfo:
+    """A device as its driver describes it.
+
+    kind: discrete, integrated, virtual, software or other. api: of Vulkan, "1.3.230". memory, free: bytes of
+    its own, or of what it shares with the host. refusal: why it cannot be used; empty where it can.
+    """
+
+    index: int
+    name: str
+    kind: str
+    driver: str
+    api: str
+    memory: int
+    free: int
+    refusal: str
+
+
+def is_vulkan(name: str) -> bool:
+    """Whether a device's name is "vulkan" or "vulkan:N"."""
+    return name.partition(":")[0] == NAME
+
+
+def validates() -> bool:
+    """Whether the validation layer watches every call (tests set it; it is slow)."""
+    return os.environ.get("HOTSET_VULKAN_VALIDATION") == "1"
+
+
+def list_devices() -> list[VulkanInfo]:
+    """The devices of this machine in the driver's order. Raises DeviceError where there is no driver."""
+    return [VulkanInfo(**facts) for facts in _core.vulkan_devices(validates())]
+
+
+def find_device(name: str) -> VulkanInfo:
+    """The device of a name: the best for "vulkan", that with the number for "vulkan:1".
+
+    Raises InvalidRequestError for another name, DeviceError where there is none or it cannot be used.
+    """
+    kind, colon, number = name.partition(":")
+    if kind != NAME or (colon and not number.isdecimal()):
+        raise InvalidRequestError(f"a Vulkan device is named vulkan, or vulkan:1 by its number, not {name!r}")
+    found = list_devices()
+    if not found:
+        raise DeviceError("the Vulkan driver has no device; install that of the GPU, or leave --device out")
+    if not colon:
+        found.sort(key=lambda one: (bool(one.refusal), _ORDER.index(one.kind)))
+        chosen = found[0]
+    elif int(number) < len(found):
+        chosen = found[int(number)]
+    else:
+        raise DeviceError(f"there is no {name}: the driver has {len(found)} devices, numbered from 0")
+    if chosen.refusal:
+        raise DeviceError(f"{chosen.name} cannot be used: {chosen.refusal}")
+    return chosen

@@ -1,0 +1,61 @@
+"""Memory of a Vulkan device, handed out in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotset import _core
+
+ALIGNMENT = 256  # of pieces: the most that Vulkan lets a device ask of a storage buffer's offset
+_BLOCK = 32 << 20  # bytes of a buffer that pieces share
+
+
+def aligned(n: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [offset, offset + size) of a buffer."""
+
+    buffer: _core.VulkanBuffer
+    offset: int
+    size: int
+
+    def bound(self, size: int | None = None, *, written: bool = False) -> _core.VulkanBinding:
+        """The first bytes of it, or all, as a dispatch takes them."""
+        return self.buffer, self.offset, self.size if size is None else size, written
+
+    def part(self, offset: int, size: int) -> Piece:
+        """Some of its bytes."""
+        return Piece(self.buffer, self.offset + offset, size)
+
+    def read(self, size: int | None = None) -> bytes:
+        """Its first bytes, or all, copied to the host; no program may be running."""
+        return self.buffer.read(self.offset, self.size if size is None else size).tobytes()
+
+
+class Arena:
+    """Pieces of the device's own memory that stay as long as it does. nbytes: of all its buffers."""
+
+    def __init__(self, device: _core.VulkanDevice) -> None:
+        self._device = device
+        self._open: tuple[_core.VulkanBuffer, int] | None = None  # with room, and how much is used
+        self.nbytes = 0
+
+    def piece(self, size: int) -> Piece:
+        """Whatever was there is in it. Raises OutOfMemoryError."""
+        taken = aligned(size)
+        if taken >= _BLOCK // 2:
+            return Piece(self._new(taken), 0, size)
+        buffer, used = self._open or (None, 0)
+        if buffer is None or used + taken > buffer.size:
+            buffer, used = self._new(_BLOCK), 0
+        self._open = buffer, used + taken
+        return Piece(buffer, used, size)
+
+    def _new(self, size: int) -> _core.VulkanBuffer:
+        buffer = self._device.allocate(size, "device")
+        self.nbytes += size
+        return buffer

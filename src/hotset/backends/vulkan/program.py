@@ -1,0 +1,587 @@
+"""Turns the operations of a graph into dispatches of kernels, once; a step then submits what was recorded.
+
+A residual goes into the product before it, and an activation into the product of gate and up. An operation, a
+tensor type or a setting without a kernel is refused by name: nothing is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
+from hotset.backends.vulkan.kernels import Kernels, Recorder, by_values
+from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.errors import UnsupportedModelError
+from hotset.model.cost import KVType
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Ffn,
+    LayerNorm,
+    Linear,
+    Mask,
+    Multiply,
+    Op,
+    Primitive,
+    RMSNorm,
+    Rotate,
+    Route,
+    Scale,
+    Scoring,
+    SelectOutputs,
+    SoftCap,
+    Threshold,
+    TransposedLinear,
+    UnitNorm,
+    Value,
+)
+
+COMPUTED = (
+    Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
+    Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
+)  # fmt: skip
+FEW = 8  # tokens of a step up to which products read each weight for a few of them
+_TOKENS_OF_FEW = 4  # of a workgroup, with more than one
+_TILE = 32  # tokens of a workgroup otherwise
+KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
+KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # of 16 bytes
+ACTIVATIONS = {
+    "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
+    "clamped_plus_one": 7, "exp": 8,
+}  # fmt: skip
+_ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
+_BIAS, _RESIDUAL, _FIRING = 1, 2, 4
+_SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
+_MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
+_CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
+
+Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
+
+
+def stride_of(value: Value) -> int:
+    """Floats from one row of a value to the next: products read four at a time."""
+    return -(-value.width // 4) * 4
+
+
+@dataclass(frozen=True)
+class CacheOfLayer:
+    """Keys and values of a layer, and of q8_0 their scales (csrc/vulkan/shaders/cache.glsl)."""
+
+    keys: Piece
+    values: Piece
+    key_scales: Piece
+    value_scales: Piece
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What the programs of a stage compute with. cache: of each layer that has its own."""
+
+    weights: DeviceWeights
+    kernels: Kernels
+    inputs: StepInputs
+    cache: Mapping[int, CacheOfLayer]
+    kv_type: KVType
+    max_batch: int
+    n_pages: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
+    firing: where it is 0 the row of a product is not wanted, since that is multiplied with it.
+    """
+
+    op: Primitive
+    out: Value
+    other: Value | None = None
+    firing: Value | None = None
+
+
+class Lowered:
+    """The dispatches of a graph with a set of taps.
+
+    body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time. logits: where the host reads
+    them, float32 [OUTPUT_ROWS, stride]. Raises UnsupportedModelError for what no kernel computes.
+    """
+
+    def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
+        self.graph, self._weights, self._kernels, self._inputs = (
+            graph,
+            parts.weights,
+            parts.kernels,
+            parts.inputs,
+        )
+        self._cache, self._kv_type = parts.cache, parts.kv_type
+        self._max_batch, self._n_pages = parts.max_batch, parts.n_pages
+        steps = list(_fused(graph, taps))
+        first_of_tail = next(
+            (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs)), len(steps)
+        )
+        self._of_tail = {step.out.id for step in steps[first_of_tail:]}
+        self.tapped = [value for value in graph.values if value.name in taps]
+        self._pieces: dict[int, Piece] = {}
+        self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
+        self.body, self.tail = (
+            [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, Embed)]
+            for part in (steps[:first_of_tail], steps[first_of_tail:])
+        )
+        self._recorded: dict[tuple[str, int], Recorder] = {}
+
+    # ---- recordings ----
+
+    def recorded(self, part: str, n: int) -> Recorder:
+        """The "body" for n tokens, or the "tail" for n rows, recorded when it is first asked for."""
+        key = part, n
+        if key not in self._recorded:
+            while len(self._recorded) >= _KEPT:
+                self._recorded.pop(next(iter(self._recorded)))
+            recorder, before = Recorder(self._kernels), None
+            for layer, record in self.body if part == "body" else self.tail:
+                if n >= _CUT_FROM and before not in (None, layer):
+                    recorder.program.cut()
+                before = layer
+                record(recorder, n)
+            recorder.program.finish()
+            self._recorded[key] = recorder
+        return self._recorded[key]
+
+    def rows(self, value: Value, n: int) -> np.ndarray:
+        """Rows of a value that is kept, copied: float32 [n, width]."""
+        stride = stride_of(value)
+        data = np.frombuffer(self._piece(value).read(4 * n * stride), np.float32)
+        return data.reshape(n, stride)[:, : value.width].copy()
+
+    def is_of_tail(self, value: Value) -> bool:
+        """Whether it has rows for outputs alone."""
+        return value.id in self._of_tail
+
+    # ---- memory of values ----
+
+    def _allocate(self, steps: list[_Step], first_of_tail: int, kept: set[int]) -> None:
+        """A place for each value while it is read, in one buffer; values alive at the same time lie apart."""
+        last: dict[int, int] = {}
+        for i, step in enumerate(steps):
+            for value in (*_read(step), step.out):
+                last[value.id] = i
+        for id in last:
+            if id in kept or (id not in self._of_tail and last[id] >= first_of_tail):
+                last[id] = len(steps)  # the tail runs once for each of its parts
+        result = self.graph.result
+        alive: list[tuple[int, int, int]] = []  # begin, end, id
+        places: dict[int, tuple[int, int]] = {}
+        size = 0
+        for i, step in enumerate(steps):
+            alive = [one for one in alive if last[one[2]] >= i]
+            if step.out == result or isinstance(step.op, Embed):
+                continue
+            n_rows = OUTPUT_ROWS if step.out.id in self._of_tail else self._max_batch
+            n_bytes = aligned(4 * n_rows * stride_of(step.out))
+            at = 0
+            for begin, end, _ in sorted(alive):
+                if at + n_bytes <= begin:
+                    break
+                at = max(at, end)
+            alive.append((at, at + n_bytes, step.out.id))
+            places[step.out.id] = at, n_bytes
+            size = max(size, at + n_bytes)
+        workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
+        self._pieces = {id: Piece(workspace, *place) for id, place in places.items()}
+        n_rows = OUTPUT_ROWS if result.id in self._of_tail else self._max_batch
+        n_logits = 4 * n_rows * stride_of(result)
+        self._pieces[result.id] = Piece(self._kernels.device.allocate(n_logits, "from_device"), 0, n_logits)
+        self._parts, self._expert_parts = self._parts_of_attention(steps), self._parts_of_experts(steps)
+        parts = (one.size for one in (self._parts, self._expert_parts) if one is not None)
+        self.nbytes = workspace.size + n_logits + sum(parts)
+
+    def _parts_of_attention(self, steps: list[_Step]) -> Piece | None:
+        """What splits leave, of the largest attention with few tokens; None where a context is one split."""
+        ops = [step.op for step in steps if isinstance(step.op, Attention)]
+        largest = max((op.n_head * (op.head_dim_v + 2) for op in ops), default=0)
+        if self._n_splits == 1 or not largest:
+            return None
+        n_bytes = 4 * min(FEW, self._max_batch) * largest * self._n_splits
+        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
+
+    def _parts_of_experts(self, steps: list[_Step]) -> Piece | None:
+        """What the experts of each token yield, before it is summed; None without experts."""
+        widths = [step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum)]
+        if not widths:
+            return None
+        n_bytes = 4 * self._max_batch * max(widths)
+        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
+
+    @property
+    def _n_splits(self) -> int:
+        """Of the longest context."""
+        return -(-self._n_pages * PAGE_SIZE // SPLIT)
+
+    def _piece(self, value: Value) -> Piece:
+        return self._pieces[value.id] if value.id in self._pieces else self._inputs[value]
+
+    def _in(self, value: Value, n: int) -> _core.VulkanBinding:
+        return self._piece(value).bound(4 * n * stride_of(value))
+
+    def _out(self, value: Value, n: int) -> _core.VulkanBinding:
+        return self._piece(value).bound(4 * n * stride_of(value), written=True)
+
+    # ---- operations ----
+
+    def _lower(self, step: _Step) -> Record:  # noqa: C901 - a case for each operation
+        match step.op:
+            case RMSNorm() | UnitNorm() | LayerNorm():
+                return self._norm(step.op)
+            case Linear():
+                return self._linear(step)
+            case TransposedLinear():
+                return self._transposed(step.op, step.out, step.other)
+            case ExpertLinear():
+                return self._expert_linear(step.op)
+            case ExpertSum():
+                return self._expert_sum(step.op)
+            case Route():
+                return self._route(step.op)
+            case Rotate():
+                return self._rotate(step.op)
+            case Attention():
+                return self._attention(step.op)
+            case SelectOutputs():
+                return self._select(step.op)
+            case Activate():
+                return self._activate(step)
+            case Multiply():
+                return self._elementwise(step.out, step.op.a, step.op.b, _MULTIPLY)
+            case Add():
+                return self._elementwise(step.out, step.op.a, step.op.b, _ADD)
+            case SoftCap():
+                return self._elementwise(step.out, step.op.x, step.op.x, _SOFT_CAP, number=step.op.cap)
+            case Mask():
+                op = step.op
+                return self._elementwise(
+                    op.out, op.x, op.scores, _MASK, number=op.threshold, first_neuron=op.first
+                )
+            case Threshold():
+                flags = self._inputs["thresholded"].bound()
+                return self._elementwise(step.out, step.op.x, flags, _THRESHOLD, number=step.op.threshold)
+            case Scale():
+                return self._scale(step.op)
+            case _:
+                raise _refused(step.op, type(step.op).__name__)
+
+    def _norm(self, op: RMSNorm | UnitNorm | LayerNorm) -> Record:
+        weight = None if isinstance(op, UnitNorm) or op.weight is None else self._weights.vector(op.weight)
+        bias = self._weights.vector(op.bias) if isinstance(op, LayerNorm) and op.bias is not None else None
+        width = op.x.width // op.n_head
+        constants = [isinstance(op, LayerNorm), weight is not None, bias is not None]
+        stride = width if weight is not None and weight.size == 4 * op.x.width else 0
+        push = (width, stride_of(op.x), stride_of(op.out), stride, op.eps)
+
+        def record(to: Recorder, n: int) -> None:
+            x = self._in(op.x, n)
+            bindings = [x, weight.bound() if weight else x, bias.bound() if bias else x, self._out(op.out, n)]
+            to.add("norm", constants, bindings, push, (op.n_head, n, 1))
+
+        return record
+
+    def _linear(self, step: _Step) -> Record:
+        op, out, residual, firing = step.op, step.out, step.other, step.firing
+        assert isinstance(op, Linear)
+        matrix = self._weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
+        bias = None if op.bias is None else self._weights.vector(op.bias)
+        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0) | (_FIRING if firing else 0)
+        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
+
+        def record(to: Recorder, n: int) -> None:
+            x = self._in(op.x, n)
+            for part in matrix.parts:
+                codes = part.codes.bound()
+                bindings = [
+                    codes, part.more.bound() if part.more else codes, x, self._out(out, n),
+                    bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
+                    self._in(firing, n) if firing else codes,
+                ]  # fmt: skip
+                firsts = op.first_row + part.first, part.first
+                push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
+                tiles = -(-part.n_rows // _TILE)
+                if n <= FEW:
+                    tokens = 1 if n == 1 else _TOKENS_OF_FEW
+                    groups = tiles, -(-n // tokens), 1
+                    to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
+                else:
+                    groups = tiles, -(-n // _TILE), 1
+                    to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+
+        return record
+
+    def _transposed(self, op: TransposedLinear, out: Value, residual: Value | None) -> Record:
+        if op.scales is not None:
+            raise _refused(op, "down projections in planes (take --sparsity dense)")
+        matrix = self._weights.rows(op.weight, op.out.width, 0, op.x.width)
+        if len(matrix.parts) > 1:
+            raise _refused(op, "a down projection by neurons that is more than the device binds at a time")
+        part, bias = matrix.parts[0], None if op.bias is None else self._weights.vector(op.bias)
+        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
+        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
+        push = op.x.width, op.out.width, flags, *strides
+
+        def record(to: Recorder, n: int) -> None:
+            codes = part.codes.bound()
+            bindings = [
+                codes, part.more.bound() if part.more else codes, self._in(op.x, n), self._out(out, n),
+                bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
+            ]  # fmt: skip
+            to.add("transposed", [matrix.type], bindings, push, (-(-op.out.width // _TILE), n, 1))
+
+        return record
+
+    def _expert_linear(self, op: ExpertLinear) -> Record:
+        return self._of_experts(op, op.of_parts, op.first_row, op.n_rows, None)
+
+    def _expert_sum(self, op: ExpertSum) -> Record:
+        if op.neuron_major:
+            raise _refused(op, "experts whose down projection has a row per neuron")
+        parts, width = self._expert_parts, op.n_used * op.out.width
+        assert parts is not None
+        multiplied = self._of_experts(op, True, 0, op.out.width, parts)
+        push = op.out.width, op.n_used, width, stride_of(op.route), stride_of(op.out)
+
+        def record(to: Recorder, n: int) -> None:
+            multiplied(to, n)
+            bindings = [parts.bound(4 * n * width), self._in(op.route, n), self._out(op.out, n)]
+            to.add("expert_sum", [], bindings, push, by_values(op.out.width, n))
+
+        return record
+
+    def _of_experts(
+        self,
+        op: ExpertLinear | ExpertSum,
+        of_parts: bool,
+        first_row: int,
+        n_rows: int,
+        to_parts: Piece | None,
+    ) -> Record:
+        """Products of each token with the matrices of its experts. to_parts: where they go, instead of
+        op.out."""
+        n_cols = op.x.width // op.n_used if of_parts else op.x.width
+        if n_cols % 4 and of_parts:
+            raise _refused(op, f"experts of {n_cols} neurons, which is no multiple of 4")
+        matrix = self._weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
+        bias = None if op.bias is None else self._weights.vector(op.bias)
+        bias_rows = 0 if bias is None else bias.size // 4 // op.n_expert
+        width = op.n_used * n_rows
+        stride = stride_of(op.out) if to_parts is None else width
+        strides = stride_of(op.x), stride, n_rows, stride_of(op.route)
+
+        def record(to: Recorder, n: int) -> None:
+            out = self._out(op.out, n) if to_parts is None else to_parts.bound(4 * n * width, written=True)
+            for part in matrix.parts:
+                codes = part.codes.bound()
+                bindings = [
+                    codes, part.more.bound() if part.more else codes, self._in(op.x, n), out,
+                    bias.bound() if bias else codes, codes, self._in(op.route, n),
+                ]  # fmt: skip
+                push = (
+                    n, part.n_rows, n_cols, _BIAS if bias else 0, *strides, op.n_used, bias_rows,
+                    first_row + part.first, part.first,
+                )  # fmt: skip
+                groups = -(-part.n_rows // _TILE), n * op.n_used, 1
+                to.add("linear_few", [matrix.type, 1, 2 if of_parts else 1], bindings, push, groups)
+
+        return record
+
+    def _route(self, op: Route) -> Record:
+        n_expert = op.x.width
+        if n_expert > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
+            most = f"{_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
+            raise _refused(op, f"routes of more than {most}")
+        bias = None if op.bias is None else self._weights.vector(op.bias)
+        flags = _SCORINGS[op.scoring] | (4 if op.normalised else 0) | (8 if bias else 0)
+        push = (
+            n_expert, stride_of(op.x), stride_of(op.out), op.n_used, flags, op.n_groups, op.n_groups_used,
+            op.group_best, op.scale,
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            x = self._in(op.x, n)
+            to.add("route", [], [x, bias.bound() if bias else x, self._out(op.out, n)], push, (n, 1, 1))
+
+        return record
+
+    def _rotate(self, op: Rotate) -> Record:
+        rope = op.rope
+        push = (
+            op.x.width, stride_of(op.x), stride_of(op.out), op.head_dim, op.first, rope.n_rot,
+            int(rope.kind == "neox"),
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            angles = self._inputs[rope].bound(4 * n * rope.n_rot)
+            bindings = [self._in(op.x, n), angles, self._out(op.out, n)]
+            to.add("rotate", [], bindings, push, by_values(op.x.width, n))
+
+        return record
+
+    def _attention(self, op: Attention) -> Record:
+        if not op.causal or op.slopes is not None:
+            what = "encoders" if not op.causal else "ALiBi"
+            raise _refused(op, what)
+        cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
+        sinks = None if op.sinks is None else self._weights.vector(op.sinks)
+        names = "positions", "tables"
+        positions, tables = (self._inputs[name].bound() for name in names)
+        constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
+        push = (
+            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self._max_batch,
+            op.window, self._n_splits, op.scale, op.softcap,
+        )  # fmt: skip
+        stored = (
+            (op.k, op.head_dim, cache.keys, cache.key_scales),
+            (op.v, op.head_dim_v, cache.values, cache.value_scales),
+        )
+
+        def record(to: Recorder, n: int) -> None:
+            for i, (value, dim, rows, scales) in enumerate(stored if op.source is None else ()):
+                bindings = [
+                    self._in(value, n), self._inputs["slots"].bound(4 * n), rows.bound(written=True),
+                    scales.bound(written=True),
+                ]  # fmt: skip
+                groups = by_values(n * op.n_head_kv * -(-dim // 32), 1)
+                to.add("store", [code], bindings, (n, stride_of(value), op.n_head_kv, dim, i), groups)
+            read = [
+                self._in(op.q, n), cache.keys.bound(), cache.values.bound(), cache.key_scales.bound(),
+                cache.value_scales.bound(), positions, tables, sinks.bound() if sinks else positions,
+            ]  # fmt: skip
+            if self._parts is None or n > FEW:
+                to.add("attention", [*constants, 0], [*read, self._out(op.out, n)], push, (op.n_head, n, 1))
+                return
+            size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
+            to.add_indirect(
+                "attention", [*constants, 1], [*read, self._parts.bound(size, written=True)], push,
+                self._inputs.groups_of(op.n_head),
+            )  # fmt: skip
+            bindings = [
+                self._parts.bound(size), positions, sinks.bound() if sinks else positions, self._out(op.out,
+                n),
+            ]  # fmt: skip
+            joined = op.n_head, stride_of(op.out), op.window, self._n_splits
+            to.add("combine", [op.head_dim_v, sinks is not None], bindings, joined, (op.n_head, n, 1))
+
+        return record
+
+    def _select(self, op: SelectOutputs) -> Record:
+        push = op.x.width, stride_of(op.x), stride_of(op.out)
+
+        def record(to: Recorder, n: int) -> None:
+            bindings = [
+                self._in(op.x, self._max_batch), self._inputs["outputs"].bound(4 * n), self._out(op.out, n),
+            ]  # fmt: skip
+            to.add("select", [], bindings, push, by_values(op.x.width, n))
+
+        return record
+
+    def _activate(self, step: _Step) -> Record:
+        op = step.op
+        assert isinstance(op, Activate)
+        if op.kind not in ACTIVATIONS:
+            raise _refused(op, f"the activation {op.kind}")
+        kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
+        return self._elementwise(step.out, op.x, other, kind, ACTIVATIONS[op.kind], number=op.threshold)
+
+    def _scale(self, op: Scale) -> Record:
+        if op.weight is None:
+            return self._elementwise(op.out, op.x, op.x, _SCALE, number=op.factor)
+        weight = self._weights.vector(op.weight)
+        if op.first_weight:  # a binding begins at a multiple of ALIGNMENT
+            numbers = np.frombuffer(weight.read(), np.float32)
+            weight = self._weights.numbers(numbers[op.first_weight : op.first_weight + op.x.width])
+        return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, number=op.factor)
+
+    def _elementwise(
+        self,
+        out: Value,
+        a: Value,
+        b: Value | _core.VulkanBinding,
+        kind: int,
+        activation: int = 0,
+        *,
+        number: float = 0.0,
+        first_neuron: int = 0,
+    ) -> Record:
+        of_values = isinstance(b, Value)
+        stride, width = (stride_of(b), b.width) if isinstance(b, Value) else (0, out.width)
+        push = out.width, stride_of(a), stride, stride_of(out), width, first_neuron, number
+
+        def record(to: Recorder, n: int) -> None:
+            second = self._in(b, n) if isinstance(b, Value) else b
+            bindings = [self._in(a, n), second, self._out(out, n)]
+            to.add("elementwise", [kind, activation], bindings, push, by_values(out.width, n))
+
+        assert of_values or kind in (_WEIGHTED, _THRESHOLD)
+        return record
+
+
+_KEPT = 64  # recordings
+
+
+def _refused(op: Primitive, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{op.out.name}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
+        "model"
+    )
+
+
+def _read(step: _Step) -> Iterator[Value]:
+    yield from step.op.inputs
+    yield from (value for value in (step.other, step.firing) if value is not None)
+
+
+def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | None]]:
+    """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
+    rows are wanted."""
+    if not isinstance(op, Ffn):
+        yield op, None
+        return
+    parts = list(op.primitives)
+    is_tapped = any(part.out.name in taps for part in parts)
+    fires = op.fires_exactly and op.top_k is None and op.up_act is None and op.product is not None
+    if fires and isinstance(op.up, Linear) and op.gate_threshold is None and not is_tapped:
+        parts.remove(op.up)
+        parts.insert(parts.index(op.gate_act) + 1, op.up)
+        yield from ((part, op.fires if part is op.up else None) for part in parts)
+        return
+    yield from ((part, None) for part in parts)
+
+
+def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
+    """The operations in order: a sum with what a product adds, a product with an activation, where nothing
+    else reads the value between them."""
+    ops = [one for op in graph.ops for one in _opened(op, taps)]
+    readers = Counter(value.id for op, firing in ops for value in (*op.inputs, firing) if value is not None)
+    at = 0
+    while at < len(ops):
+        op, firing = ops[at]
+        behind = ops[at + 1][0] if at + 1 < len(ops) else None
+        at += 1
+        is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
+        fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
+            isinstance(op, Activate) and isinstance(behind, Multiply)
+        )
+        if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
+            other = behind.b if behind.a == op.out else behind.a
+            if behind.a != behind.b and other.width == op.out.width:
+                yield _Step(op, behind.out, other, firing)
+                at += 1
+                continue
+        yield _Step(op, op.out, None, firing)

@@ -1,0 +1,233 @@
+"""Matrices in a Vulkan device's memory, in the order in which its kernels read them.
+
+Rows are in tiles of 32, columns in blocks of 32. The codes of a block are `vectors` times 16 bytes for each
+of the 32 rows, side by side, so that neighbouring lanes, which have neighbouring rows, read neighbouring
+memory. What else a block has, scales and high bits, is in a second array (csrc/vulkan/shaders/weights.glsl
+decodes both). The weights are those of the file, bit for bit. Rows and columns that fill the last tile or
+block are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.vulkan.memory import Arena, Piece
+from hotset.errors import UnsupportedModelError
+from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts, row_bytes
+from hotset.formats.source import WeightSource
+
+TILE = BLOCK = 32
+_SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
+_T = GGMLType
+_HALVES = (_T.F16, _T.BF16)
+_K_TYPES = (_T.Q4_K, _T.Q5_K, _T.Q6_K)
+COMPUTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, *_K_TYPES, _T.MXFP4)
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Rows [first, first + n_rows) of a matrix, or of each of its experts; more: None where there is
+    nothing."""
+
+    codes: Piece
+    more: Piece | None
+    first: int
+    n_rows: int
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """A matrix, in parts where one binding is not allowed to hold it all."""
+
+    type: GGMLType
+    n_rows: int
+    n_cols: int
+    parts: tuple[MatrixPart, ...]
+
+
+class DeviceWeights:
+    """Loads tensors to a device when they are first asked for, each part once."""
+
+    def __init__(self, source: WeightSource, device: _core.VulkanDevice) -> None:
+        self._source, self._max_range = source, int(device.max_range)
+        self.arena = Arena(device)
+        self._matrices: dict[tuple[object, ...], DeviceMatrix] = {}
+        self._vectors: dict[str, Piece] = {}
+
+    def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> DeviceMatrix:
+        """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
+        key = name, first, n_rows
+        if key not in self._matrices:
+            type_ = self._type_of(name)
+            data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
+            self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
+        return self._matrices[key]
+
+    def experts(
+        self, names: Sequence[str], n_expert: int, n_cols: int, first: int, n_rows: int
+    ) -> DeviceMatrix:
+        """Rows of each expert's matrix, from one tensor of all or one for each."""
+        key = *names, first, n_rows
+        if key not in self._matrices:
+            type_ = self._type_of(names[0])
+            of_each = n_expert // len(names)
+            data = [self._source.data(name).reshape(of_each, -1, row_bytes(type_, n_cols)) for name in names]
+            self._matrices[key] = self._upload(data, type_, n_cols, first, n_rows)
+        return self._matrices[key]
+
+    def vector(self, name: str) -> Piece:
+        """All numbers of a tensor, as float32."""
+        if name not in self._vectors:
+            info = self._source.tensors[name]
+            values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
+            self._vectors[name] = self.numbers(values)
+        return self._vectors[name]
+
+    def numbers(self, values: np.ndarray) -> Piece:
+        """Float32 numbers that are not of a file."""
+        piece = self.arena.piece(4 * len(values))
+        piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
+        return piece
+
+    def _type_of(self, name: str) -> GGMLType:
+        type_ = self._source.tensors[name].type
+        if type_ not in COMPUTED:
+            raise UnsupportedModelError(
+                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave --device out, and the "
+                "CPU computes this model, or take a file of another type"
+            )
+        return type_
+
+    def _upload(
+        self, data: Sequence[np.ndarray], type_: GGMLType, n_cols: int, first: int, n_rows: int
+    ) -> DeviceMatrix:
+        """data: bytes of rows [n, rows, bytes of a row]; several arrays have experts one after the other."""
+        n_expert, row = sum(len(part) for part in data), data[0].shape[2]
+        # The largest array of a tile of 32 rows, as far as bindings reach.
+        probe_codes, probe_more = packed(np.zeros((TILE, row), np.uint8), type_, n_cols)
+        largest = max(probe_codes.nbytes, 0 if probe_more is None else probe_more.nbytes) * n_expert
+        n_tiles = -(-n_rows // TILE)
+        tiles_of_part = min(self._max_range // largest, n_tiles)
+        if not tiles_of_part:
+            raise UnsupportedModelError(
+                f"32 rows of {n_expert} experts of {n_cols} columns are more than the device binds at a time"
+            )
+        parts = []
+        for tile in range(0, n_tiles, tiles_of_part):
+            n = min(tiles_of_part, n_tiles - tile)
+            codes = self.arena.piece(probe_codes.nbytes * n * n_expert)
+            more = None if probe_more is None else self.arena.piece(probe_more.nbytes * n * n_expert)
+            start, end = first + tile * TILE, first + min((tile + n) * TILE, n_rows)
+            expert = 0
+            for matrices in data:
+                for matrix in matrices:
+                    self._write(matrix[start:end], type_, n_cols, (codes, more), expert * n)
+                    expert += 1
+            parts.append(MatrixPart(codes, more, tile * TILE, end - start))
+        return DeviceMatrix(type_, n_rows, n_cols, tuple(parts))
+
+    def _write(
+        self, rows: np.ndarray, type_: GGMLType, n_cols: int, to: tuple[Piece, Piece | None], tile: int
+    ) -> None:
+        """Rows of a matrix to the tiles from `tile` on, some at a time."""
+        step = max(_SLICE_BYTES // rows.shape[1] // TILE, 1) * TILE
+        for at in range(0, len(rows), step):
+            for piece, array in zip(to, packed(rows[at : at + step], type_, n_cols), strict=True):
+                if piece is not None and array is not None:
+                    size = array.nbytes // (-(-len(rows[at : at + step]) // TILE))
+                    piece.buffer.write(
+                        piece.offset + (tile + at // TILE) * size, array.reshape(-1).view(np.uint8)
+                    )
+
+
+def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Bytes of rows, uint8 [n, bytes of a row], as codes, uint32 [tiles, blocks, vectors, 32, 4], and the
+    rest, uint32 [tiles, blocks or groups of eight, words] or None."""
+    rows = np.concatenate([rows, np.zeros((-len(rows) % TILE, rows.shape[1]), np.uint8)])
+    if type_ == _T.F32 or type_ in _HALVES:
+        width = TYPES[type_].block_bytes
+        padded = np.zeros((len(rows), -(-n_cols // BLOCK) * BLOCK * width), np.uint8)
+        padded[:, : rows.shape[1]] = rows
+        return _codes(padded, 2 * width), None
+    layout = TYPES[type_].block
+    assert layout is not None, "a type with a kernel has a layout"
+    blocks = np.ascontiguousarray(rows).view(layout).reshape(len(rows), -1)
+    if type_ == _T.Q8_0:
+        return _codes(np.ascontiguousarray(blocks["qs"]), 2), _paired(blocks["d"])
+    if type_ in _K_TYPES:
+        return _packed_k(blocks, type_)
+    codes = _codes(np.ascontiguousarray(blocks["qs"]), 1)
+    if type_ == _T.MXFP4:
+        return codes, np.ascontiguousarray(_tiled(blocks["e"])).view(np.uint32)
+    scales = (
+        _paired(blocks["d"]) if "m" not in (blocks.dtype.names or ()) else _words(_halves(blocks, "d", "m"))
+    )
+    if "qh" not in (blocks.dtype.names or ()):
+        return codes, scales
+    high = np.ascontiguousarray(blocks["qh"]).view(np.uint32).reshape(blocks.shape)
+    return codes, np.concatenate([_words(high), scales], axis=-1)
+
+
+def _packed_k(blocks: np.ndarray, type_: GGMLType) -> tuple[np.ndarray, np.ndarray]:
+    """Of blocks of 256 columns; the rest is of each of them."""
+    n_rows, n_blocks = blocks.shape
+    own, codes = k_parts(blocks.reshape(-1), type_)  # [n, 8, 2], [n, 8, 32]
+    low = codes & np.uint8(15)
+    nibbles = low[:, :, :16] | low[:, :, 16:] << np.uint8(4)
+    scales = np.ascontiguousarray(own).reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 4)
+    if type_ == _T.Q6_K:
+        high = (codes >> np.uint8(4)).reshape(-1, 8, 8, 4)
+        of_four = (
+            high[..., 0]
+            | high[..., 1] << np.uint8(2)
+            | high[..., 2] << np.uint8(4)
+            | high[..., 3] << np.uint8(6)
+        )
+        bits = of_four.reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 16)
+        more = [_paired(blocks["d"]), *_columns(scales), *_columns(bits)]
+    else:
+        more = [_words(_halves(blocks, "d", "dmin")), *_columns(scales)]
+        if type_ == _T.Q5_K:
+            high = np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")
+            more += _columns(high.reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 8))
+    return _codes(nibbles.reshape(n_rows, -1), 1), np.concatenate(more, axis=-1)
+
+
+def _codes(bytes_: np.ndarray, vectors: int) -> np.ndarray:
+    """uint8 [rows, blocks * vectors * 16] in tiles."""
+    words = (
+        bytes_.reshape(len(bytes_), -1)
+        .view(np.uint32)
+        .reshape(-1, TILE, bytes_.size // len(bytes_) // 16 // vectors, vectors, 4)
+    )
+    return np.ascontiguousarray(words.transpose(0, 2, 3, 1, 4))
+
+
+def _tiled(values: np.ndarray) -> np.ndarray:
+    """[rows, blocks] → [tiles, blocks, 32]."""
+    return np.asarray(values.reshape(-1, TILE, values.shape[1]).transpose(0, 2, 1))
+
+
+def _words(words: np.ndarray) -> np.ndarray:
+    """uint32 [rows, blocks], a word for each row."""
+    return np.ascontiguousarray(_tiled(words))
+
+
+def _columns(words: np.ndarray) -> list[np.ndarray]:
+    """uint32 [rows, blocks, n] as n such arrays."""
+    return [_words(words[:, :, i]) for i in range(words.shape[2])]
+
+
+def _paired(halves: np.ndarray) -> np.ndarray:
+    """float16 [rows, blocks], two rows in a word."""
+    return np.ascontiguousarray(_tiled(np.ascontiguousarray(halves).view(np.uint16))).view(np.uint32)
+
+
+def _halves(blocks: np.ndarray, low: str, high: str) -> np.ndarray:
+    """Two float16 fields as words."""
+    both = [np.ascontiguousarray(blocks[name]).view(np.uint16).astype(np.uint32) for name in (low, high)]
+    return np.asarray(both[0] | both[1] << np.uint32(16))

@@ -1,0 +1,43 @@
+"""The classes of Hugging Face checkpoints: a module for each family, in it a row for each class."""
+
+from __future__ import annotations
+
+from hotset.convert.checkpoints import (
+    deepseek,
+    encoders,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    hunyuan,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    qwen,
+    recurrent,
+)
+from hotset.convert.checkpoints.classes import HFClass
+
+_FAMILIES = (
+    deepseek,
+    encoders,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    hunyuan,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    qwen,
+    recurrent,
+)
+
+CLASSES: dict[str, HFClass] = {name: row for family in _FAMILIES for name, row in family.CLASSES.items()}
+"""What config.json calls a class."""

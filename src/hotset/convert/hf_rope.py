@@ -1,0 +1,235 @@
+"""The rotation that a config.json asks for: channels, base, scalings and their divisors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.hf_values import integer, number
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.model.architectures import ARCHITECTURES
+from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_FACTORS, YARN_LOG_MULTIPLIER
+
+
+class HFRope:
+    """RoPE as config.json has it. n_ctx: the context in tokens; head_dim: channels of a head; n_rot: those
+    that are rotated, where another part of config.json says it; None: the RoPE's parameters do.
+
+    Raises UnsupportedModelError for scalings that are not computed, FormatError for what makes no sense.
+    """
+
+    def __init__(
+        self, raw: dict[str, Any], hf_class: HFClass, n_ctx: int, head_dim: int, n_rot: int | None
+    ) -> None:
+        self.raw, self.hf_class, self.row = raw, hf_class, ARCHITECTURES[hf_class.architecture]
+        self.n_ctx, self.head_dim, self.n_rot = n_ctx, head_dim, n_rot
+
+    def _ropes(self, layers: str) -> dict[str, Any]:
+        """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
+        where it distinguishes them, or in all."""
+        rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
+        if rope is None:
+            rope = self.hf_class.defaults.get("rope_parameters", {})
+        if isinstance(rope, dict) and rope.keys() & {"full_attention", "sliding_attention"}:
+            rope = rope.get(layers) or {}
+        elif layers == "sliding_attention":
+            rope = {}
+        if not isinstance(rope, dict):
+            raise FormatError("rope_parameters in config.json must be an object")
+        return dict(rope)
+
+    def _rope(self) -> dict[str, Any]:
+        """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
+        config, rope = self.raw, self._ropes("full_attention")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        match self.hf_class.dynamic:
+            case "base" if kind == "dynamic" and rope.get("alpha"):
+                # Scaled for the longest context, whatever the context is.
+                rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+                rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+                kind = "default"
+            case "key":
+                scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")
+                rope["alpha"], kind = (number(rope, "alpha"), "default") if scaled else (None, kind)
+            case "beyond" if kind == "dynamic":
+                kind = "default"
+        if kind == "mrope":  # of a text all dimensions of a position are the same
+            kind = "default"
+        if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
+            kind = "longrope"
+        rope["rope_type"] = kind
+        rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        original = "original_max_position_embeddings"
+        if config.get(original) is not None:  # it wins over that of the scaling
+            rope[original] = config[original]
+        rope.setdefault(original, self.n_ctx)
+        return rope
+
+    def windowed_base(self, default: float) -> float:
+        """The base of the rotation in layers with a window, which is never scaled."""
+        rope = self._ropes("sliding_attention")
+        if rope.get("rope_type", "default") != "default":
+            raise UnsupportedModelError(
+                "a RoPE scaling of layers with a window in config.json is not supported"
+            )
+        return float(number(rope, "rope_theta", number(self.raw, "rope_local_base_freq", default)))
+
+    def check_one_base(self, base: float) -> None:
+        """Raises UnsupportedModelError where layers with a window have another base than the others."""
+        rope = self._ropes("sliding_attention")
+        default = number(self.hf_class.defaults, "rope_theta")
+        if rope.get("rope_type", "default") != "default" or number(rope, "rope_theta", default) != base:
+            raise UnsupportedModelError(
+                "the rotation of sliding_attention in config.json must have the rope_theta of "
+                "full_attention, and no scaling"
+            )
+
+    def _n_rot(self, rope: dict[str, Any]) -> int:
+        """Channels of a head that are rotated."""
+        if self.n_rot is not None:
+            return self.n_rot
+        factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
+        if self.hf_class.partial and self.raw.get("rotary_dim") is not None:
+            factor = integer(self.raw, "rotary_dim", high=self.head_dim) / self.head_dim
+        if factor != 1.0 and not self.hf_class.partial:
+            raise UnsupportedModelError(
+                "a partial_rotary_factor other than 1 in config.json is not supported"
+            )
+        n_rot = int(self.head_dim * factor)
+        if n_rot < 2 or n_rot % 2 or n_rot > self.head_dim:
+            raise FormatError(f"config.json asks for a rotation of {n_rot} of {self.head_dim} channels")
+        return n_rot
+
+    def keys(self) -> dict[str, Any]:
+        rope = self._rope()
+        kind = rope["rope_type"]
+        keys: dict[str, Any] = {
+            "rope.dimension_count": self._n_rot(rope),
+            "rope.freq_base": float(number(rope, "rope_theta")),
+        }
+        if self.hf_class.dynamic == "key" and rope["alpha"] is not None:
+            keys["rope.scaling.alpha"] = float(rope["alpha"])
+        if self.hf_class.latent and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
+            raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
+        if kind in ("default", "llama3") or (kind == "proportional" and self.hf_class.window_heads):
+            # The scaling is the tensor rope_freqs.weight.
+            return keys
+        if kind not in ("linear", "yarn", "longrope"):
+            raise UnsupportedModelError(
+                f"the RoPE scaling {str(kind)[:60]!r} in config.json is not supported; supported are linear, "
+                "yarn, longrope, llama3"
+            )
+        original = integer(rope, "original_max_position_embeddings")
+        if kind == "longrope":  # its factors are tensors
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.attn_factor"] = self._longrope_magnitude(rope, original)
+            return keys
+        keys["rope.scaling.type"] = kind
+        keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
+        if (tempered := self.row.tempered) and rope.get("llama_4_scaling_beta"):
+            keys["attention.temperature_scale"] = float(number(rope, "llama_4_scaling_beta"))
+            keys[tempered] = original
+        if kind == "yarn":
+            rounded = self.row.rounded_yarn
+            if (rope.get("truncate", True) is not False) != rounded:
+                raise UnsupportedModelError(
+                    f"YaRN with truncate set to {str(not rounded).lower()} in config.json is not supported"
+                )
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.yarn_beta_fast"] = float(number(rope, "beta_fast", 32.0))
+            keys["rope.scaling.yarn_beta_slow"] = float(number(rope, "beta_slow", 1.0))
+            of_all = rope.get("mscale_all_dim")
+            if self.hf_class.latent and of_all:  # scales the scores as well, and the key makes that known
+                keys[YARN_LOG_MULTIPLIER] = 0.1 * number(rope, "mscale_all_dim")
+                keys["rope.scaling.yarn_attn_factor"] = (
+                    0.1 * math.log(max(keys["rope.scaling.factor"], 1)) + 1
+                )
+            if rope.get("attention_factor") is not None:
+                keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
+            elif self.hf_class.log_multiplier and of_all and number(rope, "mscale", 0.0) == 1:
+                keys[YARN_LOG_MULTIPLIER] = float(number(rope, "mscale_all_dim"))  # as llama.cpp reads it
+            elif rope.get("mscale") and of_all:
+                scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
+                above, below = (scale * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
+                if not below > 0:
+                    raise FormatError(
+                        "mscale_all_dim in config.json makes a RoPE scaling that divides by zero"
+                    )
+                keys["rope.scaling.yarn_attn_factor"] = above / below
+        return keys
+
+    def sections(self) -> list[int]:
+        """Pairs of channels for time, height, width and another dimension of a position.
+
+        A text has no part in it, but llama.cpp loads no file without the key and ends where the sections are
+        more than a head has. Without mrope_section: a third each, which is 11, 11, 10 in published models.
+        """
+        rope = self._rope()
+        found = rope.get("mrope_section", rope.get("xdrope_section"))
+        if found is None:
+            found = [(self._n_rot(rope) // 2 + 2 - i) // 3 for i in range(3)]
+        if (
+            not isinstance(found, list)
+            or not 1 <= len(found) <= 4
+            or any(type(n) is not int or not 0 <= n <= MAX_HEAD_DIM for n in found)
+        ):
+            raise FormatError(
+                f"mrope_section in config.json must hold up to 4 integers from 0 to {MAX_HEAD_DIM}"
+            )
+        return found + [0] * (4 - len(found))
+
+    def _longrope_magnitude(self, rope: dict[str, Any], original: int) -> float:
+        """What sines and cosines are multiplied by: more, the longer the context is than the original."""
+        if rope.get("attention_factor") is not None:
+            return float(number(rope, "attention_factor"))
+        factor = number(rope, "factor", self.n_ctx / original)
+        if factor <= 1 or original < 2:
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def divisors(self) -> dict[str, np.ndarray]:
+        """Scalings that GGUF stores as tensors: what each frequency is divided by, float32 [n_rot / 2]."""
+        if self.row.rope is None:
+            return {}
+        rope = self._rope()
+        if rope["rope_type"] == "llama3":
+            return {LLAMA3_FACTORS: self._llama3_divisors(rope)}
+        if rope["rope_type"] == "proportional":  # the first pairs turn, the others stay
+            pairs, n = np.arange(self.head_dim // 2), self.head_dim
+            turn = pairs < int(number(rope, "partial_rotary_factor", 1.0) * n // 2)
+            return {LLAMA3_FACTORS: np.where(turn, np.float32(1), np.float32(1e30))}
+        if rope["rope_type"] == "longrope":
+            names = {SHORT_FACTORS: "short_factor", LONG_FACTORS: "long_factor"}
+            return {name: self._factors(rope, entry) for name, entry in names.items()}
+        return {}
+
+    def _factors(self, rope: dict[str, Any], entry: str) -> np.ndarray:
+        n, values = self._n_rot(rope) // 2, rope.get(entry)
+        if not isinstance(values, list) or len(values) != n:
+            raise FormatError(f"{entry} in config.json must be a list of {n} numbers")
+        numbers = [number({entry: value}, entry) for value in values]
+        if not min(numbers) > 0:
+            raise FormatError(f"{entry} in config.json holds a number that is not above 0")
+        return np.array(numbers, np.float32)
+
+    def _llama3_divisors(self, rope: dict[str, Any]) -> np.ndarray:
+        """Llama 3.1's.
+
+        Channels that turn less than low_freq_factor times in the original context are slowed by `factor`,
+        those that turn more than high_freq_factor times stay, and between them 1 / divisor is interpolated.
+        """
+        factor, low, high = (number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        base = float(number(rope, "rope_theta"))
+        if not (factor > 0 and base > 0 and low < high):
+            raise FormatError(
+                f"the RoPE scaling in config.json divides by zero: factor {factor:g}, rope_theta {base:g}, "
+                f"low_freq_factor {low:g}, high_freq_factor {high:g}"
+            )
+        n_rot = self._n_rot(rope)
+        freq = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+        turns = integer(rope, "original_max_position_embeddings") * freq / (2 * math.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

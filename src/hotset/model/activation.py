@@ -1,0 +1,130 @@
+"""The activation of an FFN: how it is named, and what the keys of a file say of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.model.keys import (
+    FATRELU_THRESHOLD_KEY,
+    MAX_MULTIPLIER,
+    TOP_K_KEY,
+    UP_ACTIVATION_KEY,
+    Keys,
+    is_array,
+    number,
+)
+from hotset.model.operations import XIELU, ActivationKind, has_zeros
+from hotset.parameters import shown
+
+
+@dataclass(frozen=True)
+class FFNActivation:
+    """neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
+
+    `up` None leaves the up projection as it is. `threshold` belongs to the kinds that have one (see
+    graph.Activate). top_k: of a Gaussian top-k of the gates before f the multiplier (see graph.GaussianTopK);
+    None: there is none. xielu: its numbers.
+    """
+
+    gate: ActivationKind
+    up: ActivationKind | None = None
+    threshold: float = 0.0
+    top_k: float | None = None
+    xielu: XIELU | None = None
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether it leaves neurons at exactly zero."""
+        return has_zeros(self.gate) or self.top_k is not None
+
+
+CLAMPED = FFNActivation("clamped_silu", up="clamped_plus_one", threshold=7.0)
+SILU = FFNActivation("silu")
+GELU = FFNActivation("gelu")
+GELU_TANH = FFNActivation("gelu_tanh")
+RELU = FFNActivation("relu")
+RELU2 = FFNActivation("relu2")
+XIELU_OF_LAYERS = FFNActivation("xielu")  # whose numbers are keys
+DRELU = FFNActivation("relu", up="relu")
+# Of neurons, as a key or an option may name them; the others are parts of an architecture.
+_NAMED: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")
+
+
+def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
+    """The activation that a key or an option names: silu, relu, relu2, drelu, fatrelu:0.01, ...
+
+    `threshold` serves a plain "fatrelu". Raises InvalidRequestError naming what is accepted.
+    """
+    name, _, number = text.strip().lower().partition(":")
+    name = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(name, name)
+    if name == "fatrelu":
+        if number:
+            try:
+                threshold = float(number)
+            except ValueError:
+                threshold = None
+        if threshold is None or not (math.isfinite(threshold) and threshold >= 0):
+            raise InvalidRequestError(
+                f"the activation {text!r} needs a threshold of at least 0, for instance fatrelu:0.01"
+            )
+        return FFNActivation("fatrelu", threshold=threshold)
+    if name == "drelu" and not number:
+        return DRELU
+    if name not in _NAMED or number:
+        known = ", ".join([*(k for k in _NAMED if k != "fatrelu"), "drelu", "fatrelu:T"])
+        raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
+    return FFNActivation(name)
+
+
+def activation_of(keys: Keys, unnamed: FFNActivation) -> FFNActivation:
+    """Of a file. unnamed: where it names none."""
+    gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
+    threshold = number(keys.metadata, FATRELU_THRESHOLD_KEY)
+    try:
+        activation = unnamed if gate is None else parse_activation(gate, threshold)
+    except InvalidRequestError as error:
+        raise UnsupportedModelError(
+            f"in the file's key {keys.architecture}.hidden_activation, {error}"
+        ) from None
+    if up is None:
+        return activation
+    if not isinstance(up, str) or up != "relu":  # an array does not compare
+        raise UnsupportedModelError(
+            f"the file's key {UP_ACTIVATION_KEY} is {shown(up)}; only relu is supported"
+        )
+    return FFNActivation(activation.gate, "relu", activation.threshold)
+
+
+def top_k_of(keys: Keys, n_layer: int) -> tuple[float | None, ...]:
+    """Multipliers of the layers' Gaussian top-k; of those without one the key says -inf."""
+    values = keys.get(TOP_K_KEY)
+    if values is None:
+        return (None,) * n_layer
+    if not is_array(values) or len(values) != n_layer:
+        raise keys.error(TOP_K_KEY, f"must hold a number for each of {n_layer} layers")
+    if any(isinstance(v, bool | np.bool_ | str) or not -math.inf <= v <= MAX_MULTIPLIER for v in values):
+        raise keys.error(TOP_K_KEY, f"must hold numbers up to {MAX_MULTIPLIER:g}, or -inf")
+    return tuple(None if v == -math.inf else float(v) for v in values)
+
+
+def xielu_of(keys: Keys, n_layer: int) -> tuple[XIELU, ...]:
+    """The numbers of each layer. Keys have no architecture before them, and one number or one for each
+    layer; of alpha_p and alpha_n the softplus counts, of the second that and beta."""
+    found = []
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        key = f"xielu.{name}"
+        value = keys.metadata.get(key)
+        values = list(value) if is_array(value) else [value] * n_layer  # type: ignore[arg-type]
+        numbers = [number({key: one}, key) for one in values]
+        if len(numbers) != n_layer or None in numbers:
+            raise FormatError(f"the file's key {key} must hold a number, or one for each of {n_layer} layers")
+        if any(abs(number) > 1e4 for number in numbers if number is not None):
+            raise FormatError(f"the file's key {key} holds a number above 10000; the file is damaged")
+        found.append(np.array(numbers, np.float64))
+    alpha_p, alpha_n, beta, eps = found
+    positive, negative = np.logaddexp(0, alpha_p), beta + np.logaddexp(0, alpha_n)
+    return tuple(XIELU(*map(float, each)) for each in zip(positive, negative, beta, eps, strict=True))

@@ -1,0 +1,479 @@
+"""The architectures: a row says what every file of one name has in common and none of its keys says.
+
+PowerInfer's dialect has rows of its own: it means something else by the same name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.model.activation import (
+    CLAMPED,
+    DRELU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SILU,
+    XIELU_OF_LAYERS,
+    FFNActivation,
+)
+from hotset.model.keys import NormKind
+from hotset.model.operations import RopeKind, Scoring
+from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+PredictorInput = Literal["ffn_inp", "layer_input"]
+Parallel = Literal["always", "by_key", "without_ffn_norm"]
+HeadNorm = Literal["head", "width"]
+
+
+@dataclass(frozen=True)
+class ExpertDefaults:
+    """What files with experts of one architecture need not say.
+
+    scoring, normalised: see operations.Route. gated_share: what the shared network yields is multiplied by
+    the sigmoid of a product of its own. early: the router reads what enters the layer, before attention and
+    as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
+    no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
+    both has norms of its own before and behind it, the router reads the stream through a norm without
+    weights and a scale of each channel, and each expert has a scale (Gemma 4).
+    """
+
+    scoring: Scoring = "softmax"
+    normalised: bool = True
+    gated_share: bool = False
+    early: bool = False
+    where_routed: bool = False
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What every file of one `general.architecture` has in common and none of its keys says.
+
+    rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
+    first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
+    norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
+    norm_eps: where the file has no key for it; None: it must have one. norm_weights: layer norms have them.
+    qk_norm: q and k pass a norm (RMS; in models with layer norms such a one of each head) before the rotation
+      (`attn_q_norm`, `attn_k_norm`), each head by itself or all heads as one row; None: they do not.
+      optional_qk_norm: where a layer has the tensors for it. qk_norm_last: the norm follows the rotation.
+    gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
+    parallel: the FFN reads what enters the layer, through `ffn_norm` or, in layers without one, through
+      `attn_norm`, which attention reads too where there is no `attn_norm_2`; elsewhere it reads the sum after
+      attention, through `ffn_norm`. by_key: where use_parallel_residual says so; without_ffn_norm: in layers
+      that lack the norm.
+    biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
+    pre_norm: attention and the FFN read the stream through a norm. post_norm: what they yield passes a norm
+      before it is added.
+    ffn_norm: the tensor of the norm before the FFN.
+    sinks: a score for each head takes part in the softmax of attention (`attn_sinks`).
+    window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
+      many the last or (window_last) the first; 0: all. rotates_windows: layers without one have no
+      rotation, always or where others have one.
+    unrotated_period: each so-many-th layer has no rotation; 0: all have it. rope_switch: the key
+      rope.scaling.finetuned, where it is false, says that no layer has one.
+    rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
+    windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
+      that of the others, with their scaling, or without it (unscaled_windows).
+    caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
+    scaled_embedding: the embedding is multiplied by the root of the width. multiplies_logits: logits are
+      multiplied by the file's logit_scale; elsewhere they are divided by it. needs_scales: the file must have
+      the scales of the embedding, of what is added to the stream, and of the logits.
+    halved_ff: the file's feed_forward_length is twice the width of the FFN. unwindowed: a window in the file
+      is of another kind, which is not computed.
+    narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
+      the width of a head.
+    latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
+      whatever the file says of the others; None: they come from the input.
+    tempered: queries grow with their position (attention.temperature_scale) from the position on that this
+      key has. indexed: an indexer chooses the keys that a token sees, all while there are no more than
+      attention.indexer.top_k. Neither is computed: longer contexts are refused.
+    predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
+      it enters the layer; never the normalised input of the FFN.
+    experts: of files whose FFNs are experts; None: there are none.
+    output_norm: the tensor of the last norm; None: there is none.
+    short_conv: layers without KV heads have a short convolution in place of attention.
+    state_space: layers without KV heads have the state space of Mamba-2 in its place, and layers whose
+      feed_forward_length is 0 have no FFN. one_part: those that have one have nothing in attention's place.
+      by_channel: it is that of Mamba, the first. beside: every layer has attention and a state space, of the
+      same input. attends: False: no layer has attention; all have the state space, or rwkv: the time mix of
+      this version of RWKV.
+    ffn_tensors: names of up and down.
+    delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
+      heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
+    sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
+    activation_at: of files that name no activation those with so many layers have `activation`, the others
+      silu; None: all have it.
+    alibi: of files without the key attention.max_alibi_bias (see operations.Attention.slopes); 0: scores do
+      not fall with distance; None: files must have the key.
+    embedding_norm: the embedding passes a norm (`token_embd_norm`), with those of positions and token types.
+    causal: a token sees no token after it, where the file does not say (attention.causal). A model that is
+      not is an encoder: it has no logits, and its result is the hidden states, behind `output_norm` if there
+      is one.
+    sum_norms: the sums of what attention and the FFN yield and what entered them pass a norm
+      (`attn_output_norm`, `layer_output_norm`).
+    bare_first: the first layer's attention reads the stream as it is.
+    compared_with: what the tests take its numbers from, with tiny random models.
+    nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
+      one, which predict one token more (see decoder.describe_nextn).
+    attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
+      or, in layers without it, rows of attn_q that lie behind those of the head's query.
+    unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
+    altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
+      token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
+    window_heads: heads of layers with a window have a size of their own, layers have numbers of KV heads of
+      their own, and take keys for values where they have no attn_v; layers may add an embedding of their own
+      of each token, their result may be scaled (`layer_output_scale`), and the last ones may attend keys and
+      values of others (Gemma 4).
+    """
+
+    rope: RopeKind | None = "norm"
+    first_position: int | None = None
+    norm: NormKind = "rms"
+    norm_bias: bool = True
+    norm_eps: float | None = None
+    norm_weights: bool = True
+    qk_norm: HeadNorm | None = None
+    optional_qk_norm: bool = False
+    qk_norm_last: bool = False
+    gated: bool = True
+    activation: FFNActivation = SILU
+    parallel: Parallel | None = None
+    biased: tuple[str, ...] = ()
+    pre_norm: bool = True
+    post_norm: bool = False
+    ffn_norm: str = "ffn_norm"
+    sinks: bool = False
+    window_period: int = 0
+    window_last: bool = False
+    rotates_windows: Literal["always", "if_any"] | None = None
+    unrotated_period: int = 0
+    rope_switch: bool = False
+    rounded_yarn: bool = True
+    windowed_rope_base: float | None = None
+    unscaled_windows: bool = False
+    caps_scores: bool = True
+    scaled_embedding: bool = False
+    multiplies_logits: bool = False
+    needs_scales: bool = False
+    halved_ff: bool = False
+    unwindowed: bool = False
+    narrow_scale_at: int | None = None
+    latent_eps: float | None = None
+    tempered: str | None = None
+    indexed: bool = False
+    predictor_input: PredictorInput = "ffn_inp"
+    experts: ExpertDefaults | None = None
+    output_norm: str | None = "output_norm"
+    short_conv: bool = False
+    state_space: bool = False
+    by_channel: bool = False
+    beside: bool = False
+    attends: bool = True
+    rwkv: int | None = None
+    ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
+    one_part: bool = False
+    delta_net: Literal["grouped", "tiled"] | None = None
+    attention_gate: bool = False
+    unscaled: bool = False
+    altup: bool = False
+    window_heads: bool = False
+    sub_norms: bool = False
+    activation_at: int | None = None
+    alibi: float | None = 0.0
+    embedding_norm: bool = False
+    causal: bool = True
+    sum_norms: bool = False
+    bare_first: bool = False
+    nextn: bool = False
+    compared_with: str = "transformers"
+
+    def activation_in(self, n_layer: int) -> FFNActivation:
+        """That of files which name none, of a model of so many layers."""
+        return self.activation if self.activation_at in (None, n_layer) else SILU
+
+
+_QKV = ("attn_q", "attn_k", "attn_v")
+_RWKV: dict[str, Any] = {
+    "rope": None, "norm": "layer", "norm_eps": 1e-5, "embedding_norm": True, "gated": False,
+    "activation": RELU2, "ffn_norm": "attn_norm_2", "attends": False,
+    "ffn_tensors": ("channel_mix_key", "channel_mix_value"), "compared_with": "a copy of the authors' code",
+}  # fmt: skip
+_SAME_GRAPH = "transformers' {}, of the same graph"
+_ENCODER: dict[str, Any] = {  # as BERT
+    "pre_norm": False, "sum_norms": True, "embedding_norm": True, "causal": False, "output_norm": None
+}  # fmt: skip
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
+    "qwen2": Architecture(rope="neox", biased=_QKV),
+    "qwen2moe": Architecture(
+        rope="neox", biased=_QKV, experts=ExpertDefaults(normalised=False, gated_share=True)
+    ),
+    "qwen3": Architecture(rope="neox", qk_norm="head"),
+    "qwen3moe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
+    "olmoe": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(normalised=False)),
+    "bamboo": Architecture(activation=DRELU, compared_with="transformers' Llama, with dReLU"),
+    "falcon": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, parallel="always",
+        predictor_input="layer_input",
+    ),
+    "opt": Architecture(
+        rope=None, first_position=2, norm="layer", norm_eps=1e-5, gated=False, activation=RELU,
+        biased=(*_QKV, "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
+    "jais2": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
+    "arcee": Architecture(gated=False, activation=RELU2),
+    "gpt2": Architecture(
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "gptneox": Architecture(rope="neox", norm="layer", gated=False, activation=GELU, parallel="by_key"),
+    "phi2": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU_TANH, parallel="always",
+        biased=("attn_output", "ffn_up", "ffn_down", "output"),
+    ),
+    "starcoder2": Architecture(rope="neox", norm="layer", gated=False, activation=GELU_TANH),
+    "stablelm": Architecture(rope="neox", norm="layer", parallel="without_ffn_norm"),
+    "command-r": Architecture(  # and R+, whose queries and keys have norms
+        norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, qk_norm="head",
+        optional_qk_norm=True,
+    ),
+    "cohere2": Architecture(
+        norm="layer", norm_bias=False, parallel="always", multiplies_logits=True, window_period=4,
+        rotates_windows="always",
+    ),
+    "gemma": Architecture(rope="neox", activation=GELU_TANH, scaled_embedding=True),
+    "gemma2": Architecture(
+        rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
+        narrow_scale_at=46,
+    ),
+    "phi3": Architecture(rope="neox"),
+    "granite": Architecture(rope_switch=True),
+    "granitemoe": Architecture(rope_switch=True, experts=ExpertDefaults()),
+    "smollm3": Architecture(unrotated_period=4),
+    "glm4": Architecture(post_norm=True),
+    "gemma3": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, narrow_scale_at=62,
+    ),
+    "gemma3n": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=5,
+        windowed_rope_base=10000.0, scaled_embedding=True, unscaled=True, altup=True,
+    ),
+    "gemma4": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
+        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True),
+    ),
+    "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
+    "ernie4_5": Architecture(),
+    "ernie4_5-moe": Architecture(experts=ExpertDefaults()),
+    "chatglm": Architecture(),
+    "olmo2": Architecture(  # and Olmo 3, which has windows
+        rope="neox", qk_norm="width", pre_norm=False, post_norm=True, window_period=4, unscaled_windows=True,
+    ),
+    "exaone4": Architecture(
+        rope="neox", qk_norm="head", pre_norm=False, post_norm=True, window_period=4,
+        rotates_windows="if_any",
+    ),
+    "exaone-moe": Architecture(
+        rope="neox", qk_norm="head", window_period=4, rotates_windows="if_any",
+        experts=ExpertDefaults(scoring="sigmoid"),
+    ),
+    "hunyuan-dense": Architecture(rope="neox", qk_norm="head", qk_norm_last=True),
+    "hunyuan-moe": Architecture(rope="neox", qk_norm="head", qk_norm_last=True, experts=ExpertDefaults()),
+    "mistral3": Architecture(tempered="rope.scaling.original_context_length", experts=ExpertDefaults()),
+    "qwen2vl": Architecture(rope="neox", biased=_QKV),
+    "qwen3vl": Architecture(rope="neox", qk_norm="head"),
+    "qwen3vlmoe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
+    "minimax-m2": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(scoring="sigmoid")),
+    "dots1": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid")),
+    "afmoe": Architecture(
+        rope="neox", qk_norm="head", post_norm=True, scaled_embedding=True, attention_gate=True,
+        window_period=4, rotates_windows="always", experts=ExpertDefaults(scoring="sigmoid"),
+    ),
+    "smallthinker": Architecture(
+        rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows="if_any",
+        experts=ExpertDefaults(scoring="sigmoid", early=True), compared_with="a copy of the authors' code",
+    ),
+    "gpt-oss": Architecture(
+        rope="neox", activation=CLAMPED, biased=(*_QKV, "attn_output", "ffn_gate_inp"), sinks=True,
+        ffn_norm="post_attention_norm", window_period=2, rounded_yarn=False,
+        experts=ExpertDefaults(scoring="softmax_chosen", normalised=False),
+    ),
+    "glm4moe": Architecture(
+        rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
+        experts=ExpertDefaults(scoring="sigmoid"), nextn=True,
+    ),
+    "deepseek": Architecture(
+        experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
+    ),
+    "deepseek2": Architecture(  # V2, V3, Kimi K2
+        latent_eps=1e-6, experts=ExpertDefaults(normalised=False), nextn=True,
+    ),
+    "plm": Architecture(
+        latent_eps=1e-6, gated=False, activation=RELU2,
+        compared_with="transformers' DeepseekV2, with an FFN without a gate",
+    ),
+    "mistral4": Architecture(
+        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults()
+    ),
+    "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "mpt": Architecture(
+        rope=None, norm="layer", norm_bias=False, gated=False, activation=GELU, alibi=None
+    ),
+    "bloom": Architecture(
+        rope=None, norm="layer", gated=False, activation=GELU_TANH, embedding_norm=True, alibi=8.0,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "olmo": Architecture(norm="layer", norm_weights=False),
+    "apertus": Architecture(rope="neox", qk_norm="head", gated=False, activation=XIELU_OF_LAYERS),
+    "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
+        rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
+    ),
+    "lfm2": Architecture(
+        rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
+    ),
+    "lfm2moe": Architecture(
+        rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
+        experts=ExpertDefaults(scoring="sigmoid"),
+    ),
+    "nemotron_h": Architecture(
+        rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True
+    ),
+    "nemotron_h_moe": Architecture(
+        rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True,
+        experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True),
+    ),
+    "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
+    "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
+    "mamba": Architecture(rope=None, state_space=True, by_channel=True, attends=False),
+    "jamba": Architecture(
+        rope=None, state_space=True, by_channel=True,
+        experts=ExpertDefaults(normalised=False, where_routed=True),
+    ),
+    "rwkv6": Architecture(**_RWKV, rwkv=6),
+    "rwkv7": Architecture(**_RWKV, rwkv=7),
+    "mamba2": Architecture(rope=None, state_space=True, attends=False),
+    "qwen3next": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
+        experts=ExpertDefaults(gated_share=True), nextn=True,
+    ),
+    "qwen35": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
+        nextn=True,
+    ),
+    "qwen35moe": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
+        experts=ExpertDefaults(gated_share=True), nextn=True,
+    ),
+    "mellum": Architecture(
+        rope="neox", qk_norm="head", window_period=4, unscaled_windows=True, experts=ExpertDefaults(),
+    ),
+    "xverse": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "internlm2": Architecture(compared_with=_SAME_GRAPH.format("Llama")),
+    "orion": Architecture(rope="neox", norm="layer", compared_with=_SAME_GRAPH.format("StableLm")),
+    "pangu-embedded": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
+    "exaone": Architecture(rope="neox", compared_with=_SAME_GRAPH.format("Llama")),
+    "minicpm": Architecture(needs_scales=True, compared_with=_SAME_GRAPH.format("Granite")),
+    "starcoder": Architecture(
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "codeshell": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU_TANH,
+        biased=("attn_output", "ffn_up", "ffn_down"), compared_with=_SAME_GRAPH.format("Starcoder2"),
+    ),
+    "qwen": Architecture(
+        rope="neox", biased=("attn_qkv",), halved_ff=True, compared_with=_SAME_GRAPH.format("Qwen2")
+    ),
+    "paddleocr": Architecture(rope="neox"),
+    "hunyuan_vl": Architecture(rope="neox", qk_norm="head", qk_norm_last=True),
+    "maincoder": Architecture(
+        qk_norm="head", qk_norm_last=True, compared_with=_SAME_GRAPH.format("HunYuanDenseV1")
+    ),
+    "plamo": Architecture(
+        rope="neox", parallel="always", compared_with="transformers' Llama, with parallel layers"
+    ),
+    "deepseek2-ocr": Architecture(
+        rope="neox", experts=ExpertDefaults(normalised=False), unwindowed=True,
+        compared_with="transformers' Llama, with its experts",
+    ),
+    "bailingmoe": Architecture(
+        experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
+    ),
+    "bailingmoe2": Architecture(
+        rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid", normalised=False),
+        compared_with=_SAME_GRAPH.format("Glm4Moe"),
+    ),
+    "hy_v3": Architecture(
+        rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid", where_routed=True)
+    ),
+    "gemma-embedding": Architecture(
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, causal=False,
+    ),
+    "bert": Architecture(  # and XLM-RoBERTa, whose files lack the positions before a text's first
+        rope=None, first_position=0, norm="layer", gated=False, activation=GELU, **_ENCODER,
+    ),
+    "nomic-bert": Architecture(rope="neox", norm="layer", **_ENCODER),
+    "modern-bert": Architecture(
+        rope="neox", norm="layer", norm_bias=False, activation=GELU, embedding_norm=True, bare_first=True,
+        window_period=3, window_last=True, windowed_rope_base=10000.0, causal=False,
+    ),
+    "jina-bert-v3": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER
+    ),
+    "nomic-bert-moe": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, **_ENCODER,
+        compared_with="a copy of the authors' code",
+        experts=ExpertDefaults(normalised=False, where_routed=True),
+    ),
+    "jina-bert-v2": Architecture(
+        rope=None, norm="layer", activation=GELU, alibi=8.0, **_ENCODER,
+        compared_with="a copy of the authors' code",
+    ),
+}  # fmt: skip
+POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": replace(ARCHITECTURES["llama"], activation=RELU),  # ReluLLaMA, ProSparse: never SiLU
+    "bamboo": ARCHITECTURES["bamboo"],
+    "falcon": replace(ARCHITECTURES["falcon"], activation=RELU),
+    "opt": ARCHITECTURES["opt"],
+}
+"""The rows of a file in PowerInfer's dialect."""
+
+
+REFUSED = {
+    "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
+    "in place of layer norms and two masked ones)",
+}
+"""Architectures that are known and not computed, with the reason."""
+
+
+class UnknownArchitectureError(UnsupportedModelError):
+    """No row of ARCHITECTURES has this name."""
+
+
+def row_of(gguf: GGUFFile) -> tuple[str, Architecture]:
+    """The name of the architecture, and what the table says of it."""
+    name = gguf.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
+    rows = POWERINFER_ARCHITECTURES if gguf.dialect == "powerinfer" else ARCHITECTURES
+    if name in REFUSED:
+        raise UnsupportedModelError(f"the architecture {name} is not supported: {REFUSED[name]}")
+    if name not in rows:
+        dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
+        raise UnknownArchitectureError(
+            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' names "
+            "those that are"
+        )
+    return name, rows[name]

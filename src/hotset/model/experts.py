@@ -1,0 +1,92 @@
+"""The experts of a layer: how many, how wide, and how they are chosen, as the keys of a file say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotset.errors import UnsupportedModelError
+from hotset.model.architectures import ExpertDefaults
+from hotset.model.keys import MAX_EXPERTS, SCORINGS, Keys
+from hotset.model.operations import Scoring
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
+
+    n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
+    early, beside: see ExpertDefaults. n_latent: width of what they read and yield, between two matrices that
+    all of them share; 0: that of the model.
+    """
+
+    n: int
+    n_used: int
+    scoring: Scoring
+    normalised: bool
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+    n_ff_shared: int = 0
+    gated_share: bool = False
+    early: bool = False
+    group_best: int = 2
+    n_latent: int = 0
+    beside: bool = False
+
+
+def experts_of(
+    keys: Keys, defaults: ExpertDefaults, routed: list[bool], n_ff: tuple[int, ...]
+) -> tuple[tuple[Experts | None, ...], tuple[int, ...]]:
+    """Of each layer its experts, and the neurons of its FFN or of one expert. n_ff: feed_forward_length.
+    routed: whether a layer has a router."""
+    n_layer = len(routed)
+    n = keys.integer("expert_count", 1, 1 << 16)
+    if n > MAX_EXPERTS:
+        raise UnsupportedModelError(f"the model has {n} experts, and at most {MAX_EXPERTS} are supported")
+    n_used = keys.integer("expert_used_count", 1, n)
+    gating = keys.integer("expert_gating_func", 0, 1 << 8, 0)
+    if gating and gating not in SCORINGS:
+        raise UnsupportedModelError(
+            f"the file's key {keys.architecture}.expert_gating_func is {gating}, which is not supported"
+        )
+    n_groups = keys.integer("expert_group_count", 0, n, 0) or 1
+    n_groups_used = keys.integer("expert_group_used_count", 0, n_groups, 0) or n_groups
+    if n % n_groups or n // n_groups * n_groups_used < n_used:
+        raise keys.error("expert_group_count", f"is {n_groups} for {n} experts of which {n_used} are used")
+    n_dense = keys.integer("leading_dense_block_count", 0, n_layer, 0)
+    if keys.integer("interleave_moe_layer_step", 1, n_layer, 1) > 1:
+        raise UnsupportedModelError("layers without experts between layers with experts are not supported")
+    # The first files with a gated shared network say the width of all chosen experts.
+    widths = tuple(max(n // n_used, 1) for n in n_ff) if defaults.gated_share else n_ff
+    if keys.get("expert_feed_forward_length") is not None:
+        widths = keys.per_layer("expert_feed_forward_length", n_layer, 0 if 0 in n_ff else 1, 1 << 22)
+    n_shared = keys.integer("expert_shared_count", 0, 1 << 10, 0)
+    scoring = SCORINGS.get(gating, defaults.scoring)
+    experts = Experts(
+        n,
+        n_used,
+        scoring,
+        keys.flag("expert_weights_norm", defaults.normalised),
+        keys.factor("expert_weights_scale"),
+        n_groups if n_groups_used < n_groups else 1,
+        n_groups_used if n_groups_used < n_groups else 1,
+        keys.one("feed_forward_length", set(n_ff))
+        if defaults.beside
+        else keys.integer(
+            "expert_shared_feed_forward_length",
+            0,
+            1 << 22,
+            n_ff[-1] if defaults.gated_share else n_shared * widths[-1],
+        ),
+        defaults.gated_share,
+        defaults.early,
+        # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
+        1 if scoring == "softmax" and n_groups_used < n_groups else 2,
+        keys.integer("moe_latent_size", 0, 1 << 20, 0),
+        defaults.beside,
+    )
+    has = routed if defaults.where_routed else [i >= n_dense for i in range(n_layer)]
+    return (
+        tuple(experts if own else None for own in has),
+        tuple(width if own else n for own, width, n in zip(has, widths, n_ff, strict=True)),
+    )

@@ -1,0 +1,191 @@
+"""What may stand in attention's place in a layer, or beside it: sizes, and the keys that say them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from hotset.errors import UnsupportedModelError
+from hotset.model.architectures import Architecture
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, Keys, is_array
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+
+@dataclass(frozen=True)
+class ConvMixer:
+    """A gated short convolution in place of attention. kernel: tokens that it sees, itself among them."""
+
+    kernel: int
+
+
+@dataclass(frozen=True)
+class DeltaMixer:
+    """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
+    it."""
+
+    kernel: int
+    n_head: int
+    n_head_k: int
+    dim_k: int
+    dim_v: int
+    tiled: bool
+
+    @property
+    def of_keys(self) -> int:
+        """Channels of all keys, or queries."""
+        return self.n_head_k * self.dim_k
+
+    @property
+    def of_values(self) -> int:
+        """Channels of all values."""
+        return self.n_head * self.dim_v
+
+
+@dataclass(frozen=True)
+class StateSpaceMixer:
+    """The state space of Mamba-2 in place of attention: see operations.SelectiveScan. kernel: of the
+    convolution before it; dim_k: numbers of B and C, dim_v: channels of a head. normed: what heads yield
+    passes a norm. beside: it stands beside attention."""
+
+    kernel: int
+    n_head: int
+    n_group: int
+    dim_k: int
+    dim_v: int
+    normed: bool = True
+    beside: bool = False
+
+    @property
+    def of_values(self) -> int:
+        """Channels of all heads."""
+        return self.n_head * self.dim_v
+
+    @property
+    def width(self) -> int:
+        """Channels of the convolution: values, B and C."""
+        return self.of_values + 2 * self.n_group * self.dim_k
+
+
+@dataclass(frozen=True)
+class ChannelMixer:
+    """The state space of Mamba in place of attention: see operations.ChannelScan. kernel: of the convolution
+    before it; inner: its channels; dim_k: numbers of B and C; rank: of what dt is made of. norms: of dt, B
+    and C, with weights or without; None: there are none."""
+
+    kernel: int
+    inner: int
+    dim_k: int
+    rank: int
+    norms: Literal["weights", "plain"] | None
+
+
+@dataclass(frozen=True)
+class RwkvMixer:
+    """RWKV's time mix in place of attention: see operations.Wkv; the FFN, its channel mix, reads the token
+    before as well. version: 6 or 7. dim: channels of a head. rank_*: of the matrices that decays, learning
+    rates, shares of the first layer's values and gates are made of (of gates 0: there are none); in RWKV 6 of
+    those that decays and the shares of the token before are made of."""
+
+    version: int
+    n_head: int
+    dim: int
+    rank_decay: int
+    rank_rate: int = 0
+    rank_value: int = 0
+    rank_gate: int = 0
+    rank_mix: int = 0
+
+
+Mixer = ConvMixer | DeltaMixer | StateSpaceMixer | ChannelMixer | RwkvMixer
+
+
+def _state_heads(keys: Keys) -> tuple[int, int, int, int, int]:
+    """Of a recurrent layer with heads: tokens of its convolution, heads, heads or groups of keys, and the
+    channels of a key and of a value."""
+    n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
+    n_group = keys.integer("ssm.group_count", 1, n_head)
+    dim_k = keys.integer("ssm.state_size", 1, MAX_HEAD_DIM)
+    kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
+    if inner % n_head or inner // n_head > MAX_HEAD_DIM:
+        raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
+    if n_head % n_group:
+        raise keys.error("ssm.group_count", f"is {n_group} for {n_head} heads")
+    return kernel, n_head, n_group, dim_k, inner // n_head
+
+
+def _delta_mixers(keys: Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
+    mixer = DeltaMixer(*_state_heads(keys), tiled)
+    named = keys.get("attention.recurrent_layers")
+    if named is None:
+        interval = keys.integer("full_attention_interval", 1, 1 << 12, 4)
+        return tuple(None if (i + 1) % interval == 0 else mixer for i in range(n_layer))
+    if not is_array(named) or len(named) < n_layer or not all(isinstance(v, bool | np.bool_) for v in named):
+        raise keys.error("attention.recurrent_layers", f"must hold true or false for {n_layer} layers")
+    return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
+
+
+def _state_space(gguf: GGUFFile, keys: Keys, *, beside: bool) -> StateSpaceMixer:
+    normed = not beside or "blk.0.ssm_norm.weight" in gguf.tensors
+    return StateSpaceMixer(*_state_heads(keys), normed, beside)
+
+
+def _channel_mixer(gguf: GGUFFile, keys: Keys, layer: int) -> ChannelMixer:
+    plain = keys.flag("ssm.dt_b_c_rms", False)
+    weights = f"blk.{layer}.ssm_dt_norm.weight" in gguf.tensors
+    return ChannelMixer(
+        keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
+        keys.integer("ssm.inner_size", 1, 1 << 20),
+        keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        keys.integer("ssm.time_step_rank", 1, 1 << 16),
+        "weights" if weights else "plain" if plain else None,
+    )
+
+
+def _time_mix(keys: Keys, version: int) -> RwkvMixer:
+    n_embd, most = keys.integer("embedding_length", 1, 1 << 20), 1 << 16
+    dim = keys.integer("wkv.head_size", 1, MAX_HEAD_DIM)
+    n_head = n_embd // dim
+    if n_embd % dim or n_head > MAX_STATE_HEADS:
+        raise keys.error("wkv.head_size", f"is {dim} for a width of {n_embd}")
+    if version == 6:
+        ranks = {"rank_decay": "time_decay_extra_dim", "rank_mix": "time_mix_extra_dim"}
+    else:
+        ranks = {
+            "rank_decay": "attention.decay_lora_rank",
+            "rank_rate": "attention.iclr_lora_rank",
+            "rank_value": "attention.value_residual_mix_lora_rank",
+        }
+    sizes = {field: keys.integer(key, 1, most) for field, key in ranks.items()}
+    rank_gate = keys.integer("attention.gate_lora_rank", 0, most, 0) if version == 7 else 0
+    return RwkvMixer(version, n_head, dim, **sizes, rank_gate=rank_gate)
+
+
+def mixers_of(
+    gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int
+) -> tuple[Mixer | None, ...]:
+    """What stands in attention's place or beside it, layer by layer."""
+    if architecture.rwkv is not None:
+        return (_time_mix(keys, architecture.rwkv),) * n_layer
+    if architecture.by_channel:
+        heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 0)
+        return tuple(None if n else _channel_mixer(gguf, keys, i) for i, n in enumerate(heads))
+    if architecture.beside or not architecture.attends:
+        return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
+    if architecture.delta_net is not None:
+        mixers = _delta_mixers(keys, n_layer, tiled=architecture.delta_net == "tiled")
+        if None not in mixers:
+            raise UnsupportedModelError("no layer of the model has attention")
+        return mixers
+    if not architecture.short_conv and not architecture.state_space:
+        return (None,) * n_layer
+    heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
+    if architecture.state_space:
+        space = _state_space(gguf, keys, beside=False) if 0 in heads else None
+        return tuple(None if n else space for n in heads)
+    conv = ConvMixer(keys.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)) if 0 in heads else None
+    return tuple(None if n else conv for n in heads)

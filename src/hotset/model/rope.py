@@ -1,0 +1,167 @@
+"""The rotation that a file's keys and tensors ask for, with its scalings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.formats.quants import dequantize
+from hotset.model.architectures import Architecture
+from hotset.model.keys import (
+    LLAMA3_FACTORS,
+    LONG_FACTORS,
+    MAX_HEAD_DIM,
+    SHORT_FACTORS,
+    YARN_LOG_MULTIPLIER,
+    Keys,
+)
+from hotset.model.operations import Rope
+from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """A rotation for contexts beyond the one that a model was first trained with (arXiv 2402.13753).
+
+    n_ctx: the longest context that the layers' own rotation serves; rope: for longer ones.
+    """
+
+    n_ctx: int
+    rope: Rope
+
+
+def windowed_rope_of(keys: Keys, architecture: Architecture, rope: Rope, base: float) -> Rope:
+    """Of layers with a window, beside the rope of the others: never scaled. base: where the file has none."""
+    base = keys.real("rope.freq_base_swa", 1e-3, 1e15, base)
+    n_rot = rope.n_rot
+    if architecture.window_heads:
+        n_rot = keys.integer("rope.dimension_count_swa", 2, MAX_HEAD_DIM, window_dim(keys, n_rot))
+    return Rope(rope.kind, n_rot, tuple(frequencies(base, n_rot).tolist()))
+
+
+def window_dim(keys: Keys, head_dim: int) -> int:
+    """Channels of a head of layers with a window."""
+    dim = keys.integer("attention.key_length_swa", 1, MAX_HEAD_DIM, head_dim)
+    if keys.integer("attention.value_length_swa", 1, MAX_HEAD_DIM, dim) != dim:
+        raise keys.error("attention.value_length_swa", f"is not attention.key_length_swa, {dim}")
+    return dim
+
+
+def frequencies(base: float, n_rot: int) -> np.ndarray:
+    """base^(-2i / n_rot), float64 [n_rot / 2]."""
+    return base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+
+
+def long_rope_of(
+    gguf: GGUFFile, keys: Keys, architecture: Architecture, head_dim: int, n_ctx_train: int
+) -> LongRope | None:
+    """The rotation for long contexts, of files with factors for it."""
+    found = [name for name in (SHORT_FACTORS, LONG_FACTORS) if name in gguf.tensors]
+    if architecture.rope is None or not found:
+        return None
+    if len(found) == 1:
+        raise UnsupportedModelError(
+            f"the file has only one of {SHORT_FACTORS} and {LONG_FACTORS}: {found[0]}"
+        )
+    n_ctx = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
+    return LongRope(n_ctx, rope_of(gguf, keys, architecture, head_dim, n_ctx_train, LONG_FACTORS))
+
+
+def rope_of(
+    gguf: GGUFFile,
+    keys: Keys,
+    architecture: Architecture,
+    head_dim: int,
+    n_ctx_train: int,
+    factors: str | None = None,
+) -> Rope:
+    """Frequencies with the file's scaling applied: none, linear, yarn, or divisors in the tensor
+    `factors`."""
+    factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else LLAMA3_FACTORS)
+    n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
+    if n_rot % 2:
+        raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
+    base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+    if alpha := keys.real("rope.scaling.alpha", 0.0, 1e9, 0.0):  # hunyuan_vl's, whatever the context is
+        base *= alpha ** (n_rot / max(n_rot - 2, 1))
+    freq = frequencies(base, n_rot)
+    if factors in gguf.tensors:  # the scaling of Llama 3 and Phi 3 is a tensor of divisors, not a key
+        freq = freq / divisors(gguf, factors, n_rot // 2)
+
+    kind = keys.text("rope.scaling.type") or "linear"
+    factor = keys.real("rope.scaling.factor", 0.0, 1e6, keys.get("rope.scale_linear", 0.0)) or 1.0
+    magnitude = 1.0
+    if kind == "linear":
+        freq = freq / factor
+    elif kind == "yarn":
+        freq, magnitude = _yarn(keys, architecture, freq, base, factor, n_ctx_train)
+    elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
+        raise UnsupportedModelError(
+            f"the RoPE scaling {shown(kind)} is not supported; supported are none, linear, yarn, "
+            f"and longrope with {SHORT_FACTORS} and {LONG_FACTORS}"
+        )
+    magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
+    if not np.isfinite(freq).all():
+        raise FormatError("the file's RoPE frequencies are not finite; the file is damaged")
+    assert architecture.rope is not None
+    return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
+
+
+def divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
+    info = gguf.tensors[name]
+    if tuple(info.shape) != (n,):
+        raise UnsupportedModelError(f"the tensor {name} is {list(info.shape)}, expected [{n}]")
+    divisors = dequantize(gguf.data(info.name), info.type, info.shape).reshape(n).astype(np.float64)
+    if not (np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise FormatError(f"the tensor {name} holds a number that is not positive and finite")
+    return divisors
+
+
+def _yarn(
+    keys: Keys, architecture: Architecture, freq: np.ndarray, base: float, factor: float, n_ctx_train: int
+) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071): slow channels interpolate by `factor`, fast ones stay, a ramp lies between."""
+    n_ctx_original = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
+    beta_fast = keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0)
+    beta_slow = keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0)
+    extrapolate = keys.real("rope.scaling.yarn_ext_factor", 0.0, 1.0, 1.0)
+    if base <= 1.0:
+        raise keys.error("rope.freq_base", f"is {base:g}, which YaRN cannot scale")
+
+    def channel(rotations: float) -> float:
+        """Index of the channel pair that turns `rotations` times within the original context."""
+        return len(freq) * math.log(n_ctx_original / (rotations * 2 * math.pi)) / math.log(base)
+
+    low, high = channel(beta_fast), channel(beta_slow)
+    if architecture.rounded_yarn:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(freq) - 1)
+    ramp = np.clip((np.arange(len(freq)) - low) / max(0.001, high - low), 0, 1)
+    keep = (1 - ramp) * extrapolate
+    magnitude = keys.real("rope.scaling.yarn_attn_factor", 0.0, 1e3, _yarn_magnitude(factor, 1.0))
+    if multiplier := keys.real(YARN_LOG_MULTIPLIER, 0.0, 1e3, 0.0):
+        if architecture.latent_eps is None:
+            magnitude = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
+        elif keys.get("rope.scaling.yarn_attn_factor") is None:
+            magnitude = 1.0  # the scale of the scores has it all
+    return freq / factor * (1 - keep) + freq * keep, magnitude
+
+
+def latent_yarn_scale(keys: Keys) -> float:
+    """What scores are multiplied by beside the scale of a head's width. The multiplier is a tenth of
+    mscale_all_dim of DeepSeek's config.json here, and in no other architecture."""
+    if keys.text("rope.scaling.type") != "yarn":
+        return 1.0
+    factor = keys.real("rope.scaling.factor", 0.0, 1e6, 1.0)
+    return _yarn_magnitude(factor, 10 * keys.real(YARN_LOG_MULTIPLIER, 0.0, 1e3, 0.0)) ** 2
+
+
+def _yarn_magnitude(factor: float, multiplier: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0

@@ -1,0 +1,80 @@
+"""What holders of API keys have left of their limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hotset.server.errors import RequestError
+from hotset.server.keys import NamedKey
+
+_SECONDS = 60.0
+
+
+class Bucket:
+    """What may be used in a minute. seconds: of the clock, for tests."""
+
+    def __init__(self, per_minute: float, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._most = self._level = per_minute
+        self._clock = seconds
+        self._at = seconds()
+
+    def wait(self, n: float) -> float:
+        """Seconds until n may be used; 0: now."""
+        now = self._clock()
+        self._level = min(self._most, self._level + (now - self._at) * self._most / _SECONDS)
+        self._at = now
+        return max(0.0, (n - self._level) * _SECONDS / self._most)
+
+    def take(self, n: float) -> None:
+        """Uses n, whether there are as many or not."""
+        self._level -= n
+
+
+@dataclass(eq=False)
+class Holder:
+    """Who holds a key, as a server knows it: with what is left of its limits."""
+
+    name: str
+    digest: bytes
+    models: frozenset[str] = frozenset()
+    manages: bool = True
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+
+    @classmethod
+    def of(cls, key: NamedKey) -> Holder:
+        requests, tokens = (
+            None if most is None else Bucket(most)
+            for most in (key.requests_per_minute, key.tokens_per_minute)
+        )
+        models = frozenset(name.lower() for name in key.models)
+        return cls(key.name, bytes.fromhex(key.sha256), models, key.manages, requests, tokens)
+
+    def check(self) -> None:
+        """Counts a request. Raises RequestError (429) where there are too many, or tokens were."""
+        for bucket, what, n in ((self.requests, "requests", 1.0), (self.tokens, "tokens", 1.0)):
+            if bucket is not None and (seconds := bucket.wait(n)) > 0:
+                raise RequestError(
+                    f"the key {self.name!r} has used its {what} of this minute; ask again in "
+                    f"{max(round(seconds), 1)} s",
+                    429,
+                    code="rate_limit_exceeded",
+                    retry_after=seconds,
+                )
+        if self.requests is not None:
+            self.requests.take(1)
+
+    def may_ask(self, model: str) -> bool:
+        return not self.models or model.lower() in self.models
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestError (403) for a model that is not the key's."""
+        if not self.may_ask(name):
+            raise RequestError(
+                f"the key {self.name!r} may not ask the model {name!r}",
+                403,
+                param="model",
+                code="model_not_allowed",
+            )

@@ -1,0 +1,236 @@
+"""What clients may do with the models of a server that has several: load, unload, fetch, name and delete
+them, in the forms of llama-server and of Ollama.
+
+Without an API key only this machine may do so, and no page of another origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import StreamingResponse
+
+from hotset.errors import HotsetError
+from hotset.server import shapes
+from hotset.server.body import BodyRoute
+from hotset.server.catalogue import Offered
+from hotset.server.errors import RequestError, body_of, problem_of
+from hotset.server.key_limits import Holder
+from hotset.server.models import Models
+from hotset.server.openai.models import entry
+from hotset.server.openai.schema import Body
+from hotset.server.pulls import Pulls
+from hotset.server.replies import JsonReply, dumped, event
+from hotset.server.shapes import JSON_LINES
+from hotset.server.streams import HOLDER, host_of, listed, while_connected
+from hotset.storage import aliases, store
+
+_FORWARDED = ("x-forwarded-for", "forwarded")
+
+
+def models_of(http: Request) -> Models:
+    host = host_of(http)
+    assert isinstance(host, Models)
+    return host
+
+
+def check_manager(http: Request) -> None:
+    """Raises RequestError (403) where the request has no key and is not this machine's own."""
+    if models_of(http).settings.has_keys:  # without one it would not be here
+        holder: Holder | None = http.scope.get(HOLDER)
+        if holder is None or not holder.manages:
+            raise RequestError("this key may not manage models", 403, code="not_a_manager")
+        return
+    origin, host = http.headers.get("origin"), http.headers.get("host", "")
+    is_page_of_another = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    is_forwarded = any(name in http.headers for name in _FORWARDED)
+    if is_page_of_another or is_forwarded or not _is_loopback(http):
+        raise RequestError(
+            "models are managed with an API key, or from this machine; start the server with --api-key-file",
+            403,
+            code="not_a_manager",
+        )
+
+
+def _is_loopback(http: Request) -> bool:
+    """Whether a request comes from this machine: from a loopback address, or through a Unix socket."""
+    if http.client is None:
+        return True
+    try:
+        return ipaddress.ip_address(http.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+router = APIRouter(route_class=BodyRoute)
+_managed = [Depends(check_manager)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class ModelBody(Body):
+    model: _Name
+
+
+class OllamaModelBody(Body):
+    """name: as older clients have it."""
+
+    model: str | None = None
+    name: str | None = None
+
+    def named(self) -> str:
+        if not (name := self.model or self.name):
+            raise RequestError("model is missing", param="model", code="missing_required_parameter")
+        return name
+
+
+class PullBody(OllamaModelBody):
+    stream: bool | None = None
+    insecure: bool | None = None  # of a registry without TLS, of which there is none here
+
+
+class CopyBody(Body):
+    source: _Name
+    destination: _Name
+
+
+# ---- llama-server's ----
+
+
+@router.get("/models")
+async def models(http: Request) -> dict[str, Any]:
+    """As /v1/models."""
+    return {"object": "list", "data": [entry(one) for one in await listed(http)]}
+
+
+@router.post("/models/load", dependencies=_managed)
+async def load(body: ModelBody, http: Request) -> dict[str, bool]:
+    """Begins to load a model, and does not wait for it: /models/events and /v1/models say how far it is."""
+    await models_of(http).load(body.model)
+    return {"success": True}
+
+
+@router.post("/models/unload", dependencies=_managed)
+async def unload(body: ModelBody, http: Request) -> dict[str, bool]:
+    """Unloads a model once the requests that use it are answered."""
+    await while_connected(http, models_of(http).unload(body.model))
+    return {"success": True}
+
+
+@router.get("/models/events")
+async def events(http: Request) -> Response:
+    """The states of models as server-sent events: first of all that are not unloaded, then of each that
+    changes: `{"model", "value", ...}`, as `status` in /v1/models."""
+    host = models_of(http)
+    holder: Holder | None = http.scope.get(HOLDER)
+
+    async def states() -> AsyncIterator[bytes]:
+        shown: dict[str, dict[str, Any]] = {}
+        while not host.stopping:
+            change = asyncio.ensure_future(host.changed())
+            try:
+                now = {
+                    name: state
+                    for name, state in host.states().items()
+                    if holder is None or holder.may_ask(name)
+                }
+                for name in shown.keys() - now.keys():
+                    now[name] = {"value": "unloaded"}
+                for name, state in now.items():
+                    if shown.get(name) != state:
+                        yield event({"model": name, **state})
+                shown = {name: state for name, state in now.items() if state != {"value": "unloaded"}}
+                await change
+            finally:
+                change.cancel()
+
+    return EventSourceResponse(
+        states(),
+        sep="\n",
+        ping=host.settings.keep_alive_seconds,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+    )
+
+
+# ---- Ollama's ----
+
+
+@router.post("/api/pull", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
+async def pull(body: PullBody, http: Request) -> Response:
+    """Fetches a model into the store: a name of the catalogue, or owner/repository of the hub."""
+    name, host = body.named(), models_of(http)
+    states = pulls_of(http).states(name)
+
+    async def rest() -> None:
+        async for _ in states:
+            pass
+        await host.scan(now=True)
+
+    if body.stream is False:
+        await while_connected(http, rest())
+        return JsonReply({"status": "success"})
+    first = await anext(states)  # or what is wrong with the request
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            yield dumped(first) + b"\n"
+            async for state in states:
+                yield dumped(state) + b"\n"
+            await host.scan(now=True)
+            yield dumped({"status": "success"}) + b"\n"
+        except HotsetError as error:
+            yield dumped(body_of(problem_of(error), http.url.path)) + b"\n"
+        finally:
+            await states.aclose()  # type: ignore[attr-defined]
+
+    return StreamingResponse(lines(), media_type=JSON_LINES)
+
+
+def pulls_of(http: Request) -> Pulls:
+    found: Pulls = http.app.state.pulls
+    return found
+
+
+@router.post("/api/copy", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
+async def copy(body: CopyBody, http: Request) -> Response:
+    """Gives a model one more name, an alias: its file is not copied."""
+    host = models_of(http)
+    _, source, _ = await host.file_of(body.source)
+    alias = aliases.check_alias(body.destination.removesuffix(":latest"))
+    if alias.lower() in {model.name.lower() for model in host.catalogue.models}:
+        raise RequestError(
+            f"a model is called {alias!r} already; choose another name", 409, param="destination"
+        )
+    await asyncio.to_thread(aliases.add, alias, source)
+    await host.scan(now=True)
+    return Response()
+
+
+@router.delete("/api/delete", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
+async def delete(body: OllamaModelBody, http: Request) -> Response:
+    """Deletes an alias, or a model of the store with its files, once no request uses it."""
+    host, name = models_of(http), body.named().removesuffix(":latest")
+    if await asyncio.to_thread(aliases.remove, name):
+        await host.scan(now=True)
+        return Response()
+    await host.file_of(name)  # or it is not known
+    offered = host.catalogue.find(name)
+    if offered is None or not offered.is_stored or offered.name.lower() != name.lower():
+        raise _not_deleted(name, offered)
+    await while_connected(http, host.unload(offered.name))
+    await asyncio.to_thread(store.remove, offered.name)
+    await host.scan(now=True)
+    return Response()
+
+
+def _not_deleted(name: str, offered: Offered | None) -> RequestError:
+    if offered is not None and offered.name.lower() != name.lower():
+        why = f"it is an alias of {offered.name!r}, given by the command line or the file of models"
+    else:
+        why = "its file is not the store's; delete the file itself"
+    return RequestError(f"{name!r} is not deleted: {why}", 403, param="model", code="not_in_store")

@@ -1,0 +1,156 @@
+"""One line for each request: who asked what of which model, and what it cost. Never what was asked.
+
+    {"time": "2026-11-26T07:30:00.123Z", "id": "3f0c…", "client": "127.0.0.1", "method": "POST",
+     "path": "/v1/chat/completions", "status": 200, "seconds": 1.204, "model": "smollm2-135m",
+     "prompt_tokens": 31, "cached_tokens": 0, "completion_tokens": 64, "reasons": ["stop"],
+     "first_token_seconds": 0.041}
+
+As text the same values stand behind their names. Fields behind `seconds` are there where they mean something.
+Lines are written by a thread: a disk or a terminal that is slow keeps no client waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import re
+import sys
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hotset.errors import InvalidRequestError
+from hotset.escaping import escaped
+from hotset.files import check_target
+from hotset.server.answers import Answer
+from hotset.server.streams import ANSWERS, API_KEY, METHOD, SERVICE
+from hotset.server.vectors import Vectors
+
+log = logging.getLogger("hotset.server")
+
+MAX_WAITING = 10_000  # lines; those behind them are left out, and counted
+_MAX_PATH = 256  # characters
+_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a client's own X-Request-Id
+_STDERR = "-"
+
+
+class LineWriter:
+    """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError."""
+
+    def __init__(self, path: str) -> None:
+        self._file: TextIO = sys.stderr if path == _STDERR else _opened(Path(path))
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
+        self._n_left_out = 0
+        self._thread = threading.Thread(target=self._run, name="hotset-request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Never waits."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._n_left_out += 1
+
+    def close(self) -> None:
+        """Writes what is there."""
+        self._lines.put(None)
+        self._thread.join()
+        if self._file is not sys.stderr:
+            self._file.close()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._file.write(line + "\n")
+                if self._lines.empty():
+                    self._file.flush()
+            except (OSError, ValueError) as error:  # the disk is full, the terminal closed
+                log.warning("a line of the request log could not be written: %s", error)
+            if self._lines.empty():
+                self._tell()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._n_left_out:
+            n, self._n_left_out = self._n_left_out, 0
+            log.warning("%d lines of the request log were left out: they came too fast", n)
+
+
+class RequestLog:
+    """Writes a line for each request when it has come to its end, and gives replies an X-Request-Id."""
+
+    def __init__(self, app: ASGIApp, writer: LineWriter, form: str) -> None:
+        self._app, self._writer, self._form = app, writer, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, arrived = time.perf_counter(), datetime.now(UTC)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        answers: list[Answer | Vectors] = []
+        scope[ANSWERS] = answers
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            client = scope.get("client")
+            fields: dict[str, Any] = {
+                "time": arrived.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+                "id": request_id,
+                "client": scope.get(API_KEY) or (client[0] if client else None),
+                "method": scope.get(METHOD) or scope["method"],
+                "path": escaped(scope["path"], _MAX_PATH),
+                "status": status or 499,  # the client has gone before there was a reply
+                "seconds": round(time.perf_counter() - began, 4),
+            }
+            if (service := scope.get(SERVICE)) is not None:
+                fields["model"] = service.name
+            for answer in answers:
+                fields |= _cost(answer)
+            self._writer.write(self._line(fields))
+
+    def _line(self, fields: dict[str, Any]) -> str:
+        if self._form == "json":
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        shown = {name: ",".join(map(str, of)) if isinstance(of, list) else of for name, of in fields.items()}
+        return " ".join(f"{name}={json.dumps(of) if ' ' in str(of) else of}" for name, of in shown.items())
+
+
+def _cost(answer: Answer | Vectors) -> dict[str, Any]:
+    """What an answer took."""
+    if isinstance(answer, Vectors):
+        return {"prompt_tokens": answer.total_tokens, "reasons": sorted(set(answer.reasons))}
+    usage = answer.usage
+    found: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "reasons": sorted(set(answer.reasons)),
+    }
+    first = [one.sequence.first_token for one in answer.generations if one.sequence.first_token]
+    return found | ({"first_token_seconds": round(min(first) - answer.asked, 4)} if first else {})
+
+
+def _opened(path: Path) -> TextIO:
+    check_target(path)
+    try:
+        return path.open("a", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise InvalidRequestError(f"the request log {path} cannot be written ({error.strerror})") from None

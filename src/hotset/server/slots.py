@@ -1,0 +1,160 @@
+"""One model of a server with several: its state, what it needs in memory, why it could not be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hotset.api import Model
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.loader.decide import Opened, cache_bytes, context
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.reporter import Reporter
+from hotset.server.catalogue import Offered
+from hotset.server.errors import RequestError
+from hotset.server.service import Service
+
+State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
+
+_TOKENIZER_BYTES = 800  # for each entry of a vocabulary
+_PROGRESS_SECONDS = 0.1  # between two reports of a load
+
+
+class LoadError(RequestError):
+    """A model that a request named could not be loaded."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> LoadError:
+        """Of an unexpected error a client gets the kind alone."""
+        why = str(error) if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
+        message = f"the model {name!r} could not be loaded: {why}"
+        if isinstance(error, OutOfMemoryError):
+            return cls(message, 503, code="out_of_memory")
+        return cls(message, 500, code="model_load_failed")
+
+    def again(self) -> LoadError:
+        """The same, for another request: each that is raised collects where it was."""
+        return LoadError(str(self), self.status, code=self.code)
+
+
+class NotWantedError(Exception):
+    """Nothing waits any more for a model that is to be loaded."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A model, and what is loaded of it.
+
+    n_bytes: of memory that it has, or that are kept for it. holds: requests that use it. waiting: requests
+    that it is loaded for, with their lists of what they hold. used: when it was last asked for, by a clock
+    that counts requests. is_victim: it is unloaded when it is idle, since another model needs its memory;
+    n_unloading: since so many requests ask for that. starts: it is loaded though no request waits. needed:
+    the bytes that a file of so many bytes took when it was loaded last.
+    """
+
+    offered: Offered
+    keep_alive: float
+    state: State = "unloaded"
+    service: Service | None = None
+    n_bytes: int = 0
+    holds: int = 0
+    waiting: list[tuple[asyncio.Future[Service], list[Any]]] = field(default_factory=list)
+    used: int = 0
+    is_victim: bool = False
+    n_unloading: int = 0
+    starts: bool = False
+    timer: asyncio.TimerHandle | None = None
+    expires: float | None = None
+    failure: tuple[LoadError, float] | None = None
+    progress: tuple[str, int, int] | None = None
+    needed: tuple[int, int] = 0, 0
+
+    @property
+    def name(self) -> str:
+        return self.offered.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests get it at once."""
+        return self.state == "loaded" and not self.is_victim and not self.n_unloading
+
+    def stop_timer(self) -> None:
+        """It is not unloaded for being idle."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.expires = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.waiting) or self.starts
+
+    def counts(self) -> dict[str, float]:
+        """For the metrics."""
+        _, done, total = (self.progress if self.state == "loading" else None) or ("", 0, 0)
+        return {
+            "loaded": float(self.state == "loaded"),
+            "memory": self.n_bytes,
+            "holds": self.holds,
+            "waiting": len(self.waiting),
+            "progress": done / total if total else 0.0,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is shown of its state: `status` of a model in a list, and an event of /models/events."""
+        found: dict[str, Any] = {"value": self.state}
+        if self.state == "loading" and self.progress is not None:
+            label, done, total = self.progress
+            found["progress"] = {"label": label, "done": done, "total": total}
+        if self.state == "unloaded" and self.failure is not None:
+            found |= {"failed": True, "error": str(self.failure[0])}
+        if self.n_bytes:
+            found["memory"] = self.n_bytes
+        if self.waiting:
+            found["waiting"] = len(self.waiting)
+        return found
+
+
+def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
+    """With the context that the budget has room for, where none was asked for; and the bytes of it all, as
+    far as they are known before it is loaded. So a context does not depend on what else is loaded."""
+    settings, gguf, config = opened.settings, opened.gguf, opened.config
+    cost = Cost(describe(config, gguf.tensors), gguf.tensors)
+    if settings.n_ctx is None and settings.ram_budget is None:
+        opened = opened.with_settings(n_ctx=context(settings, config, cost, budget, gguf.nbytes))
+        settings = opened.settings
+    if settings.n_ctx is None:
+        return opened, 0
+    return opened, gguf.nbytes + cache_bytes(settings, cost, settings.n_ctx)
+
+
+def bytes_of(model: Model) -> int:
+    """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer."""
+    if model.ram is not None:
+        return model.ram.limit
+    decided, backend = model.decided, model.backend
+    weights = sum(info.nbytes for info in decided.weights.tensors.values())
+    cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
+    states = decided.n_states * model.cost.state_bytes
+    buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
+    return int(weights + cache + states) + buffers + backend.n_vocab * _TOKENIZER_BYTES
+
+
+class LoadProgress(Reporter):
+    """Puts the progress of a load into its slot."""
+
+    def __init__(self, slot: Slot, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]) -> None:
+        self._slot, self._loop, self._changed = slot, loop, changed
+        self._told = -math.inf
+
+    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:  # noqa: ARG002
+        self._slot.progress = label, done, total
+        if (now := time.monotonic()) - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._loop.call_soon_threadsafe(self._changed)

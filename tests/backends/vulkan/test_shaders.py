@@ -1,0 +1,79 @@
+"""The SPIR-V that is committed is that of the shaders beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from types import ModuleType
+
+import pytest
+from paths import DOCS, ROOT
+
+from hotset.backends.vulkan import kernels, program
+from hotset.backends.vulkan.weights import COMPUTED
+from hotset.model import operations
+
+SHADERS = ROOT / "csrc/vulkan/shaders"
+
+
+@pytest.fixture(scope="module")
+def compiling() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_shaders", SHADERS / "compile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_shader_is_compiled(compiling: ModuleType) -> None:
+    facts = json.loads((compiling.OUT / "sources.json").read_text())
+    sources = {path.stem: compiling.digest(path) for path in SHADERS.glob("*.comp")}
+    assert facts["sources"] == sources, "run python csrc/vulkan/shaders/compile.py"
+    assert {path.stem for path in compiling.OUT.glob("*.spv")} == set(sources) == set(kernels.KERNELS)
+
+
+def test_the_same_compiler_makes_the_same_bytes(compiling: ModuleType) -> None:
+    if shutil.which(compiling.GLSLC[0]) is None:
+        pytest.skip("no compiler of shaders: `make test-deps` installs it (Debian: glslc)")
+    facts = json.loads((compiling.OUT / "sources.json").read_text())
+    if facts["compiler"] != compiling.compiler():
+        pytest.skip(f"another compiler made the files: {facts['compiler']}")
+    for path in sorted(SHADERS.glob("*.comp")):
+        assert compiling.compiled(path) == (compiling.OUT / f"{path.stem}.spv").read_bytes(), path.name
+
+
+def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
+    """Buffers and push constants: a mistake would be read as other numbers."""
+    for name, shape in kernels.KERNELS.items():
+        text = (SHADERS / f"{name}.comp").read_text()
+        names = re.findall(r'#include "(.+)"', text)
+        for included in names:  # it grows
+            text += (part := (SHADERS / included).read_text())
+            names += re.findall(r'#include "(.+)"', part)
+        bindings = {int(n) for n in re.findall(r"binding = (\d+)\)", text)}
+        assert bindings == set(range(shape.n_buffers)), name
+        push = re.search(r"uniform Push \{(.+?)\}", text, re.S)
+        assert push is not None
+        plain = re.sub(r"//.*", "", push[1])
+        found = "".join(
+            ("I" if kind == "uint" else "f") * len(names.split(","))
+            for kind, names in re.findall(r"(uint|float) ([^;]+);", plain)
+        )
+        wanted = "".join(letter * int(n or 1) for n, letter in re.findall(r"(\d*)([If])", shape.push))
+        assert found == wanted, name
+
+
+def test_the_table_of_what_runs_is_true() -> None:
+    """docs/VULKAN.md names each type, activation and operation with a kernel, and those that have none."""
+    text = (DOCS / "VULKAN.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", text, re.M))
+    assert rows["tensor types"].split(", ") == [type_.name for type_ in COMPUTED]
+    assert rows["activations"].split(", ") == list(program.ACTIVATIONS)
+    everything = {op.__name__ for op in operations.Primitive.__args__}  # type: ignore[attr-defined]
+    have = set(rows["operations"].split(", "))
+    lack = set(rows["operations without a kernel"].split(", "))
+    assert have | lack == everything
+    assert have == {op.__name__ for op in program.COMPUTED}

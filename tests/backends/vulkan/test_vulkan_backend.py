@@ -1,0 +1,191 @@
+"""Whole models on a Vulkan device: the same bits for every batch and split, budgets, errors, cancellation."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import batch, logits_of, tokens
+from tiny_gguf import write_llama
+from vulkan_runs import stage_of, validated, vulkan
+
+from hotset import _core
+from hotset.backends.reference import ReferenceBackend
+from hotset.backends.vulkan.devices import find_device, list_devices
+from hotset.errors import (
+    DeviceError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    StepCancelledError,
+    UnsupportedModelError,
+)
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
+
+__all__ = ["validated"]  # the fixture
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Any:
+    types = {"attn_v": GGMLType.Q8_0, "ffn_down": GGMLType.Q4_1, "output": GGMLType.F16}
+    path = write_llama(
+        tmp_path / "m.gguf", type_of=lambda name: types.get(name.split(".")[-1], GGMLType.Q4_0)
+    )
+    with open_gguf(path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
+    """Splits of a prompt, neighbours in a batch, pages, a second device, copies instead of mapped memory."""
+    ids, others = tokens(70), tokens(40, seed=1)
+    backend = vulkan(gguf, kv_type=kv_type)
+    expected = logits_of(backend, ids, [], [3, 1])
+    reference = ReferenceBackend(gguf, stage_of(backend).graph, n_pages=8, kv_type=kv_type)
+    close = np.abs(expected - logits_of(reference, ids, [], [3, 1])).max() / np.abs(expected).max()
+    assert close < (1e-3 if kv_type == "f16" else 3e-2)  # a key may round to the other side of half a step
+    for splits in ([64], [1, 2, 40, 66, 69]):
+        assert np.array_equal(logits_of(backend, ids, splits, [0, 2]), expected)
+    mixed = [
+        backend.step(batch([(others[:20], 0, [4, 5]), (ids[:33], 0, [6, 7])])).logits[20:].copy(),
+        backend.step(batch([(ids[33:34], 33, [6, 7]), (others[20:21], 20, [4, 5])])).logits[:1].copy(),
+        backend.step(batch([(others[21:22], 21, [4, 5]), (ids[34:], 34, [6, 7])])).logits[1:].copy(),
+    ]
+    assert np.array_equal(np.concatenate(mixed), expected)
+    staged = vulkan(gguf, kv_type=kv_type, staged=True)
+    assert np.array_equal(logits_of(staged, ids, [69], [1, 5]), expected)
+
+
+def test_chosen_outputs_and_taps(gguf: GGUFFile) -> None:
+    backend, ids = vulkan(gguf, max_batch=80), tokens(75)
+    whole = backend.step(batch([(ids, 0, [0, 1])]))
+    logits = whole.logits.copy()  # more rows than are computed at a time
+    names = "blk.1.ffn_norm", stage_of(backend).graph.ops[-2].out.name
+    some = backend.step(batch([(ids, 0, [2, 3])], names))
+    assert np.array_equal(some.logits, logits)
+    assert [some.taps[name].shape for name in names] == [(75, 64)] * 2
+    step = batch([(ids, 0, [4, 5])])
+    assert backend.step(replace(step, outputs=step.outputs[:0])).logits.shape == (0, 96)
+    few = backend.step(replace(step, outputs=np.array([3, 74], np.int32)))
+    assert np.array_equal(few.logits, logits[[3, 74]])
+    with pytest.raises(InvalidRequestError, match="no value named"):
+        backend.step(batch([(ids, 0, [0, 1])], ("nothing",)))
+
+
+@pytest.mark.parametrize("n_layers", [0, 1])
+def test_layers_shared_with_the_cpu(gguf: GGUFFile, n_layers: int) -> None:
+    """The first layers on the CPU, whose matrix products round their inputs to eight bits."""
+    ids = tokens(30)
+    expected = logits_of(vulkan(gguf), ids, [], [3, 1])
+    shared = vulkan(gguf, n_layers=n_layers, n_threads=1)
+    found = logits_of(shared, ids, [20, 29], [3, 1])
+    assert [stage.name for stage in shared.stages] == ["cpu", find_device("vulkan").name]
+    assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    assert np.array_equal(logits_of(shared, ids, [], [0, 2]), found)
+    shared.close()
+
+
+def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
+    backend = vulkan(gguf)
+    stage = stage_of(backend)
+    logits_of(backend, tokens(70), [1, 9], [3, 1])
+    device, held = stage._device, stage._device.allocated
+    assert held == sum(backend.device_bytes()[0].values())
+    del stage
+    backend.close()
+    backend.close()
+    gc.collect()
+    assert device.allocated == 0
+    vulkan(gguf, budget=held).close()
+    with pytest.raises(OutOfMemoryError, match=r"budget of .* raise --vram-budget, or lower the context"):
+        vulkan(gguf, budget=held // 2)
+
+
+def test_a_cancelled_step_leaves_a_state_to_go_on_from(gguf: GGUFFile) -> None:
+    backend, ids = vulkan(gguf), tokens(70)
+    expected = logits_of(backend, ids, [], [3, 1])
+    stage = stage_of(backend)
+    run = stage._run
+
+    def cancelled(*given: Any) -> np.ndarray:
+        stage.cancel()
+        return run(*given)
+
+    stage._run = cancelled  # type: ignore[method-assign]
+    with pytest.raises(StepCancelledError):
+        backend.step(batch([(ids, 0, [3, 1])]))
+    stage._run = run  # type: ignore[method-assign]
+    assert np.array_equal(logits_of(backend, ids, [], [3, 1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"type_of": lambda _: GGMLType.IQ4_NL},
+            "no Vulkan kernel decodes the type IQ4_NL yet; leave --device out",
+        ),
+        (
+            {"keys": {"llama.hidden_activation": "gelu"}},
+            "blk.0.ffn.*: no Vulkan kernel computes the activation gelu yet; leave --device out",
+        ),
+        (
+            {"experts": (4, 2), "down_neuron_major": True, "n_ff": 32},
+            "no Vulkan kernel computes experts whose down projection has a row per neuron yet",
+        ),
+    ],
+    ids=["type", "activation", "experts"],
+)
+def test_what_no_kernel_computes_is_named(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    path = write_llama(tmp_path / "m.gguf", **options)
+    with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
+        vulkan(gguf)
+
+
+def test_devices_by_name() -> None:
+    found = list_devices()
+    assert find_device(f"vulkan:{found[0].index}") == found[0]
+    assert find_device("vulkan") in found
+    with pytest.raises(
+        DeviceError, match=f"there is no vulkan:{len(found)}: the driver has {len(found)} devices"
+    ):
+        find_device(f"vulkan:{len(found)}")
+    for name in ("vulkan:x", "vulkan:", "cuda"):
+        with pytest.raises(InvalidRequestError, match="a Vulkan device is named vulkan, or vulkan:1"):
+            find_device(name)
+
+
+def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
+    """What it is trusted for: a dispatch that does not say what it writes is an error."""
+    backend = vulkan(gguf)
+    stage = stage_of(backend)
+    device, kernels = stage._device, stage._kernels
+    buffer = device.allocate(1024, "device")
+    program = _core.VulkanProgram(device)
+    kernel = kernels.get("elementwise", [0, 0])
+    push = np.array([64, 64, 64, 64, 64, 0, 0], np.uint32).tobytes()
+    first, second, third = ((buffer, at, 256, False) for at in (0, 256, 512))
+    program.dispatch(kernel, [first, first, second], push, (1, 1, 1))
+    program.dispatch(kernel, [second, second, third], push, (1, 1, 1))
+    with pytest.raises(DeviceError, match="SYNC-HAZARD"):
+        program.finish()
+    backend.close()
+    with pytest.raises(InvalidRequestError, match="has been closed"):
+        backend.step(batch([(tokens(1), 0, [0])]))
+
+
+@pytest.mark.parametrize(
+    ("bound", "sentence"),
+    [((0, 2048), "lies outside of its buffer"), ((0, 0), "outside"), ((4, 256), "not aligned")],
+)
+def test_a_binding_is_checked(gguf: GGUFFile, bound: tuple[int, int], sentence: str) -> None:
+    stage = stage_of(vulkan(gguf))
+    buffer = stage._device.allocate(1024, "device")
+    given = (buffer, *bound, False)
+    program = _core.VulkanProgram(stage._device)
+    with pytest.raises(ValueError, match=sentence):
+        program.dispatch(stage._kernels.get("select", []), [given, given, given], bytes(12), (1, 1, 1))

@@ -1,0 +1,89 @@
+"""--device vulkan through the API and the command line: the engine, prefix caching, settings, doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+from byte_models import write_model
+from cli_runs import hotset as hotset_command
+from cli_runs import inside
+from vulkan_runs import validated
+
+import hotset
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.settings import LoadSettings
+
+__all__ = ["validated"]  # the fixture
+SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 32, "n_threads": 1}
+
+
+def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
+    """Of prompts side by side, and of one whose beginning is in the cache."""
+    path, prompts = write_model(tmp_path / "model.gguf"), ["Hello there", "A longer prompt, " * 5]
+    params: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+    with hotset.load(path, backend="cpu", **SMALL) as model:
+        expected = [one.text for one in model.generate_many(prompts, **params)]
+    with hotset.load(path, device="vulkan", n_seqs=2, **SMALL) as model:
+        assert model.backend.name == "vulkan"
+        assert [one.text for one in model.generate_many(prompts, **params)] == expected
+        assert model.generate(prompts[1], **params).text == expected[1]
+        assert any("Vulkan" in note for note in model.backend.notes)
+
+
+@pytest.mark.slow
+def test_the_demo_models_text_is_the_cpus() -> None:
+    """Minutes on a software driver: 135 million weights for each token."""
+    path, params = published.model(), {"max_tokens": 6, "temperature": 0}
+    texts = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}):
+        with hotset.load(path, n_ctx=128, **how) as model:
+            texts.append(model.generate("The capital of France is", **params).text)
+    assert texts[0] == texts[1]
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    done = inside("run", "-m", str(path), "Hello", "-n", "4", "--temp", "0", "--device", "vulkan", "-c", "64")
+    assert done.returncode == 0
+    plan = inside("plan", str(path), "--device", "vulkan")
+    assert plan.returncode != 0
+    assert "takes the whole model, or the last layers" in plan.stderr
+    shown = json.loads(inside("doctor", "--json").stdout)["vulkan"]
+    assert shown["why"] == ""
+    assert shown["devices"][0]["memory"] > 0
+    assert "Vulkan device 0" in inside("doctor").stdout
+
+
+def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
+        hotset.load(path, device="vulkan", vram_budget=0.001, **SMALL)
+    with hotset.load(path, device="vulkan", n_gpu_layers=0, **SMALL) as model:
+        assert model.backend.name == "cpu"
+    for changes, sentence in (
+        ({"device": ("vulkan:0", "vulkan:1")}, "computes without others"),
+        ({"device": "vulkan", "ram_budget": 1.0}, "takes no budget of this machine's memory"),
+        ({"device": "vulkan", "gpu_index": "x"}, "takes no GPU index"),
+        ({"device": "vulkan", "backend": "cpu"}, "computes on the CPU alone"),
+    ):
+        with pytest.raises(InvalidRequestError, match=sentence):
+            LoadSettings(**changes)
+
+
+def test_without_a_driver(tmp_path: Path) -> None:
+    """A loader that finds no driver: one sentence, and doctor says it too."""
+    path = write_model(tmp_path / "model.gguf")
+    environment = {
+        "VK_ICD_FILENAMES": str(tmp_path / "none.json"),
+        "VK_DRIVER_FILES": str(tmp_path / "none.json"),
+    }
+    done = hotset_command("run", "-m", str(path), "Hello", "--device", "vulkan", env=environment)
+    assert done.returncode == 1
+    assert "Vulkan" in done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(hotset_command("doctor", "--json", env=environment).stdout)["vulkan"]
+    assert found["devices"] == []

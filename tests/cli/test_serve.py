@@ -1,0 +1,118 @@
+"""`hotset serve`: which models a server gets from the command line, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_models import write_model
+from cli_runs import inside
+
+from hotset.server.models import Models
+from hotset.server.service import Service
+from hotset.storage import store
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    store.models_folder().mkdir(parents=True)
+    return store.models_folder()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, home: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("one", "two"):
+        write_model(folder / f"{name}.gguf", n_layer=1)
+    write_model(home / "kept.gguf", n_layer=1)
+    return folder
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `serve` would listen with."""
+    found: list[Any] = []
+    monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: found.append(host))
+    return found
+
+
+def served(begun: list[Any], *words: object) -> Models:
+    done = inside("serve", *map(str, words))
+    assert done.returncode == 0, done.stderr
+    (host,) = begun
+    assert isinstance(host, Models)
+    return host
+
+
+def names(models: Models) -> list[str]:
+    return sorted(model.name for model in models.catalogue.models)
+
+
+def test_one_model_is_served_as_ever(folder: Path, begun: list[Any]) -> None:
+    assert inside("serve", str(folder / "one.gguf"), "-a", "mine").returncode == 0
+    (service,) = begun
+    assert isinstance(service, Service)
+    assert (service.name, service.aliases) == ("mine", ("one",))
+
+
+def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> None:
+    models = served(begun, "--max-memory", "2", "--keep-alive", "1h")
+    assert names(models) == ["kept"]
+    assert models.budget == 2 * GIB
+    assert models._keep_alive == 3600
+
+
+def test_several_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
+    models = served(begun, folder / "one.gguf", folder / "two.gguf", "-a", "gpt-4o=two", "--keep-alive", "-1")
+    assert names(models) == ["one", "two"], "the store's are not"
+    assert models.catalogue.find("GPT-4o:latest") == models.catalogue.find("two")
+    assert models._first == ("one", "two")
+    assert math.isinf(models._keep_alive)
+
+
+def test_a_folder_is_served(folder: Path, begun: list[Any]) -> None:
+    models = served(begun, folder)
+    assert names(models) == ["one", "two"]
+    assert models._first == (), "they are loaded when a request names them"
+    assert models.budget > 0
+
+
+def test_a_file_of_models_is_read(folder: Path, begun: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(
+        'max_memory = 3\n[models.mine]\nmodel = "models/one.gguf"\n[models.kept]\nload = {n_ctx = 64}'
+    )
+    models = served(begun, "--models-file", path, "--ctx-size", "128")
+    assert names(models) == ["kept", "mine"]
+    assert models.budget == 3 * GIB
+    lengths = {model.name: models._settings_of(model).n_ctx for model in models.catalogue.models}
+    assert lengths == {"kept": 64, "mine": 128}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("{folder}", "-a", "mine"), "write mine=MODEL"),
+        (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
+        (("{folder}", "--keep-alive", "soon"), "keep_alive"),
+        (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
+        (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
+        (("{folder}", "--alias", "x=none"), "no model that is here"),
+        (("{folder}/one.gguf", "{folder}/../again/one.gguf"), "both called"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], said: str, folder: Path, begun: list[Any]) -> None:
+    (folder.parent / "again").mkdir()
+    write_model(folder.parent / "again" / "one.gguf", n_layer=1)
+    done = inside("serve", *(word.replace("{folder}", str(folder)) for word in words))
+    assert done.returncode in (1, 2), done.stdout
+    assert any(part in " ".join(done.stderr.replace("│", " ").split()) for part in said.split("|")), (
+        done.stderr
+    )
+    assert not begun

@@ -1,0 +1,145 @@
+"""API keys with names and limits: requests and tokens of a minute, models, and who manages them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, client_to, run, write_model
+
+import hotset
+from hotset.server.catalogue import Catalogue
+from hotset.server.key_limits import Bucket, Holder
+from hotset.server.keys import NamedKey, read_keys
+from hotset.server.models import Models
+from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
+from hotset.settings import LoadSettings
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+BODY = {"model": "tiny", "prompt": "hello"} | GREEDY
+
+
+def keys_of(tmp_path: Path, text: str) -> tuple[NamedKey, ...]:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return read_keys(path)
+
+
+def of(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_bucket_fills_in_a_minute() -> None:
+    now = [0.0]
+    bucket = Bucket(60, lambda: now[0])
+    for _ in range(60):
+        assert bucket.wait(1) == 0
+        bucket.take(1)
+    assert bucket.wait(1) == 1
+    now[0] = 0.5
+    assert bucket.wait(1) == 0.5
+    now[0] = 1
+    assert bucket.wait(1) == 0
+    bucket.take(121)
+    assert bucket.wait(1) == 121, "what was used beyond it comes in first"
+    now[0] = 1e6
+    assert bucket.wait(60) == 0
+    assert bucket.wait(61) == 1, "a longer rest saves nothing up"
+
+
+def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
+    sha = hashlib.sha256(b"hashed").hexdigest()
+    named = keys_of(
+        tmp_path,
+        f"[alice]\nkey = 'open'\nrequests_per_minute = 2\n[bob]\nsha256 = '{sha}'\ntokens_per_minute = 10\n"
+        "[carol]\nkey = 'other'\nmodels = ['none']\n",
+    )
+    log = tmp_path / "log"
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        async def status(key: str, where: str = "/v1/completions") -> int:
+            if where == "/v1/completions":
+                return (await client.post(where, json=BODY, headers=of(key))).status_code
+            return (await client.get(where, headers=of(key))).status_code
+
+        assert [await status(key) for key in ("wrong", "", "plain", "open")] == [401, 401, 200, 200]
+        assert [await status("open", "/v1/models"), await status("open", "/v1/models")] == [200, 429]
+        refused = await client.post("/v1/completions", json=BODY, headers=of("open"))
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert "alice" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert [await status("hashed"), await status("hashed")] == [200, 429], "ten tokens were used"
+        assert await status("plain") == 200, "others have their own"
+        assert await status("other") == 403
+        listed = (await client.get("/v1/models", headers=of("other"))).json()
+        assert listed["data"] == []
+        chat = {"model": "tiny", "messages": MESSAGES}
+        assert (await client.post("/api/chat", json=chat, headers=of("other"))).status_code == 403
+        assert (
+            await client.post("/api/show", json={"model": "tiny"}, headers=of("other"))
+        ).status_code == 403
+        assert (await client.get("/v1/models/tiny", headers=of("other"))).status_code == 403
+        assert (await client.get("/props", headers=of("other"))).status_code == 403
+
+    run(path, work, api_keys=("plain",), named_keys=named, request_log=str(log))
+    clients = [json.loads(line)["client"] for line in log.read_text().splitlines()]
+    assert clients.count("alice") == 2, "refused ones have no name: they were not let in"
+    assert {"key 0", "bob", "carol"} <= set(clients)
+
+
+def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
+    """A key that may not ask a model does not have it loaded, and one that may not manage does not."""
+    write_model(tmp_path / "other.gguf", n_layer=1)
+    named = keys_of(tmp_path, "[alice]\nkey = 'a'\nmodels = ['Other']\nmanages = false\n[root]\nkey = 'r'\n")
+    catalogue = Catalogue({"tiny": path, "other": tmp_path / "other.gguf"})
+    catalogue.scan()
+    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+
+    async def work() -> None:
+        models = Models(catalogue, ServerSettings(named_keys=named), load=load, budget=1 << 30)
+        async with client_to(models) as client:
+            assert (await client.post("/v1/completions", json=BODY, headers=of("a"))).status_code == 403
+            assert models.states() == {}
+            allowed = BODY | {"model": "other"}
+            assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
+            for key, status in (("a", 403), ("r", 200)):
+                reply = await client.post("/models/unload", json={"model": "other"}, headers=of(key))
+                assert reply.status_code == status
+            listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
+            assert [one["name"] for one in listed] == ["other"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no key in it"),
+        ("alice = 'k'", "is a table"),
+        ("[alice]", "needs a key"),
+        ("[alice]\nkey = 'k'\nsha256 = 'x'", "needs a key"),
+        ("[alice]\nkey = 'a b'", "letters, digits"),
+        ("[alice]\nsha256 = 'abc'", "64 hex digits"),
+        ("[alice]\nkey = 'k'\nrequest_per_minute = 3", "did you mean requests_per_minute"),
+        ("[alice]\nkey = 'k'\nrequests_per_minute = 0", "requests_per_minute"),
+        ("[alice]\nkey = 'k'\nmodels = 'tiny'", "list of names"),
+        ("[alice]\nkey = 'k'\nmanages = 'no'", "manages"),
+        ("[alice]\nkey = 'k'\n[bob]\nkey = 'k'", "a key twice"),
+        ("[alice", "no TOML"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(hotset.InvalidRequestError, match=said):
+        keys_of(tmp_path, text)
+
+
+def test_a_key_opens_a_server_for_others() -> None:
+    key = NamedKey(name="alice", sha256="0" * 64)
+    assert ServerSettings(host="0.0.0.0", named_keys=(key,)).has_keys
+    assert Holder.of(key).may_ask("any")

@@ -1,0 +1,162 @@
+"""The log of requests: one line each, with what it cost and never what was asked; and HEAD."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, Serving, client_of, run
+from waiting import until
+
+import hotset
+from hotset.server import request_log
+from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+
+
+def logged(path: Path, log: Path, work: Any, **settings: Any) -> list[str]:
+    run(path, work, request_log=str(log), **settings)
+    return log.read_text("utf-8").splitlines()
+
+
+def test_a_line_says_what_a_request_cost(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"prompt": "secret words", "n": 2} | GREEDY
+        reply = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        assert reply.headers["x-request-id"] == "mine-1"
+        stream = {"messages": MESSAGES, "stream": True} | GREEDY
+        await client.post("/v1/chat/completions", json=stream, headers={"x-request-id": "bad\tid"})
+        await client.post("/v1/embeddings", json={"input": ["hello", "ok"]})
+        await client.post("/v1/completions", json={"prompt": "secret words", "temperature": -1})
+        await client.get("/health")
+        await client.get("/none%0a%1b[31m" + "x" * 2000)
+
+    lines = logged(path, tmp_path / "log", work, api_keys=())
+    assert "secret" not in "".join(lines)
+    first, stream, vectors, refused, health, none = (json.loads(line) for line in lines)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert (first["id"], first["client"], first["method"]) == ("mine-1", "127.0.0.1", "POST")
+    assert (first["path"], first["status"], first["model"]) == ("/v1/completions", 200, "tiny")
+    assert (first["prompt_tokens"], first["cached_tokens"], first["completion_tokens"]) == (13, 0, 8)
+    assert first["reasons"] == ["length"]
+    assert 0 < first["first_token_seconds"] <= first["seconds"]
+    assert re.fullmatch(r"[0-9a-f]{32}", stream["id"])
+    assert (stream["status"], stream["completion_tokens"]) == (200, 4)
+    assert vectors["prompt_tokens"] > 0
+    assert "completion_tokens" not in vectors
+    assert (refused["status"], refused.get("prompt_tokens")) == (400, None)
+    assert (health["path"], health["status"], health.get("model")) == ("/health", 200, None)
+    assert none["path"].startswith(r"/none\n\x1b[31mx")
+    assert len(none["path"]) < 400
+
+
+def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await client.get("/v1/models")
+        await client.get("/v1/models", headers={"x-api-key": "k"})
+
+    lines = logged(path, tmp_path / "log", work, api_keys=("k",), log_form="text")
+    assert len(lines) == 2
+    assert re.match(
+        r"time=\S+ id=\S+ client=127.0.0.1 method=GET path=/v1/models status=401 seconds=", lines[0]
+    )
+    assert ' client="key 0" ' in lines[1]
+    assert " status=200 " in lines[1]
+
+
+def test_lines_are_appended(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await client.get("/health")
+
+    (tmp_path / "log").write_text("before\n")
+    assert len(logged(path, tmp_path / "log", work)) == 2
+    assert len(logged(path, tmp_path / "log", work)) == 3
+
+
+def test_a_request_that_leaves_has_a_line(path: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def work() -> None:
+        async with client_of(path, request_log=str(log)) as (client, service):
+            body = {
+                "prompt": "hello",
+                "model": "tiny",
+                "max_tokens": 200,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            async with asyncio.timeout(60):
+                while not service.n_open:
+                    await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(work())
+    (line,) = log.read_text().splitlines()
+    assert json.loads(line)["status"] == 499
+    assert json.loads(line)["reasons"] == ["cancelled"]
+
+
+def test_a_slow_disk_keeps_no_request_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, written = threading.Event(), []
+
+    class Slow:
+        def write(self, text: str) -> None:
+            assert gate.wait(60)
+            written.append(text)
+
+        def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(request_log, "MAX_WAITING", 3)
+    monkeypatch.setattr(request_log, "_opened", lambda _: Slow())
+    writer = request_log.LineWriter(str(tmp_path / "log"))
+    writer.write("line 0")
+    until(lambda: writer._lines.empty(), "the first line is not taken")
+    for i in range(1, 6):
+        writer.write(f"line {i}")
+    gate.set()
+    with caplog.at_level(logging.WARNING, "hotset.server"):
+        writer.close()
+    assert written == [f"line {i}\n" for i in range(4)]
+    assert "2 lines of the request log were left out" in caplog.text
+
+
+def test_a_log_that_cannot_be_written_is_refused(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        pytest.fail("it began")
+
+    for bad in (tmp_path, tmp_path / "none" / "log"):
+        with pytest.raises(hotset.InvalidRequestError):
+            run(path, work, request_log=str(bad))
+    with pytest.raises(hotset.InvalidRequestError, match="json or text"):
+        ServerSettings(log_form="xml")
+
+
+def test_head_is_get_without_a_body(path: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Serving(path, request_log=str(log)) as serving:
+        for where in ("/health", "/v1/models", "/api/tags", "/api/version", "/", "/metrics"):
+            head, get = serving.client.head(where), serving.client.get(where)
+            assert (head.status_code, head.content) == (200, b""), where
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert serving.client.head("/v1/chat/completions").status_code == 405
+        assert serving.client.head("/none").status_code == 404
+        assert serving.client.head("/health").status_code == 200, "the connection goes on"
+    methods = [json.loads(line)["method"] for line in log.read_text().splitlines()]
+    assert methods.count("HEAD") == 9

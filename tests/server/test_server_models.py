@@ -1,0 +1,697 @@
+"""Several models behind one server: they come and go under one budget of memory, and no request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import signal
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, client_to, write_model
+from waiting import WATCHDOG, until
+
+import hotset
+from hotset.errors import InvalidRequestError
+from hotset.server.app import create_app
+from hotset.server.catalogue import Catalogue
+from hotset.server.listen import Server, bound_socket
+from hotset.server.model_settings import ModelsFile, duration
+from hotset.server.models import Models
+from hotset.server.settings import ServerSettings
+from hotset.server.slots import bytes_of
+from hotset.settings import LoadSettings
+from hotset.storage import aliases, store
+
+NAMES = ("one", "two", "three")
+PROMPTS = [f"{word} {i}" for i, word in enumerate(("hello", "well", "so", "which"))]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+LOAD = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models that answer differently."""
+    folder = tmp_path_factory.mktemp("models")
+    for i, name in enumerate(NAMES, 1):
+        write_model(folder / f"{name}.gguf", n_layer=i)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path) -> dict[str, Any]:
+    """By model: the bytes that it takes, and its answer to each prompt, without a server."""
+    found = {}
+    for name in NAMES:
+        with hotset.load(folder / f"{name}.gguf", LOAD) as model:
+            texts = {prompt: model.generate(prompt, **GREEDY).text for prompt in PROMPTS}
+            found[name] = {"bytes": bytes_of(model), "texts": texts}
+    return found
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store of models, empty."""
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    store.models_folder().mkdir(parents=True)
+    return store.models_folder()
+
+
+def room_for(facts: dict[str, Any], *names: str) -> int:
+    return sum(facts[name]["bytes"] for name in names)
+
+
+def models_of(folder: Path | None, budget: int, settings: dict[str, Any] | None = None, **how: Any) -> Models:
+    """The models of a folder, or of the store. how: of Models."""
+    catalogue = Catalogue({}, folder=folder, with_store=folder is None, file=how.pop("file", None))
+    catalogue.scan()
+    catalogue.check()
+    return Models(catalogue, ServerSettings(**(settings or {})), load=LOAD, budget=budget, **how)
+
+
+@asynccontextmanager
+async def serving(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
+    """A client of a server of several models."""
+    models = models_of(*args, **how)
+    async with client_to(models) as client:
+        yield client, models
+
+
+@asynccontextmanager
+async def listening(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
+    """A client of one that listens on a port: it gets the pieces of a stream as they come, and may leave."""
+    models, bound = models_of(*args, **how), bound_socket("127.0.0.1", 0)
+    server = Server(models, bound, lambda _: None, create_app(models))
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, timeout=WATCHDOG, trust_env=False) as client:
+        yield client, models
+    server.handle_exit(signal.SIGTERM, None)
+    await task
+    bound.close()
+
+
+async def answer(
+    client: httpx.AsyncClient, model: str, prompt: str = PROMPTS[0], **more: Any
+) -> httpx.Response:
+    body = {"model": model, "prompt": prompt} | GREEDY | more
+    return await client.post("/v1/completions", json=body)
+
+
+async def changes(models: Models, done: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    async with asyncio.timeout(60):
+        while not done():
+            await models.changed()
+
+
+def states(models: Models) -> dict[str, str]:
+    return {name: state["value"] for name, state in models.states().items()}
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(work())  # type: ignore[arg-type]
+
+
+def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: dict[str, Any]) -> None:
+    """None is lost, no answer is another model's, and memory stays within the budget all the time."""
+    budget = room_for(facts, "two", "three")
+    assert budget < room_for(facts, *NAMES)
+    rng = random.Random(7)
+    requests = [(rng.choice(NAMES), rng.choice(PROMPTS)) for _ in range(200)]
+    most = []
+
+    async def work() -> None:
+        async with serving(folder, budget, settings={"max_queue": 200}) as (client, models):
+
+            async def watch() -> None:
+                while True:
+                    most.append(sum(slot.n_bytes for slot in models._slots.values()))
+                    await models.changed()
+
+            watching = asyncio.create_task(watch())
+            at_once = asyncio.Semaphore(24)
+
+            async def one(name: str, prompt: str) -> None:
+                async with at_once:
+                    reply = await answer(client, name, prompt)
+                assert reply.status_code == 200, reply.text
+                assert reply.json()["model"] == name
+                assert reply.json()["choices"][0]["text"] == facts[name]["texts"][prompt]
+
+            await asyncio.gather(*(one(*request) for request in requests))
+            watching.cancel()
+            text = (await client.get("/metrics")).text
+            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            unloads = sum(
+                float(n) for name, n in lines.items() if name.startswith("hotset_model_unloads_total")
+            )
+            print("unloads", unloads)
+            assert unloads >= 1
+            assert float(lines['hotset_answers_total{reason="length"}']) == 200
+            assert sorted(states(models).values()) == ["loaded", "loaded"]
+
+    run(work)
+    assert 0 < max(most) <= budget
+
+
+def test_a_model_that_is_unloaded_leaves_nothing(folder: Path, facts: dict[str, Any]) -> None:
+    """Its objects are gone without a search for circles, and its file is not mapped any more."""
+    was_enabled = gc.isenabled()
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES)) as (client, models):
+            assert (await answer(client, "two")).status_code == 200
+            service = models._slots["two"].service
+            assert service is not None
+            model = service.model
+            parts = model, model.engine, model.backend, model.weights, model.gguf, model.tokenizer, service
+            gone = [weakref.ref(part) for part in parts]
+            del service, model, parts
+            gc.collect()  # of the client's
+            gc.disable()
+            reply = await client.post("/models/unload", json={"model": "two"})
+            assert reply.json() == {"success": True}
+            assert states(models) == {}
+            # A thread that has done its work lets go of it a moment after the result is there.
+            until(lambda: all(ref() is None for ref in gone), "something of the model is left")
+            if (maps := Path("/proc/self/maps")).is_file():
+                assert str(folder / "two.gguf") not in maps.read_text()
+            assert (await answer(client, "two")).status_code == 200, "it is loaded again"
+
+    try:
+        run(work)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def test_the_least_recently_used_goes(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "two", "three")) as (client, models):
+            for name in ("one", "two", "one", "three"):
+                assert (await answer(client, name)).status_code == 200
+            assert states(models) == {"one": "loaded", "three": "loaded"} or (
+                room_for(facts, "one", "three") > models.budget
+            )
+            assert (await client.get("/props")).json()["model_alias"] == "three", "the last one, by default"
+
+    run(work)
+
+
+def test_a_model_that_answers_stays_until_it_has(folder: Path, facts: dict[str, Any]) -> None:
+    """Another model that needs its memory waits; new requests for it wait behind that one, and all are
+    answered."""
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "three")) as (client, models):
+            assert (await answer(client, "three")).status_code == 200
+            held: list[Any] = []
+            assert models.at_once("three", held, required=True) is not None  # a request that goes on
+            other = asyncio.create_task(answer(client, "one"))
+            await changes(models, lambda: models._slots["three"].is_victim)
+            again = asyncio.create_task(answer(client, "three", PROMPTS[1]))
+            await changes(models, lambda: len(models._slots["three"].waiting) == 1)
+            assert models._slots["three"].state == "loaded"
+            assert not other.done()
+            models.release(held[0])
+            assert (await other).json()["choices"][0]["text"] == facts["one"]["texts"][PROMPTS[0]]
+            assert (await again).json()["choices"][0]["text"] == facts["three"]["texts"][PROMPTS[1]]
+
+    run(work)
+
+
+def test_a_request_that_leaves_spares_the_model(folder: Path, facts: dict[str, Any]) -> None:
+    """One that waits for room and is cancelled leaves the others as they were, and nothing is held."""
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "three")) as (client, models):
+            assert (await answer(client, "three")).status_code == 200
+            held: list[Any] = []
+            assert models.at_once("three", held, required=True) is not None
+            other = asyncio.create_task(answer(client, "one"))
+            await changes(models, lambda: models._slots["three"].is_victim)
+            behind = asyncio.create_task(answer(client, "three"))
+            await changes(models, lambda: len(models._slots["three"].waiting) == 1)
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+            assert (await behind).status_code == 200, "beside the request that goes on"
+            await changes(models, lambda: states(models) == {"three": "loaded"})
+            models.release(held[0])
+            assert models._slots["three"].holds == 0
+            assert not models._slots["one"].waiting
+
+    run(work)
+
+
+def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
+    """/models/events says what happens to models, to a client that gets it as it comes."""
+
+    async def work() -> None:
+        async with listening(folder, room_for(facts, *NAMES)) as (client, _):
+            async with client.stream("GET", "/models/events") as stream:
+                lines = stream.aiter_lines()
+                assert (await client.post("/models/load", json={"model": "three"})).json() == {
+                    "success": True
+                }
+                seen: list[str] = []
+                async for line in lines:
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        assert event["model"] == "three"
+                        seen.append(event["value"])
+                    if seen[-1:] == ["loaded"]:
+                        break
+            assert list(dict.fromkeys(seen))[-2:] == ["loading", "loaded"]
+
+    run(work)
+
+
+def test_a_load_that_fails_leaves_the_others(folder: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+    for name in NAMES[:2]:
+        (tmp_path / f"{name}.gguf").symlink_to(folder / f"{name}.gguf")
+    content = (folder / "three.gguf").read_bytes()
+    (tmp_path / "torn.gguf").write_bytes(content[: len(content) // 2])
+    (tmp_path / "strange.gguf").write_bytes(content.replace(b"llama", b"lxxma"))
+
+    async def work() -> None:
+        async with serving(tmp_path, room_for(facts, *NAMES)) as (client, models):
+            assert (await answer(client, "one")).status_code == 200
+            for name, said in (("torn", "cut short"), ("strange", "lxxma")):
+                first, second = await asyncio.gather(answer(client, name), answer(client, name))
+                for reply in (first, second, await answer(client, name)):
+                    error = reply.json()["error"]
+                    assert (reply.status_code, error["code"]) == (500, "model_load_failed"), reply.text
+                    assert f"the model '{name}' could not be loaded" in error["message"]
+                    assert said in error["message"]
+            chat = await client.post("/api/chat", json={"model": "torn", "messages": MESSAGES})
+            assert "could not be loaded" in chat.json()["error"]
+            assert states(models)["one"] == "loaded", "nothing made room for what cannot be loaded"
+            assert (await answer(client, "two")).status_code == 200
+            text = (await client.get("/metrics")).text
+            assert 'hotset_model_loads_total{model="torn",result="failed"}' in text
+
+    run(work)
+
+
+def test_a_model_that_is_too_large_is_refused(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "one")) as (client, models):
+            for _ in range(2):
+                assert (await answer(client, "one")).status_code == 200
+                models._slot_of(models.catalogue.find("three")).failure = None  # as some seconds later
+                reply = await answer(client, "three")
+                assert reply.status_code == 503
+                assert reply.json()["error"]["code"] == "out_of_memory"
+                assert "--max-memory" in reply.json()["error"]["message"]
+            assert states(models)["one"] == "loaded", "what it needs is known: nothing was unloaded in vain"
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none", "../one", "../../etc/passwd", "/etc/passwd", "one.gguf/../two", "file:///etc/passwd",
+        "hf:owner/repository", "smollm2-135m", "one\x00", "o" * 5000, "*", "{folder}/one.gguf", "~/one", "",
+    ],
+)  # fmt: skip
+def test_a_name_is_no_path(name: str, folder: Path, facts: dict[str, Any]) -> None:
+    """What a request names is one of the server's models, or nothing: no file is opened, and none fetched."""
+    named = name.replace("{folder}", str(folder))
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES)) as (client, models):
+            missing = 400 if not named else 404
+            assert (await answer(client, named)).status_code == missing
+            for path, body in (
+                ("/api/chat", {"messages": MESSAGES}), ("/api/show", {}), ("/models/load", {}),
+                ("/models/unload", {}), ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+            ):  # fmt: skip
+                reply = await client.post(path, json={"model": named} | body)
+                assert reply.status_code in ((400, 404) if not named else (404,)), (path, reply.text)
+            deleted = await client.request("DELETE", "/api/delete", json={"model": named})
+            assert deleted.status_code == missing, deleted.text
+            assert states(models) == {}
+
+    run(work)
+
+
+def test_lists(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES)) as (client, _):
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert {one["id"]: one["status"] for one in listed} == {
+                name: {"value": "unloaded"} for name in NAMES
+            }
+            assert (await client.get("/models")).json()["data"] == listed
+            assert (await client.get("/api/ps")).json() == {"models": []}
+            no_name = await client.get("/props")
+            assert no_name.status_code == 400
+            assert "name a model" in no_name.json()["error"]["message"]
+            asked = {"model": "two:latest", "prompt": "hello", "stream": False, "keep_alive": "1h"}
+            assert (
+                await client.post(
+                    "/api/generate", json=asked | {"options": {"num_predict": 2, "temperature": 0}}
+                )
+            ).is_success
+            (running,) = (await client.get("/api/ps")).json()["models"]
+            assert (running["name"], running["context_length"]) == ("two", 256)
+            assert not running["expires_at"].startswith("9999")
+            one = (await client.get("/v1/models/two")).json()
+            assert one["status"] == {"value": "loaded", "memory": facts["two"]["bytes"]}
+            tags = {one["name"]: one for one in (await client.get("/api/tags")).json()["models"]}
+            assert sorted(tags) == sorted(NAMES)
+            shown = [(await client.post("/api/show", json={"model": name})).json() for name in ("one", "two")]
+            assert [show["template"] for show in shown] == [shown[1]["template"]] * 2
+            assert [show["details"]["family"] for show in shown] == ["llama", "llama"]
+            assert (await client.get("/props", params={"model": "two"})).json()["model_alias"] == "two"
+            assert (await client.post("/tokenize", json={"content": "a", "model": "one"})).is_success
+
+    run(work)
+
+
+def test_keep_alive(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, *NAMES), keep_alive=0.0) as (client, models):
+            assert (await answer(client, "one")).status_code == 200
+            await changes(models, lambda: not models.states())  # the server's: at once
+            stays = {
+                "model": "two",
+                "prompt": "hello",
+                "stream": False,
+                "options": {"num_predict": 2, "temperature": 0},
+            }
+            reply = await client.post("/api/generate", json=stays | {"keep_alive": -1})
+            assert reply.is_success, reply.text
+            assert (await answer(client, "two")).status_code == 200
+            assert states(models) == {"two": "loaded"}
+            reply = await client.post("/api/generate", json={"model": "two", "keep_alive": 0})
+            assert reply.json()["done_reason"] == "unload"
+            assert states(models) == {}
+            reply = await client.post("/api/generate", json={"model": "two", "keep_alive": "1m"})
+            assert reply.json()["done_reason"] == "load"
+            assert states(models) == {"two": "loaded"}
+            wrong = await client.post("/api/generate", json=stays | {"keep_alive": "soon"})
+            assert wrong.status_code == 400
+            assert "keep_alive" in wrong.json()["error"]
+            unloads = 'hotset_model_unloads_total{model="one",reason="idle"} 1.0'
+            assert unloads in (await client.get("/metrics")).text
+
+    run(work)
+
+
+def test_pinned_models_and_settings_of_each(folder: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ bos_token }}{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    path = tmp_path / "models.toml"
+    path.write_text(f"""
+        max_memory = 0.5
+        keep_alive = "2m"
+        [default]
+        load = {{ n_ctx = 192 }}
+        [models.three]
+        aliases = ["gpt-4o", "big"]
+        pinned = true
+        load = {{ n_ctx = 128 }}
+        sampling = {{ temperature = 0, max_tokens = 3 }}
+        [models.mine]
+        model = "{folder / "one.gguf"}"
+        template = "own.jinja"
+    """)
+    file = ModelsFile.read(path)
+    assert (file.max_memory, file.keep_alive) == (0.5, 120.0)
+
+    async def work() -> None:
+        budget = room_for(facts, "two", "three")
+        async with serving(folder, budget, file=file) as (client, models):
+            assert states(models) == {"three": "loaded"}, "a pinned one is there at the start"
+            for _ in range(2):
+                for name in ("two", "mine"):
+                    assert (await answer(client, name)).status_code == 200
+            assert states(models)["three"] == "loaded"
+            assert models._slots["three"].expires is None
+            short = await client.post("/v1/completions", json={"model": "GPT-4o", "prompt": "hello"})
+            assert short.json()["model"] == "three"
+            assert short.json()["usage"]["completion_tokens"] == 3
+            plain = await client.post("/v1/chat/completions", json={"model": "big", "messages": MESSAGES})
+            again = await client.post("/v1/chat/completions", json={"model": "big", "messages": MESSAGES})
+            assert plain.json()["choices"][0] == again.json()["choices"][0], "temperature 0"
+            longer = {"model": "big", "prompt": "hello", "max_tokens": 5, "ignore_eos": True}
+            reply = await client.post("/v1/completions", json=longer)
+            assert reply.json()["usage"]["completion_tokens"] == 5, "a request's own value counts"
+            props = {
+                name: (await client.get("/props", params={"model": name})).json() for name in ("big", "mine")
+            }
+            assert props["big"]["default_generation_settings"]["n_ctx"] == 128
+            assert props["big"]["default_generation_settings"]["params"]["temperature"] == 0
+            assert props["mine"]["default_generation_settings"]["n_ctx"] == 192
+            assert props["mine"]["chat_template"].startswith("{{ bos_token }}{% for m in messages %}<")
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_memory = 'much'", "max_memory"),
+        ("budget = 3", "has no 'budget'"),
+        ("[models.one]\npined = true", "did you mean pinned"),
+        ("[models.one]\nload = { n_ctx = 0 }", "models.one"),
+        ("[models.one]\nload = { progress = 1 }", "has no 'progress'"),
+        ("[models.one]\nsampling = { temperature = -1 }", "temperature"),
+        ("[models.one]\nsampling = { logprobs = 3 }", "has no 'logprobs'"),
+        ("[models.one]\nkeep_alive = 'x'", "keep_alive"),
+        ("[models.one]\naliases = ['../up']", "a name has letters"),
+        ("[models.one]\ntemplate = 'none.jinja'", "none.jinja"),
+        ("[default]\npinned = true", "no model, aliases or pinned"),
+        ("models = 3", "models is a table"),
+        ("[models.one", "no TOML file"),
+        ("[models.four]", "is about no model that is here"),
+        ("[models.one]\naliases = ['two']", "names 'two' too"),
+    ],
+)
+def test_a_file_of_models_that_is_wrong(text: str, said: str, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError, match=said):
+        models_of(folder, 1, file=ModelsFile.read(path))
+
+
+def test_settings_that_do_not_go_together(folder: Path, tmp_path: Path) -> None:
+    path = _written(tmp_path / "m.toml", "[models.one]\nload = { backend = 'reference' }")
+    catalogue = Catalogue({}, folder=folder, file=ModelsFile.read(path))
+    with pytest.raises(InvalidRequestError, match="reference"):
+        Models(catalogue, load=LoadSettings(ram_budget=1.0), budget=1)
+
+
+def test_durations() -> None:
+    given = [0, "0", 5, "5", 1.5, "10m", "1h30m", "300ms", "24h", -1, "-1", "-1s", 1e300]
+    seconds = [duration(one) for one in given]
+    inf = float("inf")
+    assert seconds == [0, 0, 5, 5, 1.5, 600, 5400, 0.3, 86400, inf, inf, inf, inf]
+    for wrong in ("", "m", "5 m", "1d", "nan", float("nan"), "1" * 40, "1m" * 100, True):
+        with pytest.raises(InvalidRequestError, match="keep_alive"):
+            duration(wrong)
+
+
+def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[str, Any]) -> None:
+    asked = [
+        ("POST", "/models/load"),
+        ("POST", "/models/unload"),
+        ("POST", "/api/pull"),
+        ("DELETE", "/api/delete"),
+    ]
+    local = {"host": "localhost"}
+
+    async def status(client: httpx.AsyncClient, where: tuple[str, str], **headers: str) -> int:
+        body = {"model": "none"} | ({"stream": False} if "pull" in where[1] else {})
+        return (await client.request(*where, json=body, headers=local | headers)).status_code
+
+    async def work() -> None:
+        budget = room_for(facts, "one")
+        elsewhere = {"allowed_hosts": ("*",), "cors_origins": ("*",)}
+        async with serving(folder, budget, settings=elsewhere) as (client, _models):
+            for where in asked:
+                assert await status(client, where) == 404
+                assert await status(client, where, origin="https://page.example") == 403
+                assert await status(client, where, **{"x-forwarded-for": "10.0.0.5"}) == 403
+            transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+                for where in asked:
+                    assert await status(remote, where) == 403
+                assert (await remote.get("/v1/models")).status_code == 200
+        async with serving(folder, budget, settings={"api_keys": ("secret",)}) as (client, _):
+            transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+                for where in asked:
+                    assert await status(remote, where) == 401
+                    assert await status(remote, where, authorization="Bearer secret") == 404
+
+    run(work)
+
+
+def test_copy_and_delete(facts: dict[str, Any], home: Path, folder: Path, tmp_path: Path) -> None:
+    for name in NAMES[:2]:
+        (home / f"{name}.gguf").write_bytes((folder / f"{name}.gguf").read_bytes())
+    outside = tmp_path / "outside.gguf"
+    outside.write_bytes((folder / "three.gguf").read_bytes())
+    file = ModelsFile.read(
+        _written(tmp_path / "m.toml", f"[models.three]\nmodel = '{outside}'\naliases = ['3']")
+    )
+
+    async def work() -> None:
+        async with serving(None, room_for(facts, *NAMES), file=file) as (client, models):
+
+            async def copy(source: str, destination: str) -> int:
+                body = {"source": source, "destination": destination}
+                return (await client.post("/api/copy", json=body)).status_code
+
+            async def delete(name: str) -> int:
+                return (await client.request("DELETE", "/api/delete", json={"model": name})).status_code
+
+            assert await copy("one", "gpt/small:8b") == 200
+            assert (await answer(client, "GPT/small:8b")).json()["model"] == "one"
+            assert await copy("none", "other") == 404
+            assert await copy("one", "two") == 409
+            assert [await copy("one", bad) for bad in ("../up", "a b", "/etc/x", "x" * 200)] == [400] * 4
+            assert aliases.read() == {"gpt/small:8b": "one"}
+            assert await delete("gpt/small:8b") == 200
+            assert (await answer(client, "gpt/small:8b")).status_code == 404
+            assert await delete("one") == 200
+            assert not (home / "one.gguf").exists()
+            assert (await answer(client, "one")).status_code == 404
+            assert "one" not in states(models)
+            assert [await delete("three"), await delete("3"), await delete("one")] == [403, 403, 404]
+            assert outside.is_file()
+            assert (await answer(client, "3")).json()["model"] == "three"
+
+    run(work)
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_model_that_comes_later_is_found(facts: dict[str, Any], home: Path, folder: Path) -> None:
+    async def work() -> None:
+        async with serving(None, room_for(facts, "one")) as (client, models):
+            assert (await answer(client, "one")).status_code == 404
+            (home / "one.gguf").write_bytes((folder / "one.gguf").read_bytes())
+            models._scanned = -1e9  # as a second later
+            assert (await answer(client, "one")).status_code == 200
+
+    run(work)
+
+
+def test_too_many_wait(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "three"), settings={"max_queue": 2}) as (client, models):
+            slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
+            slow.state = "queued"  # and its turn does not come
+            waiting = [asyncio.create_task(answer(client, "two")) for _ in range(2)]
+            await changes(models, lambda: len(slow.waiting) == 2)
+            refused = await answer(client, "two")
+            assert refused.status_code == 429
+            assert "retry-after" in refused.headers
+            slow.state = "unloaded"
+            models._want(slow)
+            assert [(await one).status_code for one in waiting] == [200, 200]
+
+    run(work)
+
+
+def test_the_end_of_the_server_answers_those_that_wait(folder: Path, facts: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "three")) as (client, models):
+            slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
+            slow.state = "queued"
+            waiting = asyncio.create_task(answer(client, "two"))
+            await changes(models, lambda: len(slow.waiting) == 1)
+            models.stopping = True
+            models.end_answers()
+            reply = await waiting
+            assert reply.status_code == 503
+            assert "shut down" in reply.json()["error"]["message"]
+            assert (await client.get("/health")).status_code == 503
+            slow.state = "unloaded"
+
+    run(work)
+
+
+class _Fetch:
+    """Stands in for `storage.fetch.pull`: reports progress until it is let go on, or cancelled."""
+
+    def __init__(self, home: Path, content: bytes) -> None:
+        self.home, self.content, self.cancelled, self.goes_on, self.calls = home, content, 0, False, []
+
+    def __call__(self, name: str, *, progress: Any) -> Path:
+        self.calls.append(name)
+        if name == "hf:owner/none":
+            raise hotset.DownloadError("there is no such repository")
+        try:
+            progress.say("Choosing it.")
+            for done in range(10**6):
+                progress.advance("it.gguf", min(done, 100), 100)
+                if self.goes_on:
+                    break
+        except BaseException:
+            self.cancelled += 1
+            raise
+        (self.home / "it.gguf").write_bytes(self.content)
+        return self.home / "it.gguf"
+
+
+def test_pull(facts: dict[str, Any], home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = _Fetch(home, (folder / "one.gguf").read_bytes())
+    monkeypatch.setattr("hotset.storage.fetch.pull", fetch)
+
+    async def work() -> None:
+        async with serving(None, room_for(facts, "one")) as (client, _):
+            fetch.goes_on = True
+            reply = await client.post("/api/pull", json={"model": "hf.co/owner/it"})
+            lines = [json.loads(line) for line in reply.text.splitlines()]
+            assert lines[0] == {"status": "pulling manifest"}
+            assert lines[-1] == {"status": "success"}
+            assert fetch.calls == ["hf:owner/it"]
+            assert (await answer(client, "it")).status_code == 200
+            failed = await client.post("/api/pull", json={"name": "hf:owner/none", "stream": False})
+            assert failed.status_code == 500
+            assert "no such repository" in failed.json()["error"]
+            failed = await client.post("/api/pull", json={"name": "hf:owner/none"})
+            assert json.loads(failed.text.splitlines()[-1]) == {"error": "there is no such repository"}
+
+    run(work)
+
+
+def test_a_pull_ends_with_its_last_client(
+    home: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = _Fetch(home, b"")
+    monkeypatch.setattr("hotset.storage.fetch.pull", fetch)
+
+    async def work() -> None:
+        async with serving(None, room_for(facts, "one")) as (client, _):
+            body = {"model": "hf:owner/it", "stream": False}
+            pulls = [asyncio.create_task(client.post("/api/pull", json=body)) for _ in range(2)]
+            running = client._transport.app.state.pulls._running  # type: ignore[attr-defined]
+            async with asyncio.timeout(60):
+                while not (running and next(iter(running.values())).n_clients == 2):
+                    await asyncio.sleep(0.01)
+            pulls[0].cancel()
+            await asyncio.gather(pulls[0], return_exceptions=True)
+            assert not fetch.cancelled
+            assert len(fetch.calls) == 1, "one fetch serves both"
+            pulls[1].cancel()
+            await asyncio.gather(pulls[1], return_exceptions=True)
+            until(lambda: fetch.cancelled == 1, "the fetch goes on")
+
+    run(work)

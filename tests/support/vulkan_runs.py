@@ -1,0 +1,180 @@
+"""Steps of the Vulkan backend under the validation layers, which turn every warning into an error.
+
+On Debian's software driver (lavapipe) where no GPU is there. `VulkanOracle` checks every operation of a step;
+matrix products are checked bitwise, since their order of additions is known and each rounds as IEEE says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import batch
+from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
+
+from hotset import _core
+from hotset.backends.pipeline import ChainBackend
+from hotset.backends.vulkan.backend import open_vulkan
+from hotset.backends.vulkan.stage import VulkanStage
+from hotset.errors import DeviceError
+from hotset.formats.gguf import GGUFFile
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    Activate,
+    ExpertLinear,
+    ExpertSum,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Route,
+    SoftCap,
+    TransposedLinear,
+    UnitNorm,
+)
+
+BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
+DIVISION = 5 * U  # of Vulkan: 2.5 units in the last place
+ROOT = 8 * U  # of Vulkan, at most
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why these tests cannot run here."""
+    try:
+        return None if _core.vulkan_devices(True) else "the Vulkan driver has no device"
+    except DeviceError as error:
+        return str(error)
+
+
+@pytest.fixture(autouse=True)
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that are opened report what the validation layers say."""
+    if (reason := missing()) is not None:
+        pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
+    monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
+
+
+def vulkan(gguf: GGUFFile, graph: Graph | None = None, **options: Any) -> ChainBackend:
+    given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", **options}
+    return open_vulkan(gguf, graph or describe(config_from_gguf(gguf), gguf.tensors), **given)
+
+
+def stage_of(backend: ChainBackend) -> VulkanStage:
+    stage = backend.stages[-1]
+    assert isinstance(stage, VulkanStage)
+    return stage
+
+
+def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x [n, k] times weights [rows, k], summed as the kernels do: float32 [n, rows]."""
+    n_blocks = -(-x.shape[1] // BLOCK)
+    spare = ((0, 0), (0, n_blocks * BLOCK - x.shape[1]))
+    w = np.pad(weights, spare).reshape(1, -1, n_blocks, BLOCK)
+    x = np.pad(x, spare).reshape(-1, 1, n_blocks, BLOCK)
+    sums = np.zeros((len(x), w.shape[1], n_blocks), np.float32)
+    for i in range(BLOCK):
+        sums += w[..., i] * x[..., i]
+    total = np.zeros(sums.shape[:2], np.float32)
+    for first in range(0, n_blocks, CHUNK):
+        part = np.zeros_like(total)
+        for block in range(first, min(first + CHUNK, n_blocks)):
+            part += sums[..., block]
+        total += part
+    return total
+
+
+def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Of such a product, x [n, k], weights [rows, k]."""
+    k = x.shape[1]
+    roundings = BLOCK + CHUNK + -(-k // (BLOCK * CHUNK)) + 1
+    return gamma(roundings) * (np.abs(x) @ np.abs(weights).T) + k * TINY
+
+
+class VulkanOracle(Oracle):
+    """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
+
+    def _expected(self, op: Any, taps: dict[int, np.ndarray], batch: Any, slots: Any) -> tuple[Any, Any]:
+        expected, bound = super()._expected(op, taps, batch, slots)
+        size = np.abs(expected)
+        match op:
+            case RMSNorm() | UnitNorm():
+                width = op.x.width // op.n_head
+                return expected, gamma((width / 64 + 10) / 2 + 4) * size + (
+                    ROOT + DIVISION
+                ) * size + TINY * width
+            case LayerNorm():
+                return expected, bound + (ROOT + DIVISION) * (size + bound)
+            case Activate():
+                x = taps[op.x.id]
+                return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
+            case TransposedLinear():
+                x, weights = np.abs(taps[op.x.id]), np.abs(self._weights.neuron_major(op))
+                bound = gamma(op.x.width / 64 + 1 + 64) * (x @ weights) + op.x.width * TINY
+                return expected, bound + (0 if op.bias is None else U * (size + bound))
+            case SoftCap():
+                return expected, bound + op.cap * (2 * DIVISION)
+            case Route():
+                return expected, bound * np.where(bound < 0, 1, 2) + np.where(
+                    bound < 0, 0, 3 * DIVISION * size
+                )
+        return expected, bound
+
+    def _expected_linear(
+        self, op: Linear, taps: dict[int, np.ndarray], batch: Any, slots: Any
+    ) -> tuple[Any, Any]:
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        rows = slice(op.first_row, op.first_row + op.out.width)
+        weights, x = self._weight(op.weight).reshape(-1, op.x.width)[rows], taps[op.x.id]
+        bound = product_bound(x, weights)
+        if op.bias is not None:
+            return expected, bound + U * (np.abs(expected) + bound)
+        # Taps are float32, and so are decoded weights: without a bias every bit is known.
+        exact = product(weights.astype(np.float32), x.astype(np.float32))
+        assert np.array_equal(exact, taps[op.out.id].astype(np.float32)), (
+            f"{op.out.name}: not the order of sums"
+        )
+        return expected, bound
+
+    def _expected_of_experts(
+        self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        route, x = taps[op.route.id], taps[op.x.id]
+        n, k = len(x), op.n_used
+        of_all = isinstance(op, ExpertLinear) and not op.of_parts
+        parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
+        n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
+        first = op.first_row if isinstance(op, ExpertLinear) else 0
+        expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
+        for t in range(n):
+            for j in range(k):
+                weights = self._weights.expert(op, int(route[t, j]))[first : first + n_rows]
+                bound[t, j] = product_bound(parts[t, j][None], weights)[0]
+        if op.bias is not None:
+            bound += U * (np.abs(expected) + bound)
+        if isinstance(op, ExpertLinear):
+            return expected.reshape(n, -1), bound.reshape(n, -1)
+        weights = np.abs(route[:, k:, None])
+        sums = (weights * np.abs(expected)).sum(axis=1)
+        of_products = (weights * bound).sum(axis=1) * 2
+        return (route[:, k:, None] * expected).sum(axis=1), of_products + gamma(k + 2) * sums + k * TINY
+
+
+def assert_every_operation_is_right(
+    gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], pages: list[int]
+) -> None:
+    """Each value of each step is the reference's, within the rounding of its operation."""
+    stage = stage_of(backend)
+    graph = stage.graph
+    oracle = VulkanOracle(
+        gguf, graph, n_pages=backend.n_pages, max_batch=backend.max_batch, kv_type=stage.kv_type
+    )
+    names, at = tuple(value.name for value in graph.values), 0
+    for end in [*splits, len(ids)]:
+        step = batch([(ids[at:end], at, pages)], names)
+        oracle.check(step, backend.step(step))
+        at = end
