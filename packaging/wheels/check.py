@@ -3,12 +3,14 @@
     python packaging/wheels/check.py
 
 A module may load the libraries of its system that are listed here and no others, exports its init function
-alone, and in a wheel of the stable ABI imports only names of that (abi3audit). auditwheel sees which glibc or
-musl a Linux wheel needs.
+(and what ALSO_EXPORTED names), and in a wheel of the stable ABI imports only names of that (abi3audit).
+auditwheel sees which glibc or musl a Linux wheel needs: none newer than its tag says. delvewheel looks for
+DLLs that a Windows wheel would have to bring, and finds none.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -26,13 +28,16 @@ LIBRARIES = {
     "macosx": r"/usr/lib/lib(System\.B|c\+\+\.1)\.dylib",
 }
 
+ALSO_EXPORTED = {"win": {f"_ZTVN8nanobind4abi1{one}E" for one in ("12python_error", "17builtin_exception")}}
+"""Tables of two of nanobind's exceptions, which it exports itself. Names of one DLL do not meet another's."""
+
 
 def main() -> None:
     wheels = sorted((ROOT / "dist").glob("*.whl"))
     if not wheels:
         sys.exit("dist/ has no wheel: run `make wheels`")
     faults = [f"{wheel.name}: {fault}" for wheel in wheels for fault in _faults(wheel)]
-    print(*(faults or [f"{len(wheels)} wheels are sound"]), sep="\n")
+    print(*(faults or [f"{len(wheels)} sound"]), sep="\n")
     sys.exit(bool(faults))
 
 
@@ -49,17 +54,44 @@ def _faults(wheel: Path) -> list[str]:
     faults += _module_faults(module, platform)
     if abi == "abi3":
         faults += _failed("abi3audit", "--strict", wheel)
+    if platform.startswith("win"):
+        faults += _failed("delvewheel", "show", wheel, says="no external dependencies are needed")
     if "linux" in platform:
-        faults += _failed("auditwheel", "show", wheel, says=f'"{platform}"')
+        faults += _libc_faults(wheel, platform)
     return faults
+
+
+def _libc_faults(wheel: Path, platform: str) -> list[str]:
+    done = _tool("auditwheel", "show", "--json", wheel)
+    if done.returncode:
+        return [f"auditwheel: {(done.stdout + done.stderr).strip()}"]
+    needed = json.loads(done.stdout)["overall_tag"]
+    if (
+        (one := _libc(needed))
+        and (other := _libc(platform))
+        and one[::2] == other[::2]
+        and one[1] <= other[1]
+    ):
+        return []
+    return [f"auditwheel: needs {needed}"]
+
+
+def _libc(platform: str) -> tuple[str, tuple[int, ...], str] | None:
+    """Which C library a tag names, which version of it, and the processor."""
+    if found := re.fullmatch(r"(manylinux|musllinux)_(\d+)_(\d+)_(\w+)", platform):
+        return found[1], (int(found[2]), int(found[3])), found[4]
+    return None
 
 
 def _module_faults(module: lief.Binary, platform: str) -> list[str]:
     (allowed,) = [pattern for system, pattern in LIBRARIES.items() if platform.startswith(system)]
     libraries, exports = _loads_and_exports(module)
     faults = [f"loads {one}" for one in libraries if not re.fullmatch(allowed, one)]
-    if exports != ["PyInit__core"]:
-        faults.append(f"exports {', '.join(exports[:5])}")
+    also = next((names for system, names in ALSO_EXPORTED.items() if platform.startswith(system)), set())
+    if "PyInit__core" not in exports:
+        faults.append("does not export PyInit__core")
+    if others := sorted(set(exports) - also - {"PyInit__core"}):
+        faults.append(f"exports {', '.join(others[:5])}")
     if isinstance(module, lief.MachO.Binary):
         minimum = tuple(module.build_version.minos[:2])
         if minimum > (11, 0):
@@ -76,9 +108,13 @@ def _loads_and_exports(module: lief.Binary) -> tuple[list[str], list[str]]:
     return list(module.libraries), exports
 
 
-def _failed(*words: object, says: str = "") -> list[str]:
+def _tool(*words: object) -> subprocess.CompletedProcess[str]:
     tool = Path(sys.executable).with_name(str(words[0]))
-    done = subprocess.run([tool, *map(str, words[1:])], capture_output=True, text=True, check=False)
+    return subprocess.run([tool, *map(str, words[1:])], capture_output=True, text=True, check=False)
+
+
+def _failed(*words: object, says: str = "") -> list[str]:
+    done = _tool(*words)
     if done.returncode == 0 and says in done.stdout:
         return []
     return [f"{words[0]}: {(done.stdout + done.stderr).strip()}"]

@@ -1,6 +1,6 @@
 """A Windows of this machine's own: CPython for Windows under Wine, with hotset's wheel and what it needs.
 
-    python packaging/wheels/windows.py                 # sets it up and runs the tests that concern it
+    python packaging/wheels/windows.py                 # sets it up; hashes, the program, parts of the suite
     python packaging/wheels/windows.py run -c "import hotset"
 
 Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
@@ -18,24 +18,30 @@ import sys
 import zipfile
 from pathlib import Path
 
+from elsewhere import NEEDS, check
+
 from build import DIST, ROOT, module_folder, run, windows_python
 
 PLACE = ROOT / "build" / "windows"
 PYTHON = PLACE / "python"
-PACKAGES = [
-    "numpy==2.1.3", "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
-    "huggingface-hub", "filelock", "psutil", "safetensors", "colorama",
-    "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
-    "pytest", "hypothesis", "httpx", "jsonschema", "gguf",
-]  # fmt: skip
+PACKAGES = ["numpy==2.1.3", *NEEDS, "colorama"]
 STAND_IN = """
 __declspec(dllimport) unsigned char __stdcall SystemFunction036(void*, unsigned long);
 __declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
     return SystemFunction036(to, (unsigned long)n);
 }
 """
-TESTS = ["tests/formats", "tests/storage", "tests/backends/cpu/test_kernels.py", "tests/test_files.py"]
-WITHOUT = ["--ignore", "tests/formats/test_powerinfer.py"]  # wants cexp, which Wine 8 lacks
+SUITE = {
+    "kernels": ["tests/backends/cpu/test_kernels.py"],
+    "formats": ["tests/formats", "--ignore", "tests/formats/test_powerinfer.py"],  # cexp: Wine 8 lacks it
+    "the store and its server": ["tests/storage"],
+    "files": ["tests/test_files.py", "tests/test_files_written.py"],
+    "the disk store": ["tests/offload/test_store.py"],
+    "the engine": ["tests/engine/test_engine.py", "tests/engine/test_kv_cache.py"],
+    "the server": ["tests/server/test_server_openai.py"],
+    "templates": ["tests/text/test_chat.py"],
+    "terminal": ["tests/cli/test_progress.py"],
+}
 
 
 def set_up() -> None:
@@ -72,8 +78,8 @@ def _unpack(wheel: Path, place: Path) -> None:
         files.extractall(place / "Lib" / "site-packages")
 
 
-def python(*words: str) -> int:
-    """Runs Python for Windows; its exit status."""
+def python(*words: str) -> tuple[int, str]:
+    """Runs Python for Windows; its exit status and what it printed, which is shown as it comes."""
     settings = {
         **os.environ, "WINEPREFIX": str(PLACE / "wine"), "WINEDEBUG": "-all",
         "WINEDLLOVERRIDES": "bcryptprimitives=n",
@@ -84,20 +90,19 @@ def python(*words: str) -> int:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert process.stdout is not None
+    printed = b""
     while part := process.stdout.read1():
         sys.stdout.buffer.write(part)
         sys.stdout.flush()
-    return process.wait()
+        printed += part
+    return process.wait(), printed.decode("utf-8", "replace")
 
 
 def main() -> None:
     set_up()
     if sys.argv[1:2] == ["run"]:
-        sys.exit(python(*sys.argv[2:]))
-    failed = python("tests/platforms/hashes.py") + python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS), *WITHOUT
-    )
-    sys.exit(failed != 0)
+        sys.exit(python(*sys.argv[2:])[0])
+    sys.exit(not check(python, SUITE))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,20 @@ set(CMAKE_CXX_COMPILER ${HOTSET_ZIG} c++ -target ${HOTSET_ZIG_TARGET})
 set(CMAKE_AR ${HOTSET_ZIG_TOOLS}/ar)
 set(CMAKE_RANLIB ${HOTSET_ZIG_TOOLS}/ranlib)
 set(CMAKE_OSX_SYSROOT "")
+if(HOTSET_SYSTEM STREQUAL "Darwin")
+  set(HOTSET_NEON_OPTIONS -mcpu=apple_m1)
+else()
+  set(HOTSET_NEON_OPTIONS -mcpu=generic+v8_2a+dotprod+fullfp16)
+endif()
+# Nothing but the module is linked, neither to see which compiler this is nor by CMake's checks: zig would first compile
+# a C++ library for debugging, for minutes.
+set(CMAKE_CXX_COMPILER_ID_RUN TRUE)
+set(CMAKE_CXX_COMPILER_ID Clang)
+set(CMAKE_CXX_COMPILER_VERSION 22)
+set(CMAKE_CXX_COMPILER_FRONTEND_VARIANT GNU)
+set(CMAKE_CXX_STANDARD_COMPUTED_DEFAULT 17)
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE) # there is none
 if(HOTSET_SYSTEM STREQUAL "Linux") # libc++ is linked in and stays in: another module may have its own
   set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map")
 endif()

@@ -766,6 +766,20 @@ def test_doctor_says_that_kernels_were_forced(home: Path) -> None:
 
 
 @needs_core
+def test_doctor_says_why_a_processor_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotset import _core
+    from hotset.cli.doctor import examine
+
+    monkeypatch.delenv("HOTSET_ISA", raising=False)
+    monkeypatch.setattr(_core, "isa", lambda: "scalar")
+    monkeypatch.setattr(_core, "available_isas", lambda: ["scalar"])
+    kernels = examine()["kernels"]
+    assert kernels["chosen"] == "scalar"
+    assert "very slow" in kernels["why"]
+    assert "Armv8.2" in kernels["why"]
+
+
+@needs_core
 def test_kernels_that_cannot_be_used_are_a_sentence(home: Path, model: Path) -> None:
     env = {"HOTSET_ISA": "sse"}
     report = json.loads(hotset("doctor", "--json", env=env).stdout)["kernels"]

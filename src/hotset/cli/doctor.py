@@ -123,6 +123,11 @@ def _kernels() -> dict[str, Any]:
         return {"chosen": None, "available": _core.available_isas(), "why": str(error)}
     if os.environ.get("HOTSET_ISA"):
         why = f"forced by HOTSET_ISA={os.environ['HOTSET_ISA']}"
+    elif chosen == "scalar":
+        why = (
+            "right, and very slow: this processor lacks the instructions that faster kernels need (on "
+            "AArch64 dot products, which came with Armv8.2: Cortex-A76, Raspberry Pi 5)"
+        )
     elif len(available) == 1:
         why = "the only kernels that this processor runs"
     else:

@@ -1,0 +1,80 @@
+"""What is run by a Python of another platform: hashes of logits, the program, parts of the test suite."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from build import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import published
+
+PROMPT = "What is photosynthesis?"
+NEEDS = [
+    "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
+    "huggingface-hub", "filelock", "psutil", "safetensors",
+    "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
+    "pytest", "hypothesis", "httpx", "jsonschema", "gguf",
+]  # fmt: skip
+"""What hotset, its server and the tests need, but for NumPy, of which some platforms need an old one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the table: what was run, whether it went well, and what was counted."""
+
+    name: str
+    seconds: float
+    right: bool
+    counted: str
+
+
+Python = Callable[..., tuple[int, str]]
+"""Runs the other platform's Python with words; its exit status and what it printed."""
+
+
+def check(python: Python, suite: dict[str, list[str]]) -> bool:
+    """Runs everything, prints a table, and says whether all went well. suite: words for pytest by name."""
+    steps = {
+        "hashes of logits": ["tests/platforms/hashes.py"],
+        "the program": ["tests/platforms/program.py", str(_model()), PROMPT, _answer()],
+    }
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
+    steps |= {name: [*pytest, *words] for name, words in suite.items()}
+    parts = []
+    for name, words in steps.items():
+        print(f"== {name}", flush=True)
+        begin = time.monotonic()
+        status, printed = python(*words)
+        last = (printed.strip().splitlines() or ["nothing was printed"])[-1]
+        parts.append(Part(name, time.monotonic() - begin, status == 0, last))
+    for part in parts:
+        print(f"{part.name:24} {'right' if part.right else 'WRONG'} {part.seconds:6.0f} s  {part.counted}")
+    return all(part.right for part in parts)
+
+
+def _model() -> Path:
+    """The demo model, fetched at first into the checkout's store."""
+    if (path := published.find()) is None:
+        pull = [sys.executable, "-m", "hotset.cli.main", "pull", published.NAME]
+        subprocess.run(pull, env=os.environ | {"HOTSET_HOME": str(published.HOME)}, check=True)
+        path = published.find()
+        assert path is not None
+    return path
+
+
+def _answer() -> str:
+    """What hotset answers on this machine."""
+    command = [sys.executable, "-m", "hotset.cli.main", "run", "-m", _model(), PROMPT]
+    done = subprocess.run(
+        [*map(str, command), "--temp", "0", "-n", "16", "--json"], capture_output=True, text=True, check=True
+    )
+    return str(json.loads(done.stdout)["text"])
