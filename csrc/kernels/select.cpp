@@ -63,8 +63,9 @@ bool has_avx512() {
 // NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2.
 #if defined(__aarch64__) && defined(__linux__)
 bool has_neon() {
-    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP, which older headers lack
-    return getauxval(AT_HWCAP) & kDotProduct;
+    // isa_neon.cpp is compiled for both: HWCAP_ASIMDDP, which older headers lack, and HWCAP_ASIMDHP.
+    constexpr unsigned long kDotProduct = 1ul << 20, kHalfPrecision = 1ul << 10;
+    return (~getauxval(AT_HWCAP) & (kDotProduct | kHalfPrecision)) == 0;
 }
 #elif defined(__aarch64__) && defined(__APPLE__)
 bool has_neon() {

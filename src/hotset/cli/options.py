@@ -239,20 +239,25 @@ RepeatLastN = Annotated[
     int | None, _option("--repeat-last-n", "Recent are so many tokens; -1: all, 0: none.", _SAMPLING, min=-1)
 ]
 DryMultiplier = Annotated[
-    float | None, _option("--dry-multiplier", "What repeating costs; 0: off, 0.8 is usual.", _DRY)
+    float | None, _option("--dry-multiplier", "Penalty on repeated sequences; 0: off, usual: 0.8.", _DRY)
 ]
 DryBase = Annotated[
-    float | None, _option("--dry-base", "By what it grows with each token repeated; 1.75.", _DRY)
+    float | None,
+    _option("--dry-base", "The penalty grows by this factor with each repeated token; 1.75.", _DRY),
 ]
 DryAllowedLength = Annotated[
-    int | None, _option("--dry-allowed-length", "Shorter repetitions cost nothing; 2.", _DRY, min=0)
+    int | None,
+    _option(
+        "--dry-allowed-length", "Shorter repeated sequences are not penalised; 2.", _DRY, min=0
+    ),
 ]
 DryPenaltyLastN = Annotated[
-    int | None, _option("--dry-penalty-last-n", "Look at so many tokens; -1: all, 0: none.", _DRY, min=-1)
+    int | None,
+    _option("--dry-penalty-last-n", "How many recent tokens to look at; -1: all, 0: none.", _DRY, min=-1),
 ]
 DrySequenceBreakers = Annotated[
     list[str] | None,
-    _option("--dry-sequence-breaker", "A repetition ends at this text; repeatable; none: no defaults.", _DRY),
+    _option("--dry-sequence-breaker", "A text that ends a sequence; repeatable; none: no defaults.", _DRY),
 ]
 TopNSigma = Annotated[
     float | None,
@@ -264,15 +269,14 @@ TopNSigma = Annotated[
 ]
 TypicalP = Annotated[
     float | None,
-    _option(
-        "--typical --typical-p", "Only tokens of a typical surprise, of this probability; 1: all.", _MORE
-    ),
+    _option("--typical --typical-p", "Locally typical sampling: this much probability; 1: off.", _MORE),
 ]
 XtcProbability = Annotated[
-    float | None, _option("--xtc-probability", "How often the likeliest are left out; 0: never.", _MORE)
+    float | None,
+    _option("--xtc-probability", "Probability of leaving out the likeliest tokens; 0: off.", _MORE),
 ]
 XtcThreshold = Annotated[
-    float | None, _option("--xtc-threshold", "They are at least this likely; 0.1.", _MORE)
+    float | None, _option("--xtc-threshold", "Only tokens at least this likely are left out; 0.1.", _MORE)
 ]
 DynatempRange = Annotated[
     float | None, _option("--dynatemp-range", "The temperature moves so far both ways; 0: off.", _MORE)
@@ -281,7 +285,7 @@ DynatempExponent = Annotated[
     float | None, _option("--dynatemp-exp", "How it depends on the entropy; 1.", _MORE)
 ]
 MirostatVersion = Annotated[
-    int | None, _option("--mirostat", "Mirostat 1 or 2 in place of top-k, top-p, ...; 0: off.", _MORE)
+    int | None, _option("--mirostat", "Mirostat 1 or 2, in place of top-k, top-p and others; 0: off.", _MORE)
 ]
 MirostatTau = Annotated[
     float | None, _option("--mirostat-ent", "Its target entropy, tau, in bits; 5.", _MORE)
