@@ -106,10 +106,8 @@ class Model:
 
     def __init__(self, decided: Decided, backend: Backend) -> None:
         self.decided = decided
-        self.gguf, self.weights = decided.gguf, decided.weights
-        self.config = decided.config
-        self.graph = decided.graph
-        self.cost = decided.cost
+        self.gguf, self.weights, self.config = decided.gguf, decided.weights, decided.config
+        self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
         self.n_ctx = decided.n_ctx
         self.kv_type = decided.settings.kv_type

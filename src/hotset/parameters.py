@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError, install_command
 
 _MAX_SHOWN = 80
 
@@ -70,7 +70,9 @@ def data_frame(columns: Mapping[str, Any]) -> Any:
     try:
         import pandas
     except ImportError:
-        raise HotsetError("tables are pandas' DataFrames; install it with: pip install pandas") from None
+        raise HotsetError(
+            f"tables are pandas' DataFrames: {install_command('pandas')} (or pip install pandas)"
+        ) from None
     return pandas.DataFrame(columns)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -123,21 +123,27 @@ def test_candidates_are_those_of_the_plain_distribution(options: dict[str, Any],
     sampler = Sampler(params, N_VOCAB, history)
     got = np.zeros(N_VOCAB)
     for u in np.linspace(0, 1, 400, endpoint=False):
-        sampler._random = fixed(float(u))
+        sampler._generator = Fixed(float(u))
         got[sampler.sample(logits)] += 1 / 400
     assert not got[expected == 0].any()
     # Evenly spaced numbers hit each interval of the cumulative distribution to within one of them.
     assert np.abs(got - expected).max() <= 1.01 / 400
 
 
-def fixed(u: float) -> Callable[[], float]:
-    return lambda: u
+@dataclass
+class Fixed:
+    """A generator of one number."""
+
+    number: float
+
+    def random(self) -> float:
+        return self.number
 
 
 def test_the_largest_number_below_one_draws_an_allowed_token():
     for options in PARAMS:
         sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB)
-        sampler._random = fixed(math.nextafter(1.0, 0.0))
+        sampler._generator = Fixed(math.nextafter(1.0, 0.0))
         logits = some_logits(1)
         assert plain_distribution(logits, sampler.params, [])[sampler.sample(logits)] > 0
 

@@ -168,8 +168,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
-        as_json = output in ("json", "jsonl")
-        _bench_steps(name, loading_one, sizes, depths[0], repetitions, as_json=as_json)
+        _bench_steps(name, loading_one, sizes, depths[0], repetitions, as_json=output in ("json", "jsonl"))
         return
     tests = _tests(depths, _integers(prompt, "-p"), _integers(gen, "-n"), both or [])
     if loading.asks_for_drafts and file is None:

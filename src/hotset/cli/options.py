@@ -247,9 +247,7 @@ DryBase = Annotated[
 ]
 DryAllowedLength = Annotated[
     int | None,
-    _option(
-        "--dry-allowed-length", "Shorter repeated sequences are not penalised; 2.", _DRY, min=0
-    ),
+    _option("--dry-allowed-length", "Shorter repeated sequences are not penalised; 2.", _DRY, min=0),
 ]
 DryPenaltyLastN = Annotated[
     int | None,

@@ -81,10 +81,11 @@ class InfillTokens:
     def of(cls, vocabulary: Mapping[str, int], metadata: Mapping[str, Any]) -> InfillTokens | None:
         """Those of a model file, or None where it has none. vocabulary: token → id."""
         ids: dict[str, int] = {}
+        n_vocab = 1 + max(vocabulary.values(), default=-1)  # (a text may be there twice)
         for name, keys in _KEYS.items():
             for key in keys:
                 id = metadata.get(f"tokenizer.ggml.{key}")
-                if type(id) is int and 0 <= id < len(vocabulary):
+                if type(id) is int and 0 <= id < n_vocab:
                     ids.setdefault(name, id)
         for marks in _MARKS:
             if all(mark in vocabulary for mark in marks):
