@@ -26,6 +26,8 @@ from hotset.generation import (
     Chunk,
     Completion,
     Generation,
+    Messages,
+    Prompt,
     checked_messages,
     sampling_params,
     template_variables,
@@ -48,9 +50,6 @@ if TYPE_CHECKING:
     from hotset.text.constraint import Grammars
     from hotset.text.output import OutputForm
     from hotset.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | np.ndarray
-Messages = Sequence[Mapping[str, Any] | ChatMessage]
 
 
 @taking(LoadSettings)

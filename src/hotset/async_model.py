@@ -17,10 +17,8 @@ import numpy as np
 from hotset.engine.reranking import RankedDocument
 from hotset.engine.sampler import Sampling, SamplingParams
 from hotset.engine.sequence import Event
-from hotset.generation import ChatMessage, Chunk, Completion, Generation, sampling_params
+from hotset.generation import ChatMessage, Chunk, Completion, Generation, Messages, Prompt, sampling_params
 
-Prompt = str | Sequence[int] | np.ndarray
-Messages = Sequence[Mapping[str, Any] | ChatMessage]
 Tools = list[dict[str, Any]] | None
 
 
@@ -164,5 +162,5 @@ class _Mailbox:
         self._loop = loop
 
     def put(self, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+        with suppress(RuntimeError):  # the loop is closed: no task waits for it
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)

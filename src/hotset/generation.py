@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
@@ -148,6 +150,10 @@ class ChatMessage:
 
     def _repr_html_(self) -> str:
         return self.completion._repr_html_()
+
+
+Prompt = str | Sequence[int] | np.ndarray
+Messages = Sequence[Mapping[str, Any] | ChatMessage]
 
 
 class Generation:

@@ -192,10 +192,8 @@ class LoadSettings:
         if len(self.device or ()) > 1:
             raise InvalidRequestError("a Vulkan device computes without others; name it alone")
         if self.gpu_index is not None or self.ram_budget is not None:
-            option = "a GPU index" if self.gpu_index is not None else "a budget of this machine's memory"
-            raise InvalidRequestError(
-                f"a Vulkan device has whole layers and takes no {option[2:]}; leave it out"
-            )
+            option = "GPU index" if self.gpu_index is not None else "budget of this machine's memory"
+            raise InvalidRequestError(f"a Vulkan device has whole layers and takes no {option}; leave it out")
 
     @property
     def vulkan(self) -> str | None:

@@ -59,6 +59,7 @@ from hotset.model.operations import (
     UnitNorm,
     Wkv,
 )
+from hotset.model.rope import cos_sin
 
 F32 = np.float32
 
@@ -496,9 +497,7 @@ def normalised(
 def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     """Rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; angles in float64."""
     n_rot, half = op.rope.n_rot, op.rope.n_rot // 2
-    angles = positions[:, None].astype(np.float64) * np.asarray(op.rope.freq)
-    cos = (np.cos(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]  # [n_tokens, 1, n_rot / 2]
-    sin = (np.sin(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]
+    cos, sin = (values[:, None, :] for values in cos_sin(op.rope, positions))  # [n_tokens, 1, n_rot / 2]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
     pairs = out[..., op.first : op.first + n_rot]
     first, second = (

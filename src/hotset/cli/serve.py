@@ -169,8 +169,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, or several: the APIs of OpenAI, Anthropic and Ollama."""
     check_installed()
-    if loading.hf_repo is not None or loading.hf_file is not None:
-        models = [loading.named(models[0] if models else None) or ""]
+    if (named := loading.named(models[0] if models else None)) is not None and not models:
+        models = [named]
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     is_scaled = any(

@@ -146,7 +146,7 @@ class ModelDrafter:
         missing = sequence.tokens[same:]
         if max(missing) >= self._n_vocab:
             return None
-        return _Round(sequence, own, n, missing, sequence.sampler.foreseen(), Draft([], []))
+        return _Round(sequence, own, n, missing, sequence.sampler.clone(), Draft([], []))
 
     def _grow(self, own: _Followed, n: int) -> bool:
         """Pages for n tokens; False where there are none left."""

@@ -407,7 +407,7 @@ class Sampler:
             list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
         )  # fmt: skip
 
-    def foreseen(self) -> Sampler:
+    def clone(self) -> Sampler:
         """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
         it is: for drafts. It knows no constraint."""
         other = copy.copy(self)

@@ -165,3 +165,10 @@ def latent_yarn_scale(keys: Keys) -> float:
 
 def _yarn_magnitude(factor: float, multiplier: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the angles of positions [n], times the magnitude: float32 [n, n_rot / 2] each, by way of float64."""
+    angles = positions[:, None].astype(np.float64) * np.asarray(rope.freq)
+    cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
+    return cos.astype(np.float32), sin.astype(np.float32)

@@ -524,7 +524,6 @@ class Sink:
         else:
             self._mail.put(self._take, event, urgent=ends or not self._has_begun)
         self._has_begun = True
-        if (
-            ends
-        ):  # else answer and sequence would hold each other, and the model, until circles are looked for
+        if ends:
+            # Else answer and sequence would hold each other, and the model, until the garbage collector runs.
             self._take = _ignore

@@ -30,11 +30,6 @@ class VulkanInfo:
     refusal: str
 
 
-def is_vulkan(name: str) -> bool:
-    """Whether a device's name is "vulkan" or "vulkan:N"."""
-    return name.partition(":")[0] == NAME
-
-
 def validates() -> bool:
     """Whether the validation layer watches every call (tests set it; it is slow)."""
     return os.environ.get("HOTSET_VULKAN_VALIDATION") == "1"

@@ -11,6 +11,7 @@ from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.model.operations import Rope, Value
+from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # of logits that are computed at a time
 SPLIT = 512  # positions of one running softmax (csrc/vulkan/shaders/attention.comp)
@@ -78,10 +79,8 @@ class StepInputs:
         flags = np.zeros(n, np.float32) if batch.thresholded is None else batch.thresholded
         self._words["thresholded"].view(np.float32)[:n] = flags
         for rope in self._ropes:
-            # In float64, as the reference has them.
-            angles = batch.positions[:, None].astype(np.float64) * np.asarray(rope.freq)
-            both = np.stack([np.cos(angles), np.sin(angles)], axis=2) * rope.magnitude
-            self._words[rope].view(np.float32)[: n * rope.n_rot] = both.astype(np.float32).reshape(-1)
+            both = np.stack(cos_sin(rope, batch.positions), axis=2)
+            self._words[rope].view(np.float32)[: n * rope.n_rot] = both.reshape(-1)
         for value, values in rows.items():
             stride = self._strides[value]
             self._words[value].view(np.float32).reshape(-1, stride)[:n, : value.width] = values
