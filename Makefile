@@ -153,13 +153,11 @@ site: $(VENV)/.dev
 	@echo "open build/site/index.html"
 
 # Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
-# the thread pool.
-kernel-test: $(VENV)/.tools
-	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DHOTSET_WERROR=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build build/kernels --target kernel_test plan_test thread_pool_test
-	build/kernels/kernel_test
-	build/kernels/plan_test
-	build/kernels/thread_pool_test
+# the thread pool. They are linked from the objects of the extension, in its build folder.
+kernel-test: build
+	folder=$$(dirname $$(ls -t build/cp*/CMakeCache.txt | head -n 1)) && \
+	$(BIN)/cmake --build $$folder --target kernel_test plan_test thread_pool_test && \
+	$$folder/kernel_test && $$folder/plan_test && $$folder/thread_pool_test
 
 # The same for AArch64, cross-compiled and run under qemu.
 test-neon: $(VENV)/.dev
