@@ -41,10 +41,11 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	touch $@
 
 # For the inner loop: linters, and the tests of parts that need no server, no training and no whole program. It is meant
-# to take less than 90 seconds on two idle cores: a folder that grows slow leaves the list.
+# to take less than 90 seconds on two idle cores: what grows slow leaves the list.
 QUICK := tests/text tests/formats tests/model tests/placement tests/storage \
   tests/engine/test_engine.py tests/engine/test_kv_cache.py tests/engine/test_sampler.py tests/repository/test_layers.py \
-  --ignore=tests/text/test_output_grammar.py --ignore=tests/text/test_tool_calls.py
+  $(addprefix --ignore=tests/,text/test_chat.py text/test_output_grammar.py text/test_tool_calls.py \
+    formats/test_powerinfer.py model/test_supported.py)
 check: build $(VENV)/.dev lint
 	$(BIN)/python -m pytest -n $(JOBS) $(QUICK)
 
