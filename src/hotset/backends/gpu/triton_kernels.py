@@ -317,7 +317,7 @@ def _add_words(
     # Not said to be neighbours, so that a thread takes one word of each row, its neighbour the next, and both
     # read their columns of x in one piece.
     w = first + tl.max_contiguous(tl.arange(0, W), [1])
-    raws = ()
+    raws = ()  # type: Any
     for r in tl.static_range(R):
         codes, scales, mins, high, sub_scales = rows[r]
         live = tl.full([1], 1, tl.int1)
@@ -396,7 +396,7 @@ def _matvec_kernel(
     live = rows < n_rows
     first = tl.program_id(1) * words_of_split
     last = tl.minimum(first + words_of_split, n_words)
-    begins = ()
+    begins = ()  # type: Any
     for r in tl.static_range(R):  # where there are fewer, the last one again, which is not stored
         row = tl.minimum(tl.program_id(0) * R + r, n_rows - 1)
         begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
@@ -525,7 +525,7 @@ def _rows_of(
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """h [T, n_cols] times rows [R] of which those that are live are read: float32 [T, R]."""
-    begins, lives = (), ()
+    begins, lives = (), ()  # type: Any, Any
     for r in tl.static_range(R):
         mine = tl.arange(0, R) == r
         lives = lives + (tl.sum(tl.where(mine, live.to(tl.int32), 0), axis=0) != 0,)
