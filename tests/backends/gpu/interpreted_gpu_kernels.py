@@ -481,31 +481,36 @@ def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: floa
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "gated", "kind", "has_thresholds"),
+    ("n_tokens", "gated", "kind", "has_thresholds", "dense"),
     [
-        (1, True, "silu", True),
-        (3, True, "gelu", False),
-        (20, True, "gelu_tanh", True),
-        (2, False, "silu", True),
+        (1, True, "silu", True, False),
+        (3, True, "gelu", False, False),
+        (20, True, "gelu_tanh", True, False),
+        (2, False, "silu", True, False),
+        (2, True, "relu", False, True),
+        (3, False, "relu", False, True),
     ],
 )
-def test_fired(n_tokens: int, gated: bool, kind: Any, has_thresholds: bool) -> None:
+def test_fired(n_tokens: int, gated: bool, kind: Any, has_thresholds: bool, dense: bool) -> None:
     n = 70
     both = t(randn(n_tokens, 2 * n))
     by = token_threshold(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1)) if has_thresholds else None
     products = both.split(n, dim=1) if gated else [both[:, :n].contiguous()]
+    selected = t(rng_of(n).integers(0, 256, (n_tokens, -(-n // 8)), np.uint8)) if n_tokens == 2 else None
     results = []
     for ops in (kernels, fallback):
         counts = torch.zeros(fallback.N_COUNTS, dtype=torch.int64)
         value_threshold = None if by is None else replace(by, threshold=0.1)
         y = ops.fired(
-            *products, activation=kind, counts=counts, gate_threshold=by, value_threshold=value_threshold
-        )
+            *products, activation=kind, selected=selected, counts=counts, gate_threshold=by,
+            value_threshold=value_threshold, dense=dense,
+        )  # fmt: skip
         results.append((y, counts.tolist()))
     agree(results[0][0], results[1][0], 1 + both.abs().max() ** 2, 4)
     assert torch.equal(results[0][0] != 0, results[1][0] != 0)
     assert results[0][1] == results[1][1]
-    assert (results[0][0] == 0).any() == has_thresholds
+    assert not dense or results[0][1][2:5] == [n * gated, n, n]
+    assert (results[0][0] == 0).any() == (has_thresholds or dense)
 
 
 def test_rows_that_no_token_wants_are_not_read() -> None:

@@ -288,6 +288,23 @@ def test_statistics_are_the_references(tmp_path: Path) -> None:
     assert dense.stats() is None
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_dense_step_reads_every_row(tmp_path: Path, model: str) -> None:
+    """Of a model whose neurons fire seldom: the reference's numbers and counts."""
+    ready, graph = prepared_clearly(tmp_path, model, "exact", None, tokens(5))
+    backend = gpu(ready.weights, graph, sparse=False)
+    reference = ReferenceBackend(ready.weights, graph, n_pages=2, sparse=False)
+    for ids in (tokens(1), tokens(5)):
+        given = batch([(ids, 0, [0])])
+        assert_close(backend.step(given).logits, reference.step(given).logits)
+        found, expected = backend.stats(), reference.stats()
+        assert found is not None
+        assert expected is not None
+        assert (found.active < found.selected).all()
+        for name in ("selected", "active", "gate_rows", "up_rows", "down_rows"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
 # ---- hot and cold, stages ----------------------------------------------------------------------------------
 
 

@@ -170,26 +170,30 @@ def neurons(  # noqa: PLR0913
     return value
 
 
-def fired(
+def fired(  # noqa: PLR0913
     gate: Tensor,
     up: Tensor | None = None,
     *,
     activation: ActivationKind,
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
     counts: Tensor | None = None,
     gate_threshold: TokenThreshold | None = None,
     value_threshold: TokenThreshold | None = None,
+    dense: bool = False,
 ) -> Tensor:
     """f(gate) * g(up), or f(gate) alone, of products [T, n] that are there: `neurons` where every row was
-    read, whose other arguments these are."""
+    read, whose other arguments these are. dense: every row counts as read, of the down projection too."""
     fires = zero_small(activate(gate, activation, threshold), gate_threshold)
-    value = fires
+    chosen = None if selected is None else unpack_bits(selected, gate.shape[1])
+    value = fires = fires if chosen is None else torch.where(chosen, fires, 0.0)
     if up is not None:
         value = torch.where(fires != 0, fires * (activate(up, up_activation) if up_activation else up), 0.0)
     value = zero_small(value, value_threshold)
     if counts is not None:
-        count(counts, None, None if up is None else torch.ones_like(value, dtype=torch.bool), value)
+        every = torch.ones_like(value, dtype=torch.bool)
+        count(counts, chosen, None if up is None else every, value, dense=dense)
     return value
 
 
@@ -552,8 +556,11 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
     return y
 
 
-def count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
-    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them.
+def count(
+    counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor, *, dense: bool = False
+) -> None:
+    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them,
+    or with `dense` all rows.
     (What is left out of input-major matrices is `linear_t`'s to add.)"""
     active = value != 0
     if chosen is None:
@@ -561,4 +568,7 @@ def count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Te
     gate_rows = torch.zeros_like(chosen[:1]) if fires is None else chosen
     up_rows = chosen if fires is None else fires
     rows = [wanted.any(dim=0).sum() for wanted in (gate_rows, up_rows, active)]
+    if dense:
+        rows = [torch.full_like(rows[0], active.shape[1])] * 3
+        rows[0] = rows[0] * (fires is not None)
     counts[:5] += torch.stack([chosen.sum(), active.sum(), *rows]).to(counts.dtype)

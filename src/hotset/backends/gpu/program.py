@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.gpu.fallback import N_COUNTS, TokenThreshold, unpack_bits
+from hotset.backends.gpu.fallback import N_COUNTS, TokenThreshold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import CopyStream, CpuWorkerRows
@@ -673,10 +673,9 @@ class Program:
         """The values of the neurons from the FFN's input and the predicted ones' bits."""
         k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
-        if self._leaves_out_rows(ffn):
+        if (by_rows := self._leaves_out_rows(ffn)) and self._sparse:
             given = self._rows(ffn, None) | options
-            compute: Any = k.neurons if self._sparse else self._every_neuron
-            return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **thresholds(f))
+            return lambda f, h, bits: k.neurons(h, selected=bits, counts=counts, **given, **thresholds(f))
         products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
         if (top_k := ffn.top_k) is not None:
 
@@ -687,7 +686,9 @@ class Program:
                 return values
 
             return above
-        return lambda f, h, _: k.fired(*products(h, None), counts=counts, **options, **thresholds(f))
+        return lambda f, h, bits: k.fired(
+            *products(h, None), selected=bits, counts=counts, dense=by_rows, **options, **thresholds(f)
+        )
 
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
@@ -761,45 +762,6 @@ class Program:
                 bias = self._weights.host_vector(op.bias)[op.first_row + indices]
                 given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
         return given
-
-    def _every_neuron(  # noqa: PLR0913
-        self,
-        h: Tensor,
-        gate: Any,
-        up: Any,
-        *,
-        activation: Any,
-        threshold: float,
-        up_activation: Any,
-        selected: Tensor | None,
-        counts: Tensor,
-        gate_bias: Tensor | None = None,
-        up_bias: Tensor | None = None,
-        gate_threshold: TokenThreshold | None = None,
-        value_threshold: TokenThreshold | None = None,
-    ) -> Tensor:
-        """`neurons` by whole products: nothing is left out, the dense mode."""
-        k = self._kernels
-        value: Tensor = k.linear(h, up, up_bias)
-        if gate is None:
-            value = k.zero_small(k.activate(value, activation, threshold), gate_threshold)
-        else:
-            value = k.activate(value, up_activation, 0.0) if up_activation else value
-            value = value * k.zero_small(
-                k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_threshold
-            )
-        value = k.zero_small(value, value_threshold)
-        chosen = None
-        if selected is not None:
-            chosen = unpack_bits(selected, value.shape[1])
-            value = torch.where(chosen, value, 0.0)
-        n = value.shape[1]
-        counts[0] += len(h) * n if chosen is None else chosen.sum()
-        counts[1] += (value != 0).sum()
-        counts[2:5] += n
-        if gate is None:
-            counts[2] -= n
-        return value
 
     # ---- small things ----
 

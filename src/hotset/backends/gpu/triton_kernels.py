@@ -1088,11 +1088,12 @@ def _matmul_t_kernel(
 def _fired_kernel(
     gate, up, values, selected, numbers, counts, n_tokens, n, stride, n_bytes, threshold,
     thresholded, gate_threshold, value_threshold,
-    KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, DENSE: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """values [T, n] are f(gate) * g(up), or 0 where a neuron is not selected or does not fire, of sums of the
     gate (or of up, where up is None), whose rows are `stride` apart. N neurons of all tokens a program, T
-    tokens at a time. READ: every row of up was, and counts say so.
+    tokens at a time. READ: every row of up was, and counts say so; DENSE: as fallback.fired.
 
     numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. thresholded:
     as in _values_of.
@@ -1131,12 +1132,13 @@ def _fired_kernel(
     if counts is not None:
         tl.atomic_add(counts, tl.sum(n_selected, axis=0).to(tl.int64))
         tl.atomic_add(counts + 1, tl.sum(n_active, axis=0).to(tl.int64))
-        n_rows = tl.sum((n_selected > 0).to(tl.int32), axis=0).to(tl.int64)
+        every = inside & DENSE
+        n_rows = tl.sum(((n_selected > 0) | every).to(tl.int32), axis=0).to(tl.int64)
         if up is not None:
             tl.atomic_add(counts + 2, n_rows)
             n_rows = tl.sum((n_fires > 0).to(tl.int32), axis=0).to(tl.int64)
         tl.atomic_add(counts + 3, n_rows)
-        tl.atomic_add(counts + 4, tl.sum((n_active > 0).to(tl.int32), axis=0).to(tl.int64))
+        tl.atomic_add(counts + 4, tl.sum(((n_active > 0) | every).to(tl.int32), axis=0).to(tl.int64))
 
 
 # ---- attention, norms, rotation --------------------------------------------------------------------------
@@ -1904,7 +1906,7 @@ def _all_neurons(
         _fired_kernel, (-(-n // 64),),
         values, of_up, values, selected, None if held is None or selected is None else held.numbers, counts,
         n_tokens, n, n, 0 if selected is None else selected.shape[1], *what.numbers, **what.kinds,
-        READ=False, T=16, N=64, warps=4,
+        READ=False, DENSE=False, T=16, N=64, warps=4,
     )  # fmt: skip
     return values
 
@@ -1916,17 +1918,20 @@ def fired(
     activation: ActivationKind,
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
     counts: Tensor | None = None,
     gate_threshold: fallback.TokenThreshold | None = None,
     value_threshold: fallback.TokenThreshold | None = None,
+    dense: bool = False,
 ) -> Tensor:
     """fallback.fired."""
     what = _What(activation, threshold, up_activation, gate_threshold, value_threshold)
     n_tokens, n = gate.shape
     if activation not in FUSED or up_activation not in FUSED:
         return fallback.fired(
-            gate, up, activation=activation, threshold=threshold, up_activation=up_activation, counts=counts,
-            gate_threshold=gate_threshold, value_threshold=value_threshold,
+            gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
+            selected=selected, counts=counts, gate_threshold=gate_threshold, value_threshold=value_threshold,
+            dense=dense,
         )  # fmt: skip
     if up is None or up.stride() != gate.stride() or gate.stride(1) != 1:
         gate, up = gate.contiguous(), None if up is None else up.contiguous()
@@ -1934,8 +1939,9 @@ def fired(
     if n_tokens:
         launcher.launch(
             _fired_kernel, (-(-n // 64),),
-            gate, up, values, None, None, counts, n_tokens, n, gate.stride(0), 0, *what.numbers, **what.kinds,
-            READ=True, T=min(16, pow2(n_tokens)), N=64, warps=4,
+            gate, up, values, selected, None, counts, n_tokens, n, gate.stride(0),
+            0 if selected is None else selected.shape[1], *what.numbers, **what.kinds,
+            READ=True, DENSE=dense, T=min(16, pow2(n_tokens)), N=64, warps=4,
         )  # fmt: skip
     return values
 
