@@ -221,15 +221,11 @@ def convert_hf(
     config = HFConfig(read_json(src / "config.json"), activation)
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
-    checkpoint = Checkpoint(src, config.fp8_block)
-    if config.row.nextn is not None:
-        hf = config.hf_class
-        config.n_nextn = hf_nextn.count(checkpoint.tensors, hf.layers, config.n_layer, in_parts=hf.parts)
+    checkpoint = _opened(src, config)
     tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
     sources |= _sources(checkpoint, config, dialect)
-    sources |= {n: Origin(values) for n, values in config.query_norms().items()}
     if is_reranker(src, config):
         sources = _answering(sources, answer_ids(tokenizer))
         tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()
@@ -276,6 +272,14 @@ def convert_hf(
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always, use_of(config, of_texts))
+
+
+def _opened(src: Path, config: HFConfig) -> Checkpoint:
+    """The tensors; `config` learns which layers for multi-token prediction they have."""
+    checkpoint, hf = Checkpoint(src, config.fp8_block), config.hf_class
+    if config.row.nextn is not None:
+        config.n_nextn = hf_nextn.count(checkpoint.tensors, hf.layers, config.n_layer, in_parts=hf.parts)
+    return checkpoint
 
 
 def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:
@@ -452,6 +456,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
+    yield from ((norm, Origin(weights)) for norm, weights in config.query_norms().items())
     alone = any(config.factors(stem) is not None for stem in ("token_embd", "output"))
     if tied and (alone or (dialect == "powerinfer" and config.architecture != "opt")):
         # PowerInfer's engine ties OPT's output only. With multipliers it is another matrix.
