@@ -383,7 +383,7 @@ class HFConfig:
         if self.delta is not None:
             return delta_keys(raw, n_layer, self.n_nextn, state_keys(self.delta))
         if self.kda is not None and self.latent is not None:
-            return channel_delta_keys(self.kda_layers, self.kda, self.latent.n_rot)
+            return channel_delta_keys(self.kda_layers, self.kda, self.latent.n_rot, self.latent.n_value)
         if self.rwkv is not None:
             return self.rwkv.keys()
         if self.channels is not None:

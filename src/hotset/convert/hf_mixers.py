@@ -150,13 +150,14 @@ def channel_keys(raw: dict[str, Any], channels: ChannelMixer, n_layer: int, n_he
     return keys | {"attention.head_count_kv": kv}
 
 
-def channel_delta_keys(kda: list[bool], mixer: DeltaMixer, n_rot: int) -> dict[str, Any]:
+def channel_delta_keys(kda: list[bool], mixer: DeltaMixer, n_rot: int, n_value: int) -> dict[str, Any]:
     """Sizes of Kimi's delta nets, and which layers have them. n_rot: channels of a key that heads of the
-    other layers share; nothing is rotated."""
+    other layers share, of which nothing is rotated; n_value: of a value there."""
     return {
         "attention.head_count_kv": [0 if own else 1 for own in kda],
         "ssm.conv_kernel": mixer.kernel,
         "kda.head_dim": mixer.dim_k,
+        "attention.value_length": n_value,
         "rope.dimension_count": n_rot,
     }
 
