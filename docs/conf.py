@@ -27,6 +27,7 @@ NAVIGATION = {
     "Guides": [
         "docs/guides/chat",
         "docs/SERVER",
+        "docs/PROMPT-CACHE",
         "docs/guides/clients",
         "docs/EMBEDDINGS",
         "docs/guides/sparsity",

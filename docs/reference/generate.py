@@ -461,6 +461,10 @@ def metrics_reference() -> str:
             ("hotset_sequences_most", "gauge", "Sequences that may run at once.", ""),
         ],
         "With speculative decoding": [(metrics.STEP_SIZES[0], "gauge", metrics.STEP_SIZES[1], "{n_tokens}")],
+        "With a prompt cache on disk": [
+            *rows_of(metrics.PROMPT_CACHE_COUNTERS, "counter"),
+            *rows_of(metrics.PROMPT_CACHE_GAUGES, "gauge"),
+        ],
         "Under a RAM budget": rows_of(metrics.DISK_COUNTERS, "counter"),
         "Of an MoE model with a cache of experts": rows_of(metrics.EXPERT_COUNTERS, "counter"),
         "Of a server with several models": [

@@ -34,6 +34,7 @@ from hotset.generation import (
 )
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
+from hotset.loader.prompt_cache import open_prompt_cache
 from hotset.loader.speculate import draft_bytes, open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
@@ -117,7 +118,7 @@ class Model:
             backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
-            is_encoder=self.graph.is_encoder,
+            is_encoder=self.graph.is_encoder, prompt_cache=open_prompt_cache(decided, backend),
             speculator=open_speculator(decided, backend, lambda: self.tokenizer),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)

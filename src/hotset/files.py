@@ -136,13 +136,15 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], remedy: str = "choose another folder") -> Iterator[BinaryIO]:
+def replacing(
+    path: str | os.PathLike[str], remedy: str = "choose another folder", *, mode: int = 0o666
+) -> Iterator[BinaryIO]:
     """A new file, open for writing bytes, which takes the place of `path` if the block ends without an error.
 
-    Raises InvalidRequestError where what stands there is no file, and HotsetError, which ends with `remedy`,
-    where the system refuses.
+    mode: its permissions, less the umask. Raises InvalidRequestError where what stands there is no file, and
+    HotsetError, which ends with `remedy`, where the system refuses.
     """
-    with _replacing_all([Path(path)], remedy) as files:
+    with _replacing_all([Path(path)], remedy, mode=mode) as files:
         yield files[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +68,10 @@ class LoadSettings:
     draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
     to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
 
+    cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
+    (docs/PROMPT-CACHE.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text such as
+    "500M" or "20G".
+
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
     max_sequences: how many at most.
@@ -94,6 +99,8 @@ class LoadSettings:
     draft: str | os.PathLike[str] | None = None
     draft_max: int = 8
     lookup: str | os.PathLike[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_disk: float | str = 20.0
     max_batch: int = 512
     n_seqs: int = 1
     max_sequences: int = 16
@@ -109,10 +116,11 @@ class LoadSettings:
             self._check(name, flag)
         for name in ("activation", "sparsity", "predictor"):
             self._check(name, text)
-        for name in ("gpu_index", "profile", "thresholds", "lookup"):
+        for name in ("gpu_index", "profile", "thresholds", "lookup", "cache_dir"):
             self._check(name, _path)
         self._check("vram_budget", _budget)
         self._check("ram_budget", _ram_budget)
+        self._check("cache_disk", _disk_size)
         self._check("device", _devices)
         for name, known in (("kv_type", get_args(KVType)), ("backend", get_args(BackendName))):
             if getattr(self, name) not in known:
@@ -135,6 +143,10 @@ class LoadSettings:
             raise InvalidRequestError(
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
+            )
+        if self.cache_dir is not None and (self.on_vulkan or self.backend == "reference"):
+            raise InvalidRequestError(
+                "cache_dir keeps what the CPU has computed (backend auto or cpu); leave it out, or the device"
             )
         self._check_speculation()
         self._check_vulkan()
@@ -275,6 +287,27 @@ def _ram_budget(name: str, value: Any) -> float:
     if not budget > 0:
         raise InvalidRequestError(f"{name} is a number of GiB above 0, not {shown(value)}")
     return budget
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 2.0**-30, "K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
+
+
+def _disk_size(name: str, value: Any) -> float:
+    """GiB, of a number of them or a text with a unit; a text without one is GiB, too."""
+    size: Any = value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        unit = "G" if match[0] == match[1] else match[2].upper()
+        size = float(match[1]) * _SIZE_UNITS[unit]
+    try:
+        found = real_number(name, size, 0, 2**20)
+    except InvalidRequestError:
+        found = 0
+    if not found > 0:
+        raise InvalidRequestError(
+            f'{name} is GiB above 0, or a text such as "20G" or "500M", not {shown(value)}'
+        )
+    return found
 
 
 def _devices(name: str, value: Any) -> tuple[str, ...] | None:

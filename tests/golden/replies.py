@@ -95,6 +95,9 @@ _RERANK = {"query": "which?", "documents": ["hello", {"text": "ok"}, "hi"]}
 _GENERATE = {**NAMED, "prompt": "hello", "options": OPTIONS}
 
 
+_SLOTS: dict[str, Any] = {"settings": {"slot_save_path": "no-such-folder"}}
+
+
 def _wrong(body: dict[str, Any]) -> list[Case]:
     """Of a good body: another model, an unknown field, nothing of it, and no object."""
     return [Case(body | {"model": "other"}), Case(body | {"unknown": 1}), Case({}), Case([])]
@@ -166,6 +169,15 @@ CASES: dict[tuple[str, str], list[Case]] = {
         *_wrong({"content": "a"}),
     ],
     ("POST", "/detokenize"): [Case({"tokens": [256, 104, 105]}), *_wrong({"tokens": [-1]})],
+    ("POST", "/slots/{id_slot}"): [
+        Case({}, "/slots/0?action=erase", **_SLOTS),
+        Case({"filename": "../a"}, "/slots/0?action=save", **_SLOTS),
+        Case({"filename": "none"}, "/slots/0?action=restore", **_SLOTS),
+        Case({}, "/slots/0?action=other", **_SLOTS),
+        Case({}, "/slots/9?action=erase", **_SLOTS), Case({"unknown": 1}, "/slots/0?action=erase", **_SLOTS),
+        Case({"filename": "a"}, "/slots/0?action=save"), Case({}, "/slots/x?action=erase"),
+        Case({"model": "other"}, "/slots/0?action=erase", **_SLOTS),
+    ],
     ("GET", "/tokenizer_info"): [Case()],
     ("GET", "/props"): [Case()],
     ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],

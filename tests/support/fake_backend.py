@@ -13,6 +13,8 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, check_states
 from hotset.errors import StepCancelledError
 
+_LONGEST_STATE = 512  # tokens
+
 
 class FakeBackend:
     name = "fake"
@@ -91,6 +93,30 @@ class FakeBackend:
                 self.states[batch.saves[t]] = tokens
             pages = batch.page_tables[sequence, : -(-len(tokens) // PAGE_SIZE)]
             assert tuple(self.cache[pages].reshape(-1)[: len(tokens)]) == tokens
+
+    # ---- what can be copied out and in (CacheMemory)
+
+    page_nbytes = PAGE_SIZE * 8
+
+    @property
+    def state_nbytes(self) -> int:
+        return 8 * (1 + _LONGEST_STATE) if self.n_states else 0
+
+    def read_page(self, page: int) -> bytes:
+        return self.cache[page].tobytes()
+
+    def write_page(self, page: int, data: bytes) -> None:
+        self.cache[page] = np.frombuffer(data, np.int64)
+
+    def read_state(self, slot: int) -> bytes:
+        tokens = self.states[slot] or ()
+        values = np.zeros(1 + _LONGEST_STATE, np.int64)
+        values[: 1 + len(tokens)] = len(tokens), *tokens
+        return values.tobytes()
+
+    def write_state(self, slot: int, data: bytes) -> None:
+        n, *tokens = np.frombuffer(data, np.int64).tolist()
+        self.states[slot] = tuple(tokens[:n])
 
     def stats(self) -> StepStats | None:
         """Two layers of 100 neurons: of the first, 10 fire per token; of the second, as many as the step."""

@@ -201,6 +201,34 @@ class StepResult:
     largest: np.ndarray | None = None
 
 
+class CacheMemory(Protocol):
+    """A cache whose contents can be copied out and in. A page, and a state, is so many bytes, whose order and
+    type are the backend's own.
+
+    Reading is for any thread: what a page or slot holds that is written meanwhile is for the caller to throw
+    away. Writing is for the thread that steps.
+    """
+
+    page_nbytes: int
+    state_nbytes: int
+
+    def read_page(self, page: int) -> bytes:
+        """Keys and values of a page in all layers."""
+        ...
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """Puts back what `read_page` gave."""
+        ...
+
+    def read_state(self, slot: int) -> bytes:
+        """The recurrent states of a slot in all layers."""
+        ...
+
+    def write_state(self, slot: int, data: bytes) -> None:
+        """Puts back what `read_state` gave."""
+        ...
+
+
 class Backend(Protocol):
     """Executes a graph. `max_batch` tokens per step at most; `n_pages` pages in the cache, and n_states slots
     for the recurrent state of a sequence: 0 where there is none.

@@ -21,6 +21,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
+    from hotset.cli.session import Session
     from hotset.generation import Chunk
 
 
@@ -155,6 +156,11 @@ class Chat:
     def _encoded(self, first: int) -> list[int]:
         return self.model.encode_chat([*self._system_messages(), *self.messages[first:]])
 
+    @property
+    def whole(self) -> list[dict[str, str]]:
+        """All messages, of the system too."""
+        return [*self._system_messages(), *self.messages]
+
     def _system_messages(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
@@ -231,7 +237,7 @@ class Chat:
 
         path = expanded(rest)
         check_target(path, self.model.gguf.paths)
-        text = json.dumps([*self._system_messages(), *self.messages], indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(self.whole, indent=2, ensure_ascii=False) + "\n"
         write_whole({path: text.encode("utf-8", "replace")}, "choose another place")
         say(f"Saved {len(self.messages)} messages to {rest}.")
 
@@ -240,9 +246,24 @@ class Chat:
 
 
 def chat(
-    model: Model, *, system: str | None, raw: bool, params: dict[str, Any], parse_special: bool = True
+    model: Model,
+    *,
+    system: str | None,
+    raw: bool,
+    params: dict[str, Any],
+    parse_special: bool = True,
+    session: Session | None = None,
 ) -> None:
-    """Chats until /exit or Ctrl-D."""
+    """Chats until /exit or Ctrl-D. session: where it goes on from, and is kept."""
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
-    Chat(model, system, raw, params, parse_special).loop()
+    conversation = Chat(model, system, raw, params, parse_special)
+    if session is None:
+        conversation.loop()
+        return
+    conversation.system = system or session.system
+    conversation.messages = session.turns
+    try:
+        conversation.loop()
+    finally:
+        session.save(conversation.whole)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
 _LLAMA = "As llama.cpp has it"
 _SPECULATION = "Speculative decoding"
+_CACHE = "Prompt cache on disk"
 _FORM = "Form of the answer (needs the extra serve)"
 
 
@@ -119,6 +120,25 @@ DraftMax = Annotated[
 LookupFile = Annotated[
     Path | None,
     _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
+]
+
+CacheDir = Annotated[
+    Path | None,
+    _option(
+        "--cache-dir", "Keep the prompt cache in this directory, over restarts.", _CACHE, file_okay=False
+    ),
+]
+CacheDisk = Annotated[
+    str, _option("--cache-disk", "Size of that directory at most: 500M, 20G.", _CACHE, metavar="SIZE")
+]
+Session = Annotated[
+    Path | None,
+    _option(
+        "--session",
+        "A file that keeps the conversation and its cache: go on with it, and write it at the end.",
+        _CACHE,
+        dir_okay=False,
+    ),
 ]
 
 DeviceNames = Annotated[
@@ -423,6 +443,17 @@ class SpeculationOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptCacheOptions(LoadOptions):
+    """Where the cache of finished answers is kept."""
+
+    cache_dir: CacheDir = None
+    cache_disk: CacheDisk = "20G"
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"cache_dir": self.cache_dir, "cache_disk": self.cache_disk}
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchOptions(SpeculationOptions, GPUOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
@@ -495,7 +526,7 @@ class NamedModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(SpeculationOptions, NamedModelOptions):
+class AnswerOptions(PromptCacheOptions, SpeculationOptions, NamedModelOptions):
     """How a model is loaded that is to generate answers."""
 
 

@@ -30,6 +30,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
+    from hotset.cli.session import Session
     from hotset.generation import Chunk, Timings
     from hotset.offload.cache_stats import CacheStats
     from hotset.sparsity.stats import StatsSummary
@@ -54,6 +55,7 @@ def run(  # noqa: PLR0913 - options of a subcommand
     json: options.JsonAnswer = False,
     stats: options.Stats = False,
     ctx_size: options.ContextSize = None,
+    session: options.Session = None,
     *,
     loading: options.AnswerOptions,
     sampling: options.SamplingOptions,
@@ -74,14 +76,25 @@ def run(  # noqa: PLR0913 - options of a subcommand
     with loaded:
         print_choice(loaded)
         print_memory(loaded)
+        kept = None if session is None else _open_session(loaded, session)
         if text is None:
             from hotset.cli.chat import chat
 
-            chat(loaded, system=system, raw=raw, params=params, parse_special=parse_special)
-        else:
-            _answer(
-                loaded, _messages(loaded, system, text, raw), params, json, stats, parse_special=parse_special
-            )
+            chat(loaded, system=system, raw=raw, params=params, parse_special=parse_special, session=kept)
+            return
+        asked = _messages(loaded, system, text, raw)
+        if kept is not None:
+            asked = kept.with_question(asked)
+        answer = _answer(loaded, asked, params, json, stats, parse_special=parse_special)
+        if kept is not None:
+            said = [] if isinstance(asked, str) else [*asked, {"role": "assistant", "content": answer}]
+            kept.save(said)
+
+
+def _open_session(model: Model, path: Path) -> Session:
+    from hotset.cli.session import Session
+
+    return Session(model, path)
 
 
 def _arguments(
@@ -210,7 +223,8 @@ def _answer(
     with_stats: bool,
     *,
     parse_special: bool,
-) -> None:
+) -> str:
+    """Prints the answer, and returns it."""
     pieces: list[str] = []
     tokens: list[int] = []
     last: Chunk | None = None
@@ -255,6 +269,7 @@ def _answer(
                 say(f"[{disk_line(facts)}]", dim=True)
     if interrupted:
         raise KeyboardInterrupt
+    return "".join(pieces)
 
 
 def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str, Any]:

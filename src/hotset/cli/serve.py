@@ -110,6 +110,10 @@ class ServerOptions:
         _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
     ] = None
     log_form: Annotated[str, _option("--log-form", "Format of these lines: json or text.")] = "json"
+    slot_save_path: Annotated[
+        Path | None,
+        _option("--slot-save-path", "Folder for what POST /slots saves.", exists=True, file_okay=False),
+    ] = None
     grace: Annotated[float, _option("--grace", "Seconds that running answers get at shutdown.", min=0)] = 30.0
 
     @property
@@ -135,6 +139,7 @@ class ServerOptions:
             max_seconds=self.timeout,
             request_log=self.request_log,
             log_form=self.log_form,
+            slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
             grace_seconds=self.grace,
         )
 
@@ -177,6 +182,10 @@ def serve(
         one is not None for one in (server.replicas, server.max_replicas, scale.stages, scale.ray)
     )
     several = not models or len(models) > 1 or server.is_of_several or _folder(models) is not None
+    if is_scaled and server.slot_save_path is not None:
+        raise typer.BadParameter(
+            "slots are saved where one machine's CPU computes; leave it out.", param_hint="--slot-save-path"
+        )
     if several and is_scaled and (models or server.is_of_several):
         raise typer.BadParameter("several models are served by one machine; name one.", param_hint="MODEL")
     if several and not is_scaled:

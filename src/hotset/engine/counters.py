@@ -11,9 +11,10 @@ class Counters:
 
     steps, step_seconds: batches that a backend computed. cancelled_steps: those that were ended before.
     prompt_tokens: computed of prompts (again, where a sequence had lost its pages). reused_tokens: of prompts
-    that were in the cache. generated_tokens. answer_steps: in which a sequence got tokens, summed over
-    sequences. drafted_tokens: that were verified; accepted_tokens: that were right. preemptions: sequences
-    that lost their pages to others.
+    that were in the cache; restored_tokens: those of them that were read from the disk before.
+    generated_tokens. answer_steps: in which a sequence got tokens, summed over sequences. drafted_tokens:
+    that were verified; accepted_tokens: that were right. preemptions: sequences that lost their pages to
+    others.
     finished: came to their end ("stop", "length"). cancelled, timed_out, failed: did not. refused: found the
     queue full.
 
@@ -26,6 +27,7 @@ class Counters:
     cancelled_steps: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    restored_tokens: int = 0
     generated_tokens: int = 0
     answer_steps: int = 0
     drafted_tokens: int = 0

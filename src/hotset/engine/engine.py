@@ -16,17 +16,18 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
-from typing import Literal, NamedTuple, assert_never
+from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
+from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams
-from hotset.engine.scheduler import Chunks, Scheduler
+from hotset.engine.scheduler import Chunks, Scheduler, prefix_of
 from hotset.engine.sequence import FinishReason, Owner, Sequence
 from hotset.engine.speculation import Speculator
 from hotset.errors import (
@@ -37,11 +38,16 @@ from hotset.errors import (
     StepCancelledError,
 )
 
+if TYPE_CHECKING:
+    from hotset.engine.prompt_cache import PromptCache
+
 ThresholdedTokens = Literal["none", "answers", "all"]
 
 # How long a step waits for masks of constraints: for all of them together, where one sequence is alone, and
 # where all sequences wait.
 _MASK_SECONDS, _ALONE_SECONDS, _ALL_SECONDS = 0.1, 1.0, 0.01
+
+_BLOCK_SECONDS = 0.01  # for which a step waits for blocks from the disk, where there is nothing else to do
 
 
 class _Flight(NamedTuple):
@@ -65,6 +71,7 @@ class Engine:
     thresholded: whose small values are zero where the graph has thresholds (operations.Threshold): those of
     generated tokens, or of prompts too. It is a fact of a token, whatever step it is in.
     speculator: drafts tokens (engine/speculation.py); None: steps give each sequence one token.
+    prompt_cache: where blocks are stored and found again; None: nowhere.
     is_encoder: texts are computed for what is inside them (`prepare_tap`), each in one step, and nothing is
     generated.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
@@ -84,6 +91,7 @@ class Engine:
         flops: Callable[[float], float] | None = None,
         is_encoder: bool = False,
         speculator: Speculator | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
@@ -113,7 +121,8 @@ class Engine:
             backend, max_sequences, max_pages, max_batch, prompt_seconds, flops, self._counted,
             whole_texts=is_encoder,
         )  # fmt: skip
-        self.scheduler.speculator = speculator
+        self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
+        self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
         self._batches = BatchBuilder(
             max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
         )
@@ -127,9 +136,18 @@ class Engine:
         self._forget_requests()
 
     def close(self) -> None:
-        """Frees what drafts tokens; safe to call twice."""
+        """Stores what waits for the disk, and frees what drafts tokens; safe to call twice."""
+        if self.scheduler.prompt_cache is not None:
+            self.scheduler.prompt_cache.close()
         if self.speculator is not None:
             self.speculator.close()
+
+    def keep_slots(self) -> dict[int, Prefix]:
+        """From now on, the tokens of the latest answer of each slot that came to its end, as far as its full
+        pages go: for those who store them (engine/saved_prefix.py). By `Sequence.id_slot`."""
+        if self.slots is None:
+            self.slots = {}
+        return self.slots
 
     def _forget_requests(self) -> None:
         self._interrupted: set[Sequence | None] = set()  # by other threads; None: all sequences
@@ -370,6 +388,7 @@ class Engine:
         self._take_masks()
         chunks = self.scheduler.schedule()
         if not chunks:
+            self.scheduler.wait_for_blocks(_BLOCK_SECONDS)
             return []
         batch = self._batches.build(chunks, self.scheduler.page_tables)
         self._in_flight = frozenset(sequence for sequence, _ in chunks)
@@ -554,10 +573,23 @@ class Engine:
             if reason in ("stop", "length"):
                 seconds = time.perf_counter() - sequence.started
                 self._seconds_each += (seconds - self._seconds_each) / (8 if self._seconds_each else 1)
+            self._store(sequence)
             self.scheduler.remove(sequence)
         elif sequence in self.scheduler.waiting:
             self.scheduler.waiting.remove(sequence)
         sequence.notify()
+
+    def _store(self, sequence: Sequence) -> None:
+        """Has the pages of an answer at its end stored, and its tokens kept, where that is asked for."""
+        prompt_cache = self.scheduler.prompt_cache
+        wanted = prompt_cache is not None or self.slots is not None
+        if not wanted or sequence.sampler is None or not sequence.n_registered:
+            return
+        prefix = prefix_of(sequence, sequence.n_registered * PAGE_SIZE)
+        if prompt_cache is not None and sequence.reuse_prefix:
+            prompt_cache.write(prefix, self.scheduler.pool)
+        if self.slots is not None:
+            self.slots[sequence.slot if sequence.id_slot is None else sequence.id_slot] = prefix
 
     def _count_end(self, reason: FinishReason) -> None:
         match reason:

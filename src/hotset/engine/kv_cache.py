@@ -122,6 +122,37 @@ class PagePool:
             self._references[page] += 1
         return pages, self._serials[pages[-1]] if pages else parent
 
+    def find(self, parent: int, tokens: Sequence[int], n_unthresholded: int) -> tuple[int, int] | None:
+        """The page that holds these tokens after `parent`, and its serial number; None where there is none.
+
+        From any thread, as `holds`; the page may hold something else a moment later.
+        """
+        key = (parent, n_unthresholded, np.asarray(tokens, dtype=np.int32).tobytes())
+        page = self._pages.get(key)
+        if page is None:
+            return None
+        serial = self._serials[page]
+        return (page, serial) if self._pages.get(key) == page else None
+
+    def holds(self, page: int, serial: int) -> bool:
+        """Whether a page still holds what it had with this serial number. It is forgotten before it is
+        written again, so what was copied out before this says yes is what the page held."""
+        return self._keys[page] is not None and self._serials[page] == serial
+
+    def n_known(self, tokens: Sequence[int], max_pages: int, first_thresholded_token: int) -> int:
+        """How many pages `match` would find now."""
+        n_whole, serial = 0, ROOT
+        for i in range(max_pages):
+            page = np.asarray(tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], dtype=np.int32)
+            n_unthresholded = n_unthresholded_in_page(first_thresholded_token, i)
+            found = self._pages.get((serial, n_unthresholded, page.tobytes()))
+            if found is None:
+                break
+            serial = self._serials[found]
+            if self.states is None or self.states.has(serial):
+                n_whole = i + 1
+        return n_whole
+
     def register(
         self, page: int, parent: int, tokens: Sequence[int], n_unthresholded: int = PAGE_SIZE
     ) -> int:
@@ -135,10 +166,11 @@ class PagePool:
         known = self._pages.get(key)
         if known is not None:
             return self._serials[known]
-        self._pages[key] = page
-        self._keys[page] = key
+        # In this order: `find` and `holds` look on from other threads.
         self._serials[page] = self._next_serial
         self._next_serial += 1
+        self._keys[page] = key
+        self._pages[key] = page
         return self._serials[page]
 
     def release(self, pages: Iterable[int]) -> None:
@@ -153,6 +185,22 @@ class PagePool:
                     self._empty.append(page)
                 else:
                     self._idle[page] = None
+
+    def erase(self, tokens: Sequence[int], n_pages: int, first_thresholded_token: int) -> None:
+        """Forgets the pages of a prefix that no sequence has, from its end on."""
+        found: list[int] = []
+        serial = ROOT
+        for i in range(n_pages):
+            page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            place = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))
+            if place is None:
+                break
+            found.append(place[0])
+            serial = place[1]
+        while found and self._references[page_ := found.pop()] == 0:
+            del self._idle[page_]
+            self._forget(page_)
+            self._empty.append(page_)
 
     def clear(self) -> None:
         """Forgets every prefix; pages in use stay in use."""

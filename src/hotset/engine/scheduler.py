@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
+from hotset.engine.blocks import Blocks, Prefix, Reading
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page
 from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
@@ -23,6 +26,9 @@ from hotset.engine.speculation import Speculator
 from hotset.engine.states import StatePool
 from hotset.errors import OutOfMemoryError
 from hotset.settings import MOST_DRAFTED
+
+if TYPE_CHECKING:
+    from hotset.engine.prompt_cache import PromptCache
 
 _KEPT_STATES = 4  # of prefixes, the newest ones, which no draft takes the slots of
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `on_logits`
@@ -52,6 +58,7 @@ class Scheduler:
     ) -> None:
         self._backend, self._max_batch, self._counted = backend, max_batch, counted
         self.speculator: Speculator | None = None  # the engine's
+        self.prompt_cache: PromptCache | None = None  # likewise
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self.max_sequences, self._whole_texts = max_sequences, whole_texts
         self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
@@ -212,6 +219,8 @@ class Scheduler:
         """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
         while self.waiting and self.free_slots:
             sequence = self.waiting.first()
+            if self.prompt_cache is not None and self._awaits_blocks(sequence, self.prompt_cache):
+                return
             pages, chain = self.pool.match(
                 sequence.tokens,
                 sequence.n_reusable_pages,
@@ -225,6 +234,12 @@ class Scheduler:
                 return
             self.waiting.pop()
             self.running.append(sequence)
+            if sequence.reading is not None and self.prompt_cache is not None:
+                n = len(pages)
+                found, prefix = sequence.reading.found, prefix_of(sequence, len(sequence.tokens))
+                chain = self.restore(self.prompt_cache.memory, found, prefix, pages, chain)
+                self._counted.restored_tokens += (len(pages) - n) * PAGE_SIZE
+                sequence.reading = None
             sequence.slot = self.free_slots.pop()
             sequence.pages = pages
             sequence.chain = chain
@@ -237,6 +252,67 @@ class Scheduler:
                 sequence.started = time.perf_counter()
                 sequence.n_reused = sequence.n_computed
                 self._counted.reused_tokens += sequence.n_computed
+
+    # ---- blocks on the disk (prompt_cache.py)
+
+    def _awaits_blocks(self, first: Sequence, prompt_cache: PromptCache) -> bool:
+        """Whether blocks of the sequence whose turn it is are still read. Those of the next ones are sought,
+        too, as many as there is room for."""
+        n_pages = 0
+        for sequence in islice(self.waiting, len(self.free_slots)):
+            if sequence.reading is None:
+                sequence.reading = self._sought(sequence, prompt_cache)
+            n_pages += sequence.reading.n_pages
+            if n_pages > self.pool.n_available:
+                break
+        return first.reading is not None and not first.reading.is_done
+
+    def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> Reading:
+        prefix, n_pages = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_pages
+        n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token)
+        return prompt_cache.read(prefix, n_known, n_pages)
+
+    def wait_for_blocks(self, seconds: float) -> None:
+        """Until the blocks of the sequence whose turn it is are read, or so long."""
+        if self.waiting and (reading := self.waiting.first().reading) is not None:
+            reading.wait(seconds)
+
+    def restore(
+        self, memory: CacheMemory, found: Blocks, prefix: Prefix, pages: list[int], serial: int
+    ) -> int:
+        """Puts blocks of a prefix into the cache, behind `pages` that it has of it, to which theirs are
+        added; `serial` is that of the last one. Returns the new last one's.
+
+        Without room for all of them, those that have room, or none where the model has states.
+        """
+        blocks = found.pages[max(len(pages) - found.first, 0) :] if found.first <= len(pages) else ()
+        slot = None
+        if self.states is not None and blocks:
+            fits = found.state is not None and len(blocks) <= self.pool.n_available
+            slot = self.states.allocate() if fits else None
+            if slot is None or found.state is None:
+                return serial
+            memory.write_state(slot, found.state)
+        for data in blocks:
+            page = self.pool.allocate()
+            if page is None:
+                break
+            memory.write_page(page, data)
+            serial = self.pool.register(page, serial, *prefix.page(len(pages)))
+            pages.append(page)
+        if self.states is not None and slot is not None:
+            self.states.keep(slot, serial)
+            self.states.release(slot)
+        return serial
+
+    def restore_prefix(self, memory: CacheMemory, found: Blocks, prefix: Prefix) -> int:
+        """Puts blocks into the cache, for later sequences; returns how many pages of the prefix it has."""
+        pages, serial = self.pool.match(
+            prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token
+        )
+        self.restore(memory, found, prefix, pages, serial)
+        self.pool.release(pages)
+        return len(pages)
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Takes over what another sequence has computed meanwhile of the same tokens: pages, not work."""
@@ -366,3 +442,9 @@ class Scheduler:
         """Takes back what `take_states` gave."""
         while self._lent_states and self.states is not None:
             self.states.release(self._lent_states.pop())
+
+
+def prefix_of(sequence: Sequence, n_tokens: int) -> Prefix:
+    """The first tokens of a sequence, as its pages are found."""
+    tokens = sequence.tokens[:n_tokens]
+    return Prefix(tokens, sequence.first_thresholded_token, min(sequence.n_prompt, n_tokens))

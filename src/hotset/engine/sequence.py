@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, StepStats
+from hotset.engine.blocks import Reading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
 from hotset.parameters import real_number
@@ -76,6 +77,8 @@ class Sequence:
     and were right. n_steps: in which it got tokens.
     client, deadline: those of its Owner.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
+    reading: blocks of its prompt that are read from the disk, until it is admitted. id_slot: under which
+    number its tokens are found when it is over (Engine.slots); None: that of `slot`.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
     the engine collects them.
     events: where the engine puts an Event for each generated token and for the end; None: nowhere.
@@ -95,6 +98,7 @@ class Sequence:
         "first_output",
         "first_thresholded_token",
         "first_token",
+        "id_slot",
         "last_token",
         "logprobs",
         "n_accepted",
@@ -111,6 +115,7 @@ class Sequence:
         "pages",
         "preempted",
         "process",
+        "reading",
         "reuse_prefix",
         "sampler",
         "slot",
@@ -149,6 +154,8 @@ class Sequence:
         # Slots of recurrent states by the number of tokens before: from that of n_computed it goes on, the
         # others are those that the step in flight writes, or (of one that was cancelled) wrote in part.
         self.states: dict[int, int] = {}
+        self.reading: Reading | None = None
+        self.id_slot: int | None = None
         self.slot = -1  # row of the page table while it runs
         self.started = 0.0
         self.first_token = 0.0

@@ -26,6 +26,7 @@ class StatePool:
         self._empty = list(range(n_states - 1, -1, -1))  # unused slots, the lowest on top
         self._idle: OrderedDict[int, None] = OrderedDict()  # unused, but the end of a prefix; LRU first
         self._references = [0] * n_states
+        self._n_uses = [0] * n_states
         self._serials: list[int | None] = [None] * n_states
         self._slots: dict[int, int] = {}  # serial number → slot
 
@@ -60,11 +61,25 @@ class StatePool:
         else:
             return None
         self._references[slot] = 1
+        self._n_uses[slot] += 1
         return slot
 
     def has(self, serial: int) -> bool:
         """Whether the state behind a page was kept."""
         return serial in self._slots
+
+    def find(self, serial: int) -> tuple[int, int] | None:
+        """The slot with that state, and how often the slot was handed out; None where it was not kept. From
+        any thread, as `holds`; the slot may hold something else a moment later."""
+        slot = self._slots.get(serial)
+        if slot is None:
+            return None
+        n_uses = self._n_uses[slot]
+        return (slot, n_uses) if self._slots.get(serial) == slot else None
+
+    def holds(self, slot: int, n_uses: int) -> bool:
+        """Whether a slot still holds what it had when `find` said so."""
+        return self._n_uses[slot] == n_uses
 
     def take(self, serial: int) -> int:
         """The slot with the state that was kept behind a page, now referenced once more."""

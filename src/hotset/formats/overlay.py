@@ -25,6 +25,11 @@ class Overlay:
         return Overlay(self._files[-1], *reversed(self._files[:-1]), *sidecars)
 
     @property
+    def sidecars(self) -> list[GGUFFile]:
+        """The files over the model's."""
+        return self._files[:-1]
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Name → type and shape, over all files."""
         return ChainMap(*(file.tensors for file in self._files))

@@ -68,6 +68,10 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         )
     if settings.ram_budget is not None:
         raise InvalidRequestError("a machine maps the layers of its stages; leave out --ram-budget")
+    if settings.cache_dir is not None:
+        raise UnsupportedModelError(
+            "the cache of stages lies on their machines and is not kept on a disk; leave out --cache-dir"
+        )
     opened = open_model(model, replace(settings, backend="cpu"))
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)

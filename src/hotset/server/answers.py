@@ -60,6 +60,7 @@ class AnswerRequest:
     generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
     reuse_prefix: False computes a prompt again that is in the cache.
+    id_slot: the slot whose tokens are these when it is over (saved_slots.py); None: any.
     client: who asks; those who wait have their turn client by client. n_bytes: of the body that it came in.
     """
 
@@ -78,6 +79,7 @@ class AnswerRequest:
     generates: bool = True
     stream: bool = False
     reuse_prefix: bool = True
+    id_slot: int | None = None
     client: str | None = None
     n_bytes: int = 0
 

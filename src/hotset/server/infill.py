@@ -28,15 +28,14 @@ class ExtraFile(Body):
 
 
 class InfillBody(SamplingFields):
-    """llama-server's body. id_slot, samplers and the limits of time have no effect: a request is given a
-    slot, the order of the samplers is fixed, and an answer ends by its tokens."""
+    """llama-server's body. samplers and the limits of time have no effect: the order of the samplers is
+    fixed, and an answer ends by its tokens."""
 
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES)] | None = None
     prompt: str | None = None
     response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = None
-    id_slot: int | None = None
     samplers: list[str] | None = None
     n_indent: int | None = None
     t_max_prompt_ms: float | None = None
@@ -62,6 +61,7 @@ class InfillBody(SamplingFields):
             params=sampling.sampling(defaults, logprobs=None),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
+            id_slot=self.slot,
         )
 
 

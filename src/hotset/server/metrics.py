@@ -27,12 +27,38 @@ ENGINE_COUNTERS = {
     "hotset_step_seconds": ("step_seconds", "Time that they took."),
     "hotset_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were computed."),
     "hotset_cached_prompt_tokens": ("reused_tokens", "Tokens of prompts that were found in the cache."),
+    "hotset_restored_prompt_tokens": (
+        "restored_tokens",
+        "Tokens of prompts that were read from the prompt cache on disk.",
+    ),
     "hotset_generated_tokens": ("generated_tokens", "Generated tokens."),
     "hotset_answer_steps": ("answer_steps", "Steps in which an answer got tokens, summed over answers."),
     "hotset_drafted_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
     "hotset_accepted_tokens": ("accepted_tokens", "Those of them that were right."),
     "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
     "hotset_refused": ("refused", "Requests that found the queue full."),
+}
+PROMPT_CACHE_COUNTERS = {  # with a prompt cache on disk
+    "hotset_prompt_cache_blocks_read": (
+        "blocks_read",
+        "Blocks that were read from the prompt cache on disk.",
+    ),
+    "hotset_prompt_cache_read_bytes": ("bytes_read", "Their bytes."),
+    "hotset_prompt_cache_blocks_written": ("blocks_written", "Blocks that were written there."),
+    "hotset_prompt_cache_written_bytes": ("bytes_written", "Their bytes."),
+    "hotset_prompt_cache_blocks_evicted": ("blocks_evicted", "Blocks that were deleted for their room."),
+    "hotset_prompt_cache_blocks_damaged": ("blocks_damaged", "Blocks that were damaged, and were deleted."),
+    "hotset_prompt_cache_sequences_dropped": (
+        "sequences_dropped",
+        "Answers that were not stored, since too many waited for the disk.",
+    ),
+    "hotset_prompt_cache_write_errors": ("write_errors", "Answers that the disk did not take."),
+}
+PROMPT_CACHE_GAUGES = {
+    "hotset_prompt_cache_bytes": (
+        "bytes",
+        "Size of the directory, of all models, when it was last looked at.",
+    ),
 }
 DISK_COUNTERS = {  # under a budget of memory
     "hotset_row_hits": ("hits", "Rows of neurons that were in memory when they were needed."),
@@ -146,6 +172,13 @@ def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[
     yield from families(GaugeMetricFamily, ENGINE_GAUGES, engines)
     disks = [(values, asdict(model.stored.counts())) for values, model in models if model.stored is not None]
     yield from families(CounterMetricFamily, DISK_COUNTERS, disks)
+    caches = [
+        (values, asdict(cache.counts))
+        for values, model in models
+        if (cache := model.engine.scheduler.prompt_cache) is not None
+    ]
+    yield from families(CounterMetricFamily, PROMPT_CACHE_COUNTERS, caches)
+    yield from families(GaugeMetricFamily, PROMPT_CACHE_GAUGES, caches)
     counted = [
         (values, expert_counts(model.decided.graph, model.backend, model.stored)) for values, model in models
     ]

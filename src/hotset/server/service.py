@@ -25,9 +25,12 @@ from hotset.engine.driver import EngineThread
 from hotset.engine.embedding import TextVectors
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sampler import SamplingParams
+from hotset.engine.saved_prefix import SessionFiles
 from hotset.engine.sequence import Event, Owner
 from hotset.engine.sequence import Sequence as EngineSequence
+from hotset.errors import HotsetError, UnsupportedModelError
 from hotset.escaping import clause
+from hotset.loader.prompt_cache import session_files
 from hotset.parameters import shown
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, Delivery, PreparedPrompt
@@ -147,6 +150,7 @@ class Service:
         self._load, self._ready = load, ready
         self._model: Model | None = None
         self._answers: set[Answer | Vectors] = set()
+        self.slots: SessionFiles | HotsetError | None = None  # what saves them, or why none does
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = metrics or Metrics(self._now)
         self._mail = Mail()
@@ -184,6 +188,8 @@ class Service:
             # Made now: the first to ask would wait for them, and two at once would make them twice.
             _ = model.tokenizer, model.chat_template, model.output_form
             model.grammars.prepare()
+            if self.settings.slot_save_path is not None:
+                self.slots = _slots_of(model)
         except BaseException:
             model.close()
             raise
@@ -333,6 +339,11 @@ class Service:
         most = min(settings.max_answers, self.model.engine.max_sequences + settings.max_queue)
         if n > most:
             raise RequestError(f"{n} answers are asked for, and a request gets {most} at most", param="n")
+        n_slots = self.model.engine.max_sequences
+        if request.id_slot is not None and request.id_slot >= n_slots:
+            raise RequestError(
+                f"there is no slot {request.id_slot}: this server has {n_slots}", param="id_slot"
+            )
         longest, asked = settings.max_tokens, request.params.max_tokens
         if longest is None:
             return request
@@ -395,6 +406,13 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     return [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
 
 
+def _slots_of(model: Model) -> SessionFiles | HotsetError:
+    try:
+        return session_files(model, "--slot-save-path")
+    except UnsupportedModelError as error:
+        return error
+
+
 def _room(model: Model, params: SamplingParams) -> int:
     """Tokens of a prompt that leave room for the answer, or for half the context if that is less."""
     return model.n_ctx - min(params.max_tokens or model.n_ctx, model.n_ctx // 2)
@@ -415,6 +433,7 @@ def _prepared_prompt(
         generations.append(
             model.prepare(tokens, own, request.reuse_prefix, shown=marks, around=around, owner=owner)
         )
+        generations[-1].sequence.id_slot = request.id_slot
     return PreparedPrompt(tokens, generations, parsers, scores)
 
 

@@ -33,6 +33,7 @@ class ServerSettings:
     of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
     request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
+    slot_save_path: a folder for what /slots saves; None: nothing is saved.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
     """
@@ -53,6 +54,7 @@ class ServerSettings:
     max_seconds: float | None = None
     request_log: str | None = None
     log_form: str = "json"
+    slot_save_path: str | None = None
     trusted_proxies: tuple[str, ...] = ()
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20

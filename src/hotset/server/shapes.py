@@ -258,6 +258,24 @@ class InfillReply(Shape):
     timings: InfillTimings | None = None
 
 
+class SlotTimings(Shape):
+    save_ms: float | None = None
+    restore_ms: float | None = None
+
+
+class SlotReply(Shape):
+    """Tokens and bytes, of what was asked for."""
+
+    id_slot: int
+    filename: str | None = None
+    n_saved: int | None = None
+    n_written: int | None = None
+    n_restored: int | None = None
+    n_read: int | None = None
+    n_erased: int | None = None
+    timings: SlotTimings | None = None
+
+
 # ---- /v1/responses ----
 
 Status = Literal["completed", "incomplete"]

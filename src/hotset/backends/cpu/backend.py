@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 assert _core.SAVED_TOKENS == SAVED_TOKENS
+
+
+def native_code() -> bytes:
+    """The native module that computes here: what was stored by another one may have other bits."""
+    return Path(_core.__file__).read_bytes()
 
 
 def new_runtime(n_threads: int | None = None) -> _core.Runtime:
@@ -109,6 +115,9 @@ class CpuBackend:
         self._states = {
             op.out: np.zeros((n_states, math.prod(op.state_shape)), np.float32) for op in self.graph.recurrent
         }
+        # Of a page, and of a slot: as CacheMemory has them.
+        self.page_nbytes = sum(part.shape[1] for part in self._page_parts())
+        self.state_nbytes = sum(state[0].nbytes for state in self._states.values())
         self._lowered: dict[frozenset[str], Lowered] = {}
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
@@ -228,6 +237,33 @@ class CpuBackend:
     def expert_counts(self) -> CacheStats:
         """No device asks here."""
         return CacheStats()
+
+    def _page_parts(self) -> list[np.ndarray]:
+        """Keys, values and scales of all layers, each uint8 [n_pages, bytes of a page]."""
+        parts = [part for layer in self._cache.values() for part in layer]
+        return [part.reshape(self.n_pages, -1) for part in parts if part is not None]
+
+    def read_page(self, page: int) -> bytes:
+        """As CacheMemory."""
+        return b"".join(part[page].tobytes() for part in self._page_parts())
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """As CacheMemory."""
+        rows, at = np.frombuffer(data, np.uint8), 0
+        for part in self._page_parts():
+            part[page] = rows[at : at + part.shape[1]]
+            at += part.shape[1]
+
+    def read_state(self, slot: int) -> bytes:
+        """As CacheMemory."""
+        return b"".join(state[slot].tobytes() for state in self._states.values())
+
+    def write_state(self, slot: int, data: bytes) -> None:
+        """As CacheMemory."""
+        values, at = np.frombuffer(data, np.float32), 0
+        for state in self._states.values():
+            state[slot] = values[at : at + state.shape[1]]
+            at += state.shape[1]
 
     def cancel(self) -> None:
         """Ends the step in flight, from any thread; it raises StepCancelledError."""

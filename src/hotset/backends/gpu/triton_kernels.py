@@ -23,9 +23,10 @@ that a step can be captured in a CUDA graph.
 With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
 """
 
-# Kernels have no types of Python: pointers, numbers of a program, constants. Their language has no `in`.
+# Kernels have no types of Python: pointers, numbers of a program, constants. Their language has no `in`, and
+# no stars in tuples.
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: SIM109
+# ruff: noqa: SIM109, RUF005
 
 from __future__ import annotations
 
@@ -92,6 +93,12 @@ def _rounded(a, b):
     return tl.fma(a, b, tl.zeros_like(a))
 
 
+@triton.jit
+def _fused(a, b, acc):
+    """acc [T, R, W] + a * b [1, W], rounded once."""
+    return tl.fma(tl.broadcast_to(a[None, :, :], acc.shape), tl.broadcast_to(b[None, :, :], acc.shape), acc)
+
+
 # ---- weights -------------------------------------------------------------------------------------------
 #
 # A matrix comes as six pointers (codes, scales, mins, high, sub_scales, group_of; None where the type has
@@ -116,11 +123,14 @@ def _load(
 ):  # fmt: skip
     """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
 
-    Floats: [R, W, 4]. In place of what the type lacks are the codes, which are not read there: a tuple with
-    None in it is more than Triton 3.6 compiles. The scales of planes are left to `_planes`.
+    last: words from there on are not read; None: all are. Floats: [R, W, 4]. In place of what the type lacks
+    are the codes, which are not read there: a tuple with None in it is more than Triton 3.6 compiles. The
+    scales of planes are left to `_planes`.
     """
     row = rows.to(tl.int64)[:, None]
-    mask = live[:, None] & (w < last)[None, :]
+    mask = live[:, None]
+    if last is not None:
+        mask = mask & (w < last)[None, :]
     if TYPE == FLOAT:
         column = (w * 4)[:, None] + tl.arange(0, 4)[None, :]
         inside = mask[:, :, None] & (column < stride)[None, :, :]
@@ -162,7 +172,8 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
         i = tl.arange(0, 4)[None, None, :]
         if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
             # Where they lie, but that those of the upper bytes would reach into the exponent.
-            q = tl.where(i < 2, words[:, :, None], words[:, :, None] >> 16) & (15 << (i % 2 * 8 + 4 * part))
+            upper = (words >> 16) | zero  # else each of the four is shifted by itself, and cut out
+            q = tl.where(i < 2, words[:, :, None], upper[:, :, None]) & (15 << (i % 2 * 8 + 4 * part))
             raised = tl.where(i % 2 == 0, 1.0, 256.0) * (1.0 if part == 0 else 16.0)
             offset = (8.0 if TYPE == Q4_0 else 0.0) * raised
             return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + offset)
@@ -274,43 +285,101 @@ def _weights(
 
 
 @triton.jit
-def _dot_rows(
-    x, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, first_word, last_word,
-    zero, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """x [T, n_cols] times the rows of a tile, over words [first_word, last_word): float32 [T, R].
+def _row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE: tl.constexpr):
+    """Where a row begins, of each of a matrix's pointers; in place of what its type lacks are the codes."""
+    at = row.to(tl.int64)
+    first = codes + at * stride
+    of_scales, of_mins, of_high, of_sub_scales = first, first, first, first
+    if TYPE != FLOAT:
+        PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
+        block = at * (stride // PER_BLOCK)
+        of_scales = scales + block
+        if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
+            of_mins = mins + block
+        if TYPE == Q5_0 or TYPE == Q5_1:
+            of_high = high + block
+        if TYPE == Q4_K:
+            of_sub_scales = sub_scales + block * 3
+        if TYPE == Q6_K:
+            of_high, of_sub_scales = high + at * (stride // 2), sub_scales + at * (stride // 2)
+    return first, of_scales, of_mins, of_high, of_sub_scales
 
-    zero: 0, but not known to the compiler. Or-ed into the numbers of the words it hides that these are
-    neighbours, so that a thread takes one word of each row, its neighbour the next, and both read
-    their columns of x in one piece.
-    """
+
+@triton.jit
+def _add_words(
+    acc, x, n_tokens, n_cols, rows, lives, stride, first, last, zero,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """acc [T, R, W] + x [T, n_cols] times words first to first + W of rows; the rest as in _dot_rows, and
+    last: words from there on are not there; None: all are."""
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
-    token = tl.arange(0, T)[:, None, None]
-    acc = tl.zeros([T, R, W], tl.float32)
-    for first in range(first_word, last_word, W):
-        w = first + (tl.arange(0, W) | zero)
-        raw = _load(codes, scales, mins, high, sub_scales, None, stride, rows, live, w, last_word, TYPE)
-        words, bits, d, m, s0, s1, s2 = raw
-        for part in tl.static_range(PARTS):
-            q = _numbers(words, bits, w, zero, part, TYPE)
-            column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
-            inside = (w < last_word)[None, :, None]
-            if TYPE == FLOAT:
-                inside = inside & (column < n_cols)
-            for t in tl.static_range(T):
-                # [1, W, 4]; where there are fewer tokens, the last one again, which is not stored
-                xs = tl.load(x + tl.minimum(t, n_tokens - 1) * n_cols + column, mask=inside, other=0.0)
+    token, place = tl.arange(0, T)[:, None, None], tl.arange(0, R)[None, :, None]
+    # Not said to be neighbours, so that a thread takes one word of each row, its neighbour the next, and both
+    # read their columns of x in one piece.
+    w = first + tl.max_contiguous(tl.arange(0, W), [1])
+    raws = ()  # type: Any
+    for r in tl.static_range(R):
+        codes, scales, mins, high, sub_scales = rows[r]
+        live = tl.full([1], 1, tl.int1)
+        if lives is not None:
+            live = live & lives[r]
+        raw = _load(
+            codes, scales, mins, high, sub_scales, None, stride, tl.zeros([1], tl.int32), live, w, last, TYPE
+        )
+        raws = raws + (raw,)
+    for part in tl.static_range(PARTS):
+        column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
+        for t in tl.static_range(T):
+            # [1, W, 4]; where there are fewer tokens, the last one again, which is not stored
+            at = x + tl.minimum(t, n_tokens - 1) * n_cols + column
+            if last is None:
+                xs = tl.load(at)
+            else:
+                inside = (w < last)[None, :, None]
+                if TYPE == FLOAT:
+                    inside = inside & (column < n_cols)
+                xs = tl.load(at, mask=inside, other=0.0)
+            for r in tl.static_range(R):
+                words, bits, d, m, s0, s1, s2 = raws[r]
+                q = _numbers(words, bits, w, zero, part, TYPE)
                 if TYPE == FLOAT:  # whose rows may begin anywhere: threads then share four neighbours
-                    y = tl.sum(_rounded(q, tl.broadcast_to(xs, [R, W, 4])), axis=2)
+                    y = acc + tl.sum(_rounded(q, xs), axis=2)[None, :, :]
                 else:
                     y = tl.sum(q * (xs * _lowered(part, TYPE)[None, None, :]), axis=2)
-                    y = y * _scale(d, s0, s1, s2, w, part, TYPE)
+                    y = _fused(y, _scale(d, s0, s1, s2, w, part, TYPE), acc)
                     if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
-                        y += tl.sum(xs, axis=2) * _minimum(m, s1, s2, w, part, TYPE)
-                if T == 1:
-                    acc += y[None, :, :]
-                else:  # which token it is is known when this is compiled: no choice is left at run time
-                    acc = tl.where(token == t, acc + y[None, :, :], acc)
+                        y = _fused(tl.sum(xs, axis=2), _minimum(m, s1, s2, w, part, TYPE), y)
+                # Which sum it is is known when this is compiled: no choice is left at run time.
+                acc = tl.where((token == t) & (place == r), y, acc)
+    return acc
+
+
+@triton.jit
+def _dot_rows(
+    x, n_tokens, n_cols, rows, lives, stride, first_word, last_word, zero,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """x [T, n_cols] times R rows, over words [first_word, last_word): float32 [T, R].
+
+    rows: of each what _row_at says. lives: of each whether it is read; None: all are. Every row is loaded by
+    itself: rows of one tile in two dimensions would change threads through shared memory, with barriers.
+    zero: 0, but not known to the compiler. Two constants in one instruction are one too many: it keeps
+    MANTISSA in a register.
+    """
+    acc = tl.zeros([T, R, W], tl.float32)
+    if TYPE == FLOAT:  # the last of whose words may be shorter
+        for first in range(first_word, last_word, W):
+            acc = _add_words(
+                acc, x, n_tokens, n_cols, rows, lives, stride, first, last_word, zero, TYPE, T, R, W
+            )
+    else:
+        whole = first_word + (last_word - first_word) // W * W
+        for first in range(first_word, whole, W):
+            acc = _add_words(acc, x, n_tokens, n_cols, rows, lives, stride, first, None, zero, TYPE, T, R, W)
+        if whole < last_word:
+            acc = _add_words(
+                acc, x, n_tokens, n_cols, rows, lives, stride, whole, last_word, zero, TYPE, T, R, W
+            )
     return tl.sum(acc, axis=2)
 
 
@@ -327,10 +396,11 @@ def _matvec_kernel(
     live = rows < n_rows
     first = tl.program_id(1) * words_of_split
     last = tl.minimum(first + words_of_split, n_words)
-    y = _dot_rows(
-        x, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, first, last, zero,
-        TYPE, T, R, W,
-    )  # fmt: skip
+    begins = ()  # type: Any
+    for r in tl.static_range(R):  # where there are fewer, the last one again, which is not stored
+        row = tl.minimum(tl.program_id(0) * R + r, n_rows - 1)
+        begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
+    y = _dot_rows(x, n_tokens, n_cols, begins, None, stride, first, last, zero, TYPE, T, R, W)
     t = tl.arange(0, T)[:, None]
     mask = (t < n_tokens) & live[None, :]
     where = t * n_rows + rows[None, :]
@@ -450,6 +520,23 @@ def _is_thresholded(thresholded, t, n_tokens):
 
 
 @triton.jit
+def _rows_of(
+    h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, n_words, zero,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """h [T, n_cols] times rows [R] of which those that are live are read: float32 [T, R]."""
+    begins, lives = (), ()  # type: Any, Any
+    for r in tl.static_range(R):
+        mine = tl.arange(0, R) == r
+        lives = lives + (tl.sum(tl.where(mine, live.to(tl.int32), 0), axis=0) != 0,)
+        row = tl.sum(tl.where(mine & live, rows, 0), axis=0)
+        begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
+    if R == 1:  # nothing is computed of a row that is not wanted
+        lives = None
+    return _dot_rows(h, n_tokens, n_cols, begins, lives, stride, 0, n_words, zero, TYPE, T, R, W)
+
+
+@triton.jit
 def _values_of(
     h, rows, wanted, inside, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
@@ -469,9 +556,9 @@ def _values_of(
     value = tl.zeros([T, R], tl.float32)
     up_wanted = wanted
     if GATE_TYPE is not None:
-        z = _dot_rows(
+        z = _rows_of(
             h, n_tokens, n_cols, gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
-            gate_stride, rows, live, 0, gate_words, zero, GATE_TYPE, T, R, W,
+            gate_stride, rows, live, gate_words, zero, GATE_TYPE, T, R, W,
         )  # fmt: skip
         if gate_bias is not None:
             z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
@@ -485,9 +572,9 @@ def _values_of(
     up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
     n_up = tl.sum(up_live.to(tl.int32), axis=0)
     if n_up > 0:
-        z = _dot_rows(
-            h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, up_live, 0,
-            n_words, zero, TYPE, T, R, W,
+        z = _rows_of(
+            h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, up_live, n_words,
+            zero, TYPE, T, R, W,
         )  # fmt: skip
         if up_bias is not None:
             z += tl.load(up_bias + rows, mask=inside, other=0.0)[None, :]

@@ -201,6 +201,7 @@ class ChatBody(SamplingFields):
             params=self.sampling(defaults, logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
+            id_slot=self.slot,
         )
 
     def _effort(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class CompletionBody(SamplingFields):
             generates=not only_echo,
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
+            id_slot=self.slot,
         )
 
 

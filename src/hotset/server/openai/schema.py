@@ -139,6 +139,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     n_predict: int | None = None
     cache_prompt: bool | None = None
+    id_slot: Annotated[int, Field(ge=-1)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
@@ -154,6 +155,11 @@ class SamplingFields(Body):
     service_tier: ServiceTier | None = None
 
     model: str | None = None
+
+    @property
+    def slot(self) -> int | None:
+        """As of AnswerRequest: -1 is any."""
+        return None if self.id_slot == -1 else self.id_slot
 
     @property
     def includes_usage(self) -> bool:

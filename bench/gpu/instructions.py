@@ -1,0 +1,91 @@
+"""What the compiled kernels of a token's step execute for each weight: the table of docs/internals/gpu.md.
+
+usage: python bench/gpu/instructions.py [sm_80 sm_90 ...]
+
+It needs no device: kernels are compiled for shapes of a 7B model, and the innermost loop is taken apart.
+Barriers and accesses to shared memory are those of the loop; registers are a thread's, spills its bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py of bench/
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+from compiled_kernels import TARGETS, compiled, longest_loop, resources
+from gpu_inputs import new, weights
+from peers import print_table
+
+from hotset.backends.gpu import triton_kernels as kernels
+from hotset.backends.gpu.fallback import N_COUNTS
+from hotset.formats.quants import GGMLType
+
+D, FF = 4096, 11008  # 7B: Llama 2
+COLUMNS = [
+    "kernel", "instructions a weight", "barriers", "shared loads", "shared stores", "registers", "spilled",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel, for each weight of its loop the instructions of a thread, and the rest of COLUMNS."""
+
+    kernel: str
+    instructions: float
+    barriers: int
+    shared_loads: int
+    shared_stores: int
+    registers: int
+    spilled: int
+
+    def cells(self) -> list[str]:
+        return [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in astuple(self)]
+
+
+def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is compiled: a row of the table each, the first kernel that it launches."""
+    for type_ in (GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.F16):
+        yield f"matvec, {type_.name}", lambda type_=type_: kernels.linear(new(1, D), weights(type_, D, D))
+    q4_0 = weights(GGMLType.Q4_0, FF, D)
+    counts = new(N_COUNTS, dtype=torch.int64)
+    selected = new(1, FF // 8, dtype=torch.uint8)
+    given: dict[str, Any] = {"activation": "relu", "counts": counts}
+    yield "matvec, Q4_0, 8 tokens", lambda: kernels.linear(new(8, D), q4_0)
+    yield "bits of a predictor, Q4_0", lambda: kernels.linear_bits(new(1, D), q4_0, None, 0.0)
+    yield "neurons, Q4_0", lambda: kernels.neurons(new(1, D), q4_0, q4_0, **given)
+    yield "chosen, Q4_0", lambda: kernels.neurons(new(1, D), q4_0, q4_0, selected=selected, **given)
+    yield "axpy, Q4_0", lambda: kernels.linear_t(new(1, FF), q4_0)
+
+
+def rows(target: str, wanted: Collection[str] = ()) -> Iterator[Row]:
+    """For a target of compiled_kernels.TARGETS, as sm_90; wanted: of which kernels, or all."""
+    for name, run in steps():
+        if wanted and name not in wanted:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            _, constants, made = next(iter(compiled(run, TARGETS[target], patch)))
+        yield _row(name, constants, made)
+
+
+def _row(name: str, constants: dict[str, Any], made: Any) -> Row:
+    loop, used = longest_loop(made.asm["cubin"]), resources(made, "cuda")
+    of_thread = constants["W"] * constants.get("R", 1) / (32 * made.metadata.num_warps)
+    n_weights = of_thread * (4 if constants["TYPE"] <= kernels.FORMATS[GGMLType.Q8_0] else 8)
+    return Row(
+        name, loop.instructions / n_weights, loop.barriers, loop.shared_loads, loop.shared_stores,
+        used["registers"], used["spilled"],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    for target in sys.argv[1:] or ("sm_80", "sm_90"):
+        print(f"Triton {triton.__version__}, {target}")
+        print_table(COLUMNS, [row.cells() for row in rows(target)])

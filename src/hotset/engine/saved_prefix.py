@@ -1,0 +1,149 @@
+"""The cache of one conversation as a file: sessions of `hotset run`, and saved slots of the server.
+
+The file is records (blocks.py): first the tokens, with what else is to be kept, as JSON; then the blocks of
+their pages, in order. A block that is damaged ends what is found of it, and the rest is computed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from hotset.backends.base import PAGE_SIZE, CacheMemory
+from hotset.engine.blocks import (
+    HEAD_BYTES,
+    Blocks,
+    Identity,
+    Kind,
+    Prefix,
+    encoded,
+    in_memory,
+    keys_of,
+    read_record,
+)
+from hotset.engine.driver import EngineThread
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.files import SMALL_FILE, open_regular, replacing
+
+_FORMAT, _VERSION = "hotset.session", 1
+NO_PREFIX = Prefix(())
+
+
+class Saved(NamedTuple):
+    """Tokens whose blocks are in a file, and bytes of the file."""
+
+    n_tokens: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """What is in a file. about: what was kept beside the tokens. found: blocks of the model that it was read
+    for. n_bytes: that were read. is_of_model: False for a file of another model, of which about alone is
+    read."""
+
+    about: Mapping[str, Any]
+    prefix: Prefix
+    found: Blocks
+    n_bytes: int
+    is_of_model: bool = True
+
+
+@dataclass(frozen=True)
+class SessionFiles:
+    """Files of the conversations of one model. memory: of its backend."""
+
+    thread: EngineThread
+    identity: Identity
+    memory: CacheMemory
+
+    def save(self, path: Path, prefix: Prefix, about: Mapping[str, Any] | None = None) -> Saved:
+        """Writes tokens and, as far as the cache still has them, the blocks of their pages. No step waits for
+        it. about: JSON that is kept beside them. Errors as files.replacing."""
+        scheduler = self.thread.engine.scheduler
+        digest, keys = self.identity.digest, keys_of(self.identity, prefix)
+        first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
+        first |= {"tokens": list(prefix.tokens), "first_thresholded": prefix.first_thresholded_token}
+        n_pages = n_bytes = 0
+        with replacing(path, "choose another place", mode=0o600) as file:
+            n_bytes += file.write(encoded(digest, Kind.session, bytes(32), json.dumps(first).encode()))
+            for block in in_memory(scheduler.pool, self.memory, prefix, keys):
+                if (contents := block.contents()) is None:
+                    break
+                n_bytes += file.write(encoded(digest, block.kind, block.key, contents))
+                n_pages = block.index + 1
+        return Saved(n_pages * PAGE_SIZE, n_bytes)
+
+    def read(self, path: Path) -> SavedPrefix:
+        """Raises FileNotFoundError, and FormatError for what is no session or whose beginning is damaged."""
+        with open_regular(path) as file:
+            try:
+                head = read_record(file, path, SMALL_FILE)
+                first = json.loads(head.contents) if head.kind == Kind.session else None
+            except (EOFError, ValueError, RecursionError):
+                first = None
+            if not isinstance(first, dict) or first.get("format") != _FORMAT:
+                raise FormatError(f"{path} is not a session of hotset; name another file.")
+            if first.get("version") != _VERSION or not isinstance(first.get("about"), dict):
+                raise FormatError(f"{path} was written by another version of hotset; name another file.")
+            if head.identity != self.identity.digest:
+                return SavedPrefix(
+                    first["about"], NO_PREFIX, Blocks(), HEAD_BYTES + len(head.contents), False
+                )
+            prefix = self._prefix(first, path)
+            found, n_bytes = self._blocks(file, path, keys_of(self.identity, prefix))
+        return SavedPrefix(first["about"], prefix, found, HEAD_BYTES + len(head.contents) + n_bytes)
+
+    def _prefix(self, first: Mapping[str, Any], path: Path) -> Prefix:
+        try:
+            tokens = self.thread.engine.checked(first["tokens"]) if first["tokens"] else []
+            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]))
+        except (KeyError, TypeError, ValueError, OverflowError, InvalidRequestError):
+            raise FormatError(f"{path} has tokens that are none of this model; name another file.") from None
+
+    def _blocks(self, file: BinaryIO, path: Path, keys: Sequence[bytes]) -> tuple[Blocks, int]:
+        """Those that follow in a file, up to the first that is damaged, and their bytes."""
+        memory = self.memory
+        most = max(memory.page_nbytes, memory.state_nbytes)
+        pages: list[bytes] = []
+        n_bytes, end, state = 0, 0, None
+        while True:
+            try:
+                record = read_record(file, path, most)
+            except (EOFError, FormatError):
+                break
+            own = record.identity == self.identity.digest
+            kind, key, n = record.kind, record.key, len(pages)
+            if own and (kind, key, len(record.contents)) == (Kind.kv, _at(keys, n), memory.page_nbytes):
+                pages.append(record.contents)
+            elif own and (kind, key, len(record.contents)) == (
+                Kind.state,
+                _at(keys, n - 1),
+                memory.state_nbytes,
+            ):
+                end, state = n, record.contents
+            else:
+                break
+            n_bytes += HEAD_BYTES + len(record.contents)
+        if memory.state_nbytes:
+            return Blocks(0, tuple(pages[:end]), state), n_bytes
+        return Blocks(0, tuple(pages)), n_bytes
+
+    def restore(self, saved: SavedPrefix) -> int:
+        """Puts what was read into the cache; returns how many tokens of the prefix it has then. Between two
+        steps, as `EngineThread.exclusive`."""
+        with self.thread.exclusive() as engine:
+            n_pages = engine.scheduler.restore_prefix(self.memory, saved.found, saved.prefix)
+        return n_pages * PAGE_SIZE
+
+    def erase(self, prefix: Prefix) -> None:
+        """Forgets the pages of a prefix that no sequence uses, from its end on."""
+        with self.thread.exclusive() as engine:
+            engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, prefix.first_thresholded_token)
+
+
+def _at(keys: Sequence[bytes], index: int) -> bytes | None:
+    return keys[index] if 0 <= index < len(keys) else None

@@ -1,0 +1,90 @@
+"""What of a model's cache may outlive it: who may read its blocks again, and where they are stored."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Protocol
+
+from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.cpu.backend import CpuBackend, native_code
+from hotset.engine.blocks import VERSION, Identity
+from hotset.engine.driver import EngineThread
+from hotset.errors import UnsupportedModelError
+from hotset.files import expanded
+from hotset.loader.decide import Decided
+from hotset.sparsity.sidecar import fingerprint
+
+if TYPE_CHECKING:
+    from hotset.engine.prompt_cache import PromptCache
+    from hotset.engine.saved_prefix import SessionFiles
+
+_GIB = 2**30
+
+
+class LoadedModel(Protocol):
+    """What is used of a hotset.Model."""
+
+    decided: Decided
+    backend: Backend
+    thread: EngineThread
+
+
+def identity_of(decided: Decided) -> Identity:
+    """Of everything that the bits in a model's cache depend on, beside tokens: the file, what is computed of
+    it (the graph has activation, thresholds and rotations), predictors that were built, the type of keys and
+    values, and the code that computes."""
+    digest = hashlib.blake2b(digest_size=16)
+    facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
+    digest.update(repr([*facts, fingerprint(decided.gguf), decided.graph.ops]).encode())
+    digest.update(native_code())
+    if decided.predictor is not None:
+        for sidecar in decided.weights.sidecars:
+            digest.update(fingerprint(sidecar).encode())
+    cost, kv_type = decided.cost, decided.settings.kv_type
+    n_bytes = cost.kv_bytes_per_token(kv_type) or cost.state_bytes / PAGE_SIZE
+    name = decided.gguf.path.name
+    return Identity(digest.digest(), name, kv_type, cost.flops_per_token(0) / max(n_bytes, 1))
+
+
+def memory_of(decided: Decided, backend: Backend, asked: str) -> CpuBackend:
+    """The backend whose pages and states are stored and put back. asked: what needs that, for the message.
+
+    Raises UnsupportedModelError for another one, and for an embedding model.
+    """
+    if decided.graph.is_encoder:
+        raise UnsupportedModelError(f"an embedding model has no cache that could be kept; leave out {asked}")
+    if not isinstance(backend, CpuBackend):
+        raise UnsupportedModelError(
+            f"{asked} needs a model that this machine's CPU computes alone, and the keys and values of this "
+            f"one are kept by {backend.name!r}; leave it out, or use --no-gpu (backend='cpu') and no --stages"
+        )
+    return backend
+
+
+def open_prompt_cache(decided: Decided, backend: Backend) -> PromptCache | None:
+    """The prompt cache on disk of a model; None where its settings name no directory, and for a model that
+    generates nothing.
+
+    The caller closes it. Raises UnsupportedModelError for a model whose cache cannot be stored,
+    InvalidRequestError and HotsetError as PromptCache.
+    """
+    settings = decided.settings
+    if settings.cache_dir is None or decided.graph.is_encoder:
+        return None
+    from hotset.engine.prompt_cache import PromptCache
+
+    memory = memory_of(decided, backend, "--cache-dir")
+    limit = int(float(settings.cache_disk) * _GIB)
+    return PromptCache(expanded(settings.cache_dir).absolute(), identity_of(decided), memory, limit)
+
+
+def session_files(model: LoadedModel, asked: str) -> SessionFiles:
+    """What writes conversations of a model to files and reads them again; from now on it keeps the tokens of
+    its latest answers (Engine.keep_slots). asked: as of memory_of, whose errors these are."""
+    from hotset.engine.saved_prefix import SessionFiles
+
+    memory = memory_of(model.decided, model.backend, asked)
+    model.thread.engine.keep_slots()
+    return SessionFiles(model.thread, identity_of(model.decided), memory)

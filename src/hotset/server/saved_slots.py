@@ -1,0 +1,134 @@
+"""POST /slots/{id_slot}: llama-server's save, restore and erase of what a slot holds.
+
+A slot is a number: that which a request names (`id_slot`), or else that under which it runs. It holds the
+tokens of the latest answer that ended there; their keys and values lie in pages that all slots share. What
+is restored is found by every request that begins with the same tokens, whichever slot it names.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.engine.blocks import Prefix
+from hotset.engine.saved_prefix import NO_PREFIX, SessionFiles
+from hotset.errors import HotsetError
+from hotset.server.body import BodyRoute
+from hotset.server.errors import RequestError
+from hotset.server.openai.schema import Body
+from hotset.server.replies import JsonReply
+from hotset.server.shapes import SlotReply
+from hotset.server.streams import serving
+
+router = APIRouter(route_class=BodyRoute)
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_. -]{0,199}")
+_ACTIONS = ("save", "restore", "erase")
+
+
+class SlotBody(Body):
+    """filename: in the folder of --slot-save-path; erase needs none."""
+
+    model: str | None = None
+    filename: str | None = None
+
+
+@router.post("/slots/{id_slot}", responses={200: {"model": SlotReply}})
+async def slots(
+    id_slot: int,
+    http: Request,
+    action: str | None = None,
+    body: SlotBody = SlotBody(),  # noqa: B008
+) -> Response:
+    """action: save, restore or erase. A file that is damaged gives what comes before the damage."""
+    service = await serving(http, body.model, required=False)
+    model, folder = service.model, service.settings.slot_save_path
+    if folder is None:
+        raise RequestError(
+            "slots are not saved by this server; start it with --slot-save-path", 501, code="not_supported"
+        )
+    if isinstance(service.slots, HotsetError):
+        raise RequestError(str(service.slots), 501, code="not_supported")
+    assert service.slots is not None, "it is ready"
+    if not 0 <= id_slot < model.engine.max_sequences:
+        raise RequestError(
+            f"there is no slot {id_slot}: this server has {model.engine.max_sequences}", param="id_slot"
+        )
+    if action not in _ACTIONS:
+        raise RequestError(f"action is one of {', '.join(_ACTIONS)}", param="action")
+    held = _Slot(service.slots, id_slot)
+    if action == "erase":
+        return JsonReply(await service.in_thread(held.erase))
+    path = _path(Path(folder), body.filename)
+    return JsonReply(await service.in_thread(held.save if action == "save" else held.restore, path))
+
+
+def _path(folder: Path, name: str | None) -> Path:
+    if name is None or not _FILE_NAME.fullmatch(name):
+        raise RequestError(
+            "filename is the plain name of a file: letters, digits, '.', '_', '-', and no folder",
+            param="filename",
+        )
+    return folder / name
+
+
+class _Slot:
+    """One of them, for a thread beside the event loop."""
+
+    def __init__(self, files: SessionFiles, id_slot: int) -> None:
+        self._files, self._id = files, id_slot
+        self._held = files.thread.engine.keep_slots()
+
+    @property
+    def _prefix(self) -> Prefix:
+        return self._held.get(self._id, NO_PREFIX)
+
+    def save(self, path: Path) -> dict[str, Any]:
+        begun = time.perf_counter()
+        try:
+            saved = self._files.save(path, self._prefix)
+        except HotsetError as error:
+            raise RequestError(_without_folder(error, path), 500, code="not_saved") from None
+        return SlotReply.written(
+            id_slot=self._id, filename=path.name, n_saved=saved.n_tokens, n_written=saved.n_bytes,
+            timings={"save_ms": _ms_since(begun)},
+        )  # fmt: skip
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        begun = time.perf_counter()
+        try:
+            saved = self._files.read(path)
+        except FileNotFoundError:
+            raise RequestError(f"there is no saved slot {path.name!r}", 404, param="filename") from None
+        except HotsetError as error:
+            raise RequestError(_without_folder(error, path), param="filename") from None
+        if not saved.is_of_model:
+            raise RequestError(
+                f"{path.name} was saved by another model, type of cache or version of hotset",
+                param="filename",
+            )
+        n_tokens = self._files.restore(saved)
+        self._held[self._id] = saved.prefix.cut(n_tokens // PAGE_SIZE)
+        return SlotReply.written(
+            id_slot=self._id, filename=path.name, n_restored=n_tokens, n_read=saved.n_bytes,
+            timings={"restore_ms": _ms_since(begun)},
+        )  # fmt: skip
+
+    def erase(self) -> dict[str, Any]:
+        prefix = self._held.pop(self._id, NO_PREFIX)
+        self._files.erase(prefix)
+        return SlotReply.written(id_slot=self._id, n_erased=len(prefix.tokens))
+
+
+def _ms_since(begun: float) -> float:
+    return round(1e3 * (time.perf_counter() - begun), 3)
+
+
+def _without_folder(error: HotsetError, path: Path) -> str:
+    """A message for clients, who need not know where the files lie."""
+    return str(error).replace(str(path), path.name)

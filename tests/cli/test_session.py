@@ -1,0 +1,129 @@
+"""`hotset run --session`: a conversation over several runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import ANSWERED, PROMPT, Terminal, inside, needs_core, needs_pty
+
+import hotset
+
+pytestmark = needs_core
+
+LONG = "please say something about the following words: " * 3
+OPTIONS = ("--backend", "cpu", "-t", 1, "--temp", 0, "-n", 60, "--ignore-eos")
+
+
+def turn(model: Path, session: Path | None, text: str, *more: object) -> dict[str, Any]:
+    """The JSON of a run."""
+    kept = () if session is None else ("--session", session)
+    done = inside("run", model, text, *OPTIONS, *kept, "--json", *more)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_conversation_goes_on_in_the_next_run(model: Path, home: Path, tmp_path: Path) -> None:
+    session = tmp_path / "talk.session"
+    first = turn(model, session, LONG, "--system", "be brief")
+    assert first["tokens"] == turn(model, None, LONG, "--system", "be brief")["tokens"]
+    n_whole = (first["prompt_tokens"] + 59) // 64 * 64
+    done = inside("run", model, "and now?", *OPTIONS, "--session", session)
+    assert f"3 messages, {n_whole} tokens of its cache" in done.stderr
+    cached = re.search(r"\((\d+) from the cache\)", done.stderr)
+    assert cached is not None
+    assert (
+        int(cached[1]) >= first["prompt_tokens"] // 64 * 64
+    )  # the answer's tokens may be others when it is read
+    assert "5 messages" in inside("run", model, "more", *OPTIONS, "--session", session).stderr
+
+
+def test_an_answer_of_a_session_is_that_of_the_whole_conversation(
+    model: Path, home: Path, tmp_path: Path
+) -> None:
+    session = tmp_path / "talk.session"
+    first, second = (
+        turn(model, session, LONG, "--system", "one"),
+        turn(model, session, "go", "--system", "two"),
+    )
+    third = turn(model, session, "on")
+    messages = [
+        {"role": "system", "content": "two"},  # the latest one
+        {"role": "user", "content": LONG}, {"role": "assistant", "content": first["text"]},
+        {"role": "user", "content": "go"}, {"role": "assistant", "content": second["text"]},
+        {"role": "user", "content": "on"},
+    ]  # fmt: skip
+    with hotset.load(model, backend="cpu", n_threads=1) as loaded:
+        for n, found in ((4, second), (6, third)):
+            expected = loaded.chat(messages[:n], temperature=0, max_tokens=60, ignore_eos=True)
+            assert found["tokens"] == expected.completion.tokens
+
+
+def test_a_bare_text_has_its_cache_alone(model: Path, home: Path, tmp_path: Path) -> None:
+    session = tmp_path / "raw.session"
+    expected = turn(model, session, LONG, "--raw")
+    done = inside("run", model, LONG, *OPTIONS, "--raw", "--session", session)
+    assert "0 messages, " in done.stderr
+    assert "from the cache)" in done.stderr
+    assert done.stdout.removesuffix("\n") == expected["text"].removesuffix("\n")
+
+
+def test_a_damaged_block_is_computed_again(model: Path, home: Path, tmp_path: Path) -> None:
+    session, whole = tmp_path / "talk.session", tmp_path / "whole.session"
+    turn(model, whole, LONG)
+    data = bytearray(whole.read_bytes())
+    expected = turn(model, whole, "go on")
+    data[-1] ^= 1
+    session.write_bytes(bytes(data))
+    assert turn(model, session, "go on")["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("contents", [b"", b"something else", b"hotsetKV" * 40])
+def test_what_is_no_session_is_not_replaced(model: Path, home: Path, tmp_path: Path, contents: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(contents)
+    done = inside("run", model, "hello", *OPTIONS, "--session", file)
+    assert done.returncode == 1
+    assert str(file) in done.stderr.replace("\n", "")
+    assert file.read_bytes() == contents
+    refused = inside("run", model, "hello", *OPTIONS, "--session", model)
+    assert refused.returncode == 1
+    assert "is a file that is read" in refused.stderr.replace("\n", " ")
+
+
+def test_a_model_that_the_cpu_does_not_compute_is_refused(model: Path, home: Path, tmp_path: Path) -> None:
+    done = inside("run", model, "hello", "--backend", "reference", "--session", tmp_path / "x")
+    assert done.returncode == 1
+    assert "--session needs a model that this machine's CPU computes alone" in done.stderr.replace("\n", " ")
+
+
+def test_a_session_of_another_type_of_cache_keeps_what_was_said(
+    model: Path, home: Path, tmp_path: Path
+) -> None:
+    session = tmp_path / "talk.session"
+    turn(model, session, LONG)
+    done = inside("run", model, "go on", *OPTIONS, "-ctk", "f32", "--session", session)
+    assert done.returncode == 0
+    assert "2 messages, nothing of its cache" in done.stderr
+
+
+@needs_pty
+def test_a_chat_goes_on(model: Path, home: Path, tmp_path: Path) -> None:
+    session = tmp_path / "talk.session"
+    for n in range(2):
+        chat = Terminal(
+            "run", model, "--backend", "cpu", "--seed", 1, "-n", 2, "--ignore-eos", "--session", session
+        )
+        if n:
+            chat.wait_for("2 messages")
+        chat.wait_for(PROMPT)
+        chat.type("hello\n")
+        chat.wait_for(ANSWERED)
+        chat.wait_for(PROMPT)
+        chat.type("\x04")
+        assert chat.exit_code() == 0
+    assert "4 messages" in inside("run", model, "x", *OPTIONS, "--session", session).stderr

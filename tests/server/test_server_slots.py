@@ -1,0 +1,193 @@
+"""What llama-server's clients do with slots, and the prompt cache on disk behind a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import client_of, metrics_of, run
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.server.service import Service
+
+PROMPT = "a quick brown fox is " * 10  # 210 tokens, and one that begins a text
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+async def ask(client: httpx.AsyncClient, **how: Any) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were in the cache."""
+    reply = await client.post("/v1/completions", json={"prompt": PROMPT} | GREEDY | how)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def act(client: httpx.AsyncClient, action: str, slot: int = 0, **body: Any) -> httpx.Response:
+    return await client.post(f"/slots/{slot}?action={action}", json=body)
+
+
+def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None:
+    expected: list[str] = []
+
+    async def first(client: httpx.AsyncClient, _: Service) -> None:
+        expected.append((await ask(client))[0])
+        saved = (await act(client, "save", filename="one.bin")).json()
+        n_bytes = (tmp_path / "one.bin").stat().st_size
+        assert saved.pop("timings")["save_ms"] > 0
+        assert saved == {"id_slot": 0, "filename": "one.bin", "n_saved": 3 * PAGE_SIZE, "n_written": n_bytes}
+
+    async def second(client: httpx.AsyncClient, _: Service) -> None:
+        restored = (await act(client, "restore", filename="one.bin")).json()
+        assert restored.pop("timings")["restore_ms"] > 0
+        n_bytes = (tmp_path / "one.bin").stat().st_size
+        assert restored == {
+            "id_slot": 0, "filename": "one.bin", "n_restored": 3 * PAGE_SIZE, "n_read": n_bytes,
+        }  # fmt: skip
+        assert await ask(client) == (expected[0], 3 * PAGE_SIZE)
+        erased = await client.post("/slots/0?action=erase")
+        assert erased.json() == {"id_slot": 0, "n_erased": 3 * PAGE_SIZE}
+        assert await ask(client) == (expected[0], 0)
+        assert (await act(client, "erase", 1)).json() == {"id_slot": 1, "n_erased": 0}
+
+    for work in (first, second):
+        run(path, work, slot_save_path=str(tmp_path))
+
+
+def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await ask(client, id_slot=2)
+        await ask(client, prompt="b" * 100, id_slot=-1)
+        for slot, n in ((2, 3), (0, 1), (1, 0)):
+            saved = (await act(client, "save", slot, filename=f"{slot}")).json()
+            assert saved["n_saved"] == n * PAGE_SIZE
+        wrong = await client.post("/v1/completions", json={"prompt": "a", "id_slot": 4})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id_slot")
+        assert "this server has 4" in wrong.json()["error"]["message"]
+
+    run(path, work, slot_save_path=str(tmp_path), load={"n_seqs": 4})
+
+
+def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await ask(client)
+        for name in ("", "../x", "a/b", "/etc/passwd", ".hidden", "a" * 300, "a\n", None):
+            reply = await act(client, "save", filename=name)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
+        for action, slot, status in (
+            ("save", 4, 400),
+            ("save", -1, 400),
+            ("other", 0, 400),
+            ("restore", 0, 404),
+        ):
+            reply = await act(client, action, slot, filename="none")
+            assert reply.status_code == status
+            assert str(tmp_path) not in reply.text
+        assert (await client.post("/slots/0", json={"filename": "x"})).status_code == 400
+        (tmp_path / "damaged").write_bytes(b"hotsetKV" * 40)
+        reply = await act(client, "restore", filename="damaged")
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == "damaged is damaged."
+        await act(client, "save", filename="good")
+        whole = (tmp_path / "good").read_bytes()
+        (tmp_path / "good").write_bytes(whole[:-1])
+        assert (await act(client, "restore", filename="good")).json()[
+            "n_restored"
+        ] == 3 * PAGE_SIZE  # in memory yet
+        other = whole[:8] + bytes(16) + whole[24:]
+        (tmp_path / "other").write_bytes(other)
+        assert (await act(client, "restore", filename="other")).status_code == 400
+
+    run(path, work, slot_save_path=str(tmp_path))
+
+    async def foreign(client: httpx.AsyncClient, _: Service) -> None:
+        (tmp_path / "good").write_bytes(b"")
+        await ask(client)
+        await act(client, "save", filename="good")
+
+    run(path, foreign, slot_save_path=str(tmp_path), load={"kv_type": "f32"})
+
+    async def again(client: httpx.AsyncClient, _: Service) -> None:
+        reply = await act(client, "restore", filename="good")
+        assert reply.status_code == 400
+        assert "was saved by another model" in reply.json()["error"]["message"]
+
+    run(path, again, slot_save_path=str(tmp_path))
+
+
+def test_without_a_folder_nothing_is_saved(path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        reply = await act(client, "save", filename="x")
+        assert reply.status_code == 501
+        assert "--slot-save-path" in reply.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_a_model_that_the_cpu_does_not_compute_alone_says_so(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        assert (await ask(client))[0]
+        reply = await act(client, "save", filename="x")
+        assert reply.status_code == 501
+        assert (
+            "--slot-save-path needs a model that this machine's CPU computes alone"
+            in reply.json()["error"]["message"]
+        )
+
+    run(path, work, slot_save_path=str(tmp_path), load={"backend": "reference"})
+
+
+def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
+    found: list[tuple[str, int]] = []
+    counted: list[dict[str, float]] = []
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        found.append(await ask(client))
+        cache = service.model.engine.scheduler.prompt_cache
+        assert cache is not None
+        await service.in_thread(cache.flush)
+        counted.append(await metrics_of(client))
+
+    for _ in range(2):
+        run(path, work, load={"cache_dir": tmp_path, "cache_disk": "100M"})
+    assert found == [(found[0][0], 0), (found[0][0], 3 * PAGE_SIZE)]
+    first, second = counted
+    assert first["hotset_prompt_cache_blocks_written_total"] == 3
+    assert first["hotset_prompt_cache_bytes"] == sum(one.stat().st_size for one in tmp_path.glob("*/*.kv"))
+    assert second["hotset_prompt_cache_blocks_read_total"] == 3
+    assert second["hotset_restored_prompt_tokens_total"] == 3 * PAGE_SIZE
+    assert second["hotset_prompt_cache_blocks_written_total"] == 0
+
+
+def test_several_clients_after_a_restart_get_what_they_got_before(path: Path, tmp_path: Path) -> None:
+    prompts = ["{} {}".format("shared beginning " * 8, letter * 60) for letter in "abcdefgh"]
+    found: list[list[tuple[str, int]]] = []
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        asked = [ask(client, prompt=prompt, temperature=1, seed=3) for prompt in prompts]
+        found.append(list(await asyncio.gather(*asked)))
+
+    for _ in range(2):
+        run(path, work, load={"cache_dir": tmp_path, "n_seqs": 16})
+    first, second = found
+    assert [text for text, _ in first] == [text for text, _ in second]
+    assert all(cached == 3 * PAGE_SIZE for _, cached in second)
+
+
+def test_one_client_of_several_models(path: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
+            reply = await act(client, "save", filename="x", model="other")
+            assert reply.status_code == 404
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_another_method_is_refused(path: Path, method: str) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        assert (await client.request(method, "/slots/0")).status_code == 405
+
+    run(path, work)

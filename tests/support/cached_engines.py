@@ -1,0 +1,55 @@
+"""Engines on a backend without a model, with a prompt cache in a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_backend import FakeBackend
+
+from hotset.engine.blocks import Identity
+from hotset.engine.engine import Engine
+from hotset.engine.prompt_cache import PromptCache
+from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence
+
+MODEL = Identity(b"m" * 16, "model", "f16", 100.0)
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
+
+
+@contextmanager
+def engine(
+    folder: Path | None, identity: Identity = MODEL, limit: int = 1 << 24, **options: Any
+) -> Iterator[Engine]:
+    """A new one, as after a restart; at its end all is stored. folder: None: without a prompt cache."""
+    how = {"n_ctx": 512, "max_sequences": 4, "thresholded": "none"}
+    how |= {key: options.pop(key) for key in how.keys() & options.keys()}
+    backend = FakeBackend(**options)
+    cache = None if folder is None else PromptCache(folder, identity, backend, limit)
+    made = Engine(backend, prompt_cache=cache, **how)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def generate(engine: Engine, tokens: list[int], **params: Any) -> Sequence:
+    sequence = engine.enqueue(
+        engine.prepare(tokens, SamplingParams(**{"seed": 1, "max_tokens": 40} | params))
+    )
+    drain(engine)
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    states = engine.scheduler.states
+    assert states is None or states.n_available == states.n_states
+    return sequence
