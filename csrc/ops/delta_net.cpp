@@ -8,14 +8,17 @@
 namespace hotset {
 namespace {
 
-// See operations.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
-// number per head. A state: [n_head][dim_k][dim_v].
+// See operations.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; beta: a number
+// per head; alpha: too, or (by_channel) [n_head][dim_k]. A state: [n_head][dim_k][dim_v].
 struct DeltaNetFacts {
     int x = -1, alpha = -1, beta = -1, out = -1;
     int n_head = 0, n_head_k = 0, dim_k = 0, dim_v = 0;
-    bool tiled = false;
-    std::vector<float> rate, step;  // [n_head]
+    bool tiled = false, by_channel = false;
+    std::vector<float> rate;  // [n_head]
+    std::vector<float> step;  // as alpha
     StateSlots states;
+
+    int scratch() const { return 2 * dim_k + (by_channel ? 3 * dim_k + dim_v : 0); }
 };
 
 constexpr float kLengthEps = 1e-6f;  // of the squared length of a query or key
@@ -24,7 +27,7 @@ class DeltaNet : public HeadStates {
   public:
     DeltaNet(const Plan& plan, DeltaNetFacts facts)
         : HeadStates(plan,
-                     {facts.out, facts.n_head, facts.dim_k, facts.dim_v, 2 * facts.dim_k, facts.states}),
+                     {facts.out, facts.n_head, facts.dim_k, facts.dim_v, facts.scratch(), facts.states}),
           f_(std::move(facts)) {
         // x / sqrt(sum of squares + eps) as an RMS norm; a query is also divided by the root of its channels.
         const float n = float(f_.dim_k), length = 1.0f / std::sqrt(n);
@@ -42,12 +45,34 @@ class DeltaNet : public HeadStates {
         float *query = scratch, *key = scratch + f_.dim_k;
         kernels.rms_norm(x + key_head * f_.dim_k, query_weight_.data(), eps_, f_.dim_k, query);
         kernels.rms_norm(x + keys + key_head * f_.dim_k, key_weight_.data(), eps_, f_.dim_k, key);
-        const double a = double(plan_.buffer(f_.alpha).row(t)[head]) + f_.step[head];
-        const float decay = float(std::exp(f_.rate[head] * softplus(a)));
+        const float* value = x + 2 * keys + int64_t(head) * f_.dim_v;
         float beta;
         kernels.activate(Activation::Sigmoid, 0.0f, plan_.buffer(f_.beta).row(t) + head, 1, &beta);
-        kernels.delta_rule(f_.dim_k, f_.dim_v, query, key, x + 2 * keys + int64_t(head) * f_.dim_v, decay,
-                           beta, state, out);
+        if (f_.by_channel) {
+            advance_channels(t, head, query, key, value, beta, scratch + 2 * f_.dim_k, state, out);
+            return;
+        }
+        const double a = double(plan_.buffer(f_.alpha).row(t)[head]) + f_.step[head];
+        const float decay = float(std::exp(f_.rate[head] * softplus(a)));
+        kernels.delta_rule(f_.dim_k, f_.dim_v, query, key, value, decay, beta, state, out);
+    }
+
+    // With decays w the state becomes diag(w) S - (beta k) ((w k)^T S) + k (beta v)^T: a step of RWKV's
+    // attention.
+    void advance_channels(int t, int head, const float* query, const float* key, const float* value,
+                          float beta, float* scratch, float* state, float* out) const {
+        const Kernels& kernels = plan_.kernels();
+        const int n = f_.dim_k;
+        const int64_t first = int64_t(head) * n;
+        const float *alpha = plan_.buffer(f_.alpha).row(t) + first, *step = f_.step.data() + first;
+        float *decay = scratch, *read = decay + n, *written = read + n, *added = written + n;
+        for (int i = 0; i < n; i++) read[i] = alpha[i] + step[i];
+        kernels.activate(Activation::Softplus, 0.0f, read, n, written);
+        for (int i = 0; i < n; i++) read[i] = f_.rate[head] * written[i];
+        kernels.activate(Activation::Exp, 0.0f, read, n, decay);
+        for (int i = 0; i < n; i++) read[i] = decay[i] * key[i], written[i] = -beta * key[i];
+        for (int j = 0; j < f_.dim_v; j++) added[j] = beta * value[j];
+        kernels.wkv(n, f_.dim_v, query, decay, key, added, read, written, state, out);
     }
 
     const DeltaNetFacts f_;
@@ -70,11 +95,13 @@ static const Registered kDeltaNet("delta_net", [](Facts& facts) -> std::unique_p
     f.tiled = facts.flag("tiled");
     require(f.n_head % f.n_head_k == 0, "heads of values share those of keys");
     const int64_t values = int64_t(f.n_head) * f.dim_v;
+    const int64_t decays = facts.width(f.alpha);
+    f.by_channel = decays != f.n_head;
     require(facts.width(f.x) == 2 * int64_t(f.n_head_k) * f.dim_k + values && facts.width(f.out) == values &&
-                facts.width(f.alpha) == f.n_head && facts.width(f.beta) == f.n_head,
+                (!f.by_channel || decays == int64_t(f.n_head) * f.dim_k) && facts.width(f.beta) == f.n_head,
             "heads fill the widths of a delta net");
     f.rate = facts.floats("rate", f.n_head);
-    f.step = facts.floats("step", f.n_head);
+    f.step = facts.floats("step", decays);
     f.states = facts.states("states", values * f.dim_k);
     return std::make_unique<DeltaNet>(facts.plan(), std::move(f));
 });

@@ -6,6 +6,8 @@ and the tensors around it, in transformers as the only layer of a model that is 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from backend_runs import PAGES, batch
 
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.convert.hf import convert_hf
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType
@@ -104,6 +107,50 @@ def expected(nextn: Nextn, tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray
     x = torch.from_numpy((np.concatenate(both, axis=1) @ around["eh_proj"].T).astype(np.float32))
     with torch.no_grad():
         return nextn.model(inputs_embeds=x[None], use_cache=False).logits[0].numpy()
+
+
+def test_attention_and_experts_of_nemotron(tmp_path: Path) -> None:
+    """Two layers of the model are one, and the last norm has a mean; as the converter writes it."""
+    from safetensors.torch import load_file, save_file
+
+    recipe = tiny_models.EXPERTS["nemotron-h-moe-latent"]
+    parts = ["moe", "full_attention", "linear_attention", "full_attention", "moe"]
+    model = tiny_models.build(recipe, layers_block_type=parts, num_hidden_layers=5)
+    folder = tmp_path / "checkpoint"
+    tiny_models.save(recipe, model, folder)
+    renamed = {
+        re.sub(r"^backbone\.layers\.([34])\.", lambda match: f"mtp.layers.{int(match[1]) - 3}.", name): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    draw = np.random.default_rng(1).standard_normal
+    around = {stem: (1 + 0.3 * draw(D)).astype(np.float32) for stem in ("enorm", "hnorm", "final_layernorm")}
+    around["eh_proj"] = (draw((D, 2 * D)) / (2 * D) ** 0.5).astype(np.float32)
+    of = {stem: f"mtp.layers.{int(stem == 'final_layernorm')}.{stem}.weight" for stem in around}
+    save_file(
+        renamed | {of[stem]: torch.from_numpy(values) for stem, values in around.items()},
+        folder / "model.safetensors",
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layers_block_type": parts[:3], "num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    convert_hf(folder, tmp_path / "model.gguf", "f32")
+
+    embedding = model.model.embeddings.weight.detach().numpy()
+    model.model.layers = model.model.layers[-2:]
+    model.model.norm_f = torch.nn.LayerNorm(D, model.config.layer_norm_epsilon, bias=False)
+    with torch.no_grad():
+        model.model.norm_f.weight.copy_(torch.from_numpy(around["final_layernorm"]))
+    tokens, hidden = np.random.default_rng(2).integers(0, 300, N_TOKENS).astype(np.int32), draw((N_TOKENS, D))
+    hidden, eps = hidden.astype(np.float32), model.config.layer_norm_epsilon
+    both = [rms(embedding[tokens], around["enorm"], eps), rms(hidden, around["hnorm"], eps)]
+    x = torch.from_numpy((np.concatenate(both, axis=1) @ around["eh_proj"].T).astype(np.float32))
+    with torch.no_grad():
+        wanted = model(inputs_embeds=x[None], use_cache=False).logits[0].numpy()
+    with open_gguf(tmp_path / "model.gguf") as gguf:
+        backend = backend_of(gguf, n_threads=2)
+        found = backend.run(batch([(tokens, 0, [0])]), hidden).copy()
+        backend.close()
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4
 
 
 def backend_of(gguf: GGUFFile, **options: Any) -> CpuBackend:

@@ -619,6 +619,12 @@ NEEDED_ELSEWHERE = {
     "hy_v3": ("expert_weights_norm",),
     "lfm2": ("shortconv.l_cache",),
     "lfm2moe": ("shortconv.l_cache", "expert_feed_forward_length", "expert_gating_func"),
+    "kimi-linear": (
+        *("attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank"),
+        *("ssm.conv_kernel", "kda.head_dim", "expert_feed_forward_length", "expert_shared_count"),
+        "expert_gating_func",
+    ),
+    "muse-glimmer": ("attention.sliding_window", "logit_scale"),
     "qwen3next": SSM,
     "qwen35": (*SSM, "rope.dimension_sections"),
     "qwen35moe": (*SSM, "rope.dimension_sections"),

@@ -58,7 +58,16 @@ MOST_WIDTH = 1024  # of all heads together
 
 
 RECIPES = [  # of tiny_models: recurrent layers, latent vectors, and other things that no writer here draws
-    *("lfm2", "lfm2-untied", "lfm2moe", "lfm2moe-plain", "qwen3next", "qwen3next-own-values", "qwen35"),
+    *(
+        "lfm2",
+        "lfm2-untied",
+        "lfm2moe",
+        "lfm2moe-plain",
+        "qwen3next",
+        "qwen3next-own-values",
+        "qwen35",
+        "kimi-linear",
+    ),
     *("qwen35moe", "deepseek2-lite", "deepseek2-groups", "deepseek2-v3", "deepseek2-kimi", "gpt-oss"),
     *(
         "smallthinker",

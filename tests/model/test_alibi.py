@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
 
 
-@pytest.fixture(params=["bloom", "mpt-heads"])
+@pytest.fixture(params=["bloom", "mpt-heads", "baichuan-alibi"])
 def alibi(request: pytest.FixtureRequest, run_folder: Path) -> GGUFFile:
     return open_gguf(tiny_models.shared_gguf(request.param, run_folder))
 
@@ -68,3 +68,41 @@ def test_the_entries_of_mpts_attention_count() -> None:
     for entry, value in (("clip_qkv", 8.0), ("qk_ln", True), ("alibi", False)):
         with pytest.raises(UnsupportedModelError, match=entry):
             HFConfig({**sizes, "attn_config": {entry: value}})
+
+
+def test_which_models_of_baichuan_have_a_rotation(run_folder: Path) -> None:
+    """13B has 40 layers and no key in llama.cpp's files; its config.json has no max_position_embeddings."""
+    rotated = open_gguf(tiny_models.shared_gguf("baichuan", run_folder))
+    assert config_from_gguf(rotated).slopes is None
+    assert all(layer.rope is not None for layer in config_from_gguf(rotated).layers)
+    rotated.metadata["baichuan.block_count"] = 40
+    config = config_from_gguf(rotated)
+    assert config.slopes == (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
+    assert all(layer.rope is None for layer in config.layers)
+    alibi = open_gguf(tiny_models.shared_gguf("baichuan-alibi", run_folder))
+    assert alibi.metadata["baichuan.attention.max_alibi_bias"] == 8.0
+
+
+def test_files_of_refact_have_the_epsilon_of_rms_norms(run_folder: Path) -> None:
+    """As llama.cpp writes it, which has no other."""
+    refact = open_gguf(tiny_models.shared_gguf("refact", run_folder))
+    assert config_from_gguf(refact).norm_eps == pytest.approx(1e-2)
+    del refact.metadata["refact.attention.layer_norm_epsilon"]
+    assert config_from_gguf(refact).norm_eps == pytest.approx(1e-2)
+    del refact.metadata["refact.attention.layer_norm_rms_epsilon"]
+    with pytest.raises(FormatError, match="layer_norm_epsilon is missing"):
+        config_from_gguf(refact)
+
+
+def test_rows_of_baichuan_2s_output_have_length_1(tmp_path: Path) -> None:
+    """Its class divides them when it is loaded; its vocabulary is what it is known by."""
+    recipe = tiny_models.RECIPES["baichuan"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for n_vocab in (125696, 320):
+        folder = tmp_path / str(n_vocab)
+        model = tiny_models.build(recipe, vocab_size=n_vocab, **sizes, num_key_value_heads=2)
+        with open_gguf(tiny_models.to_gguf(recipe, model, folder)) as file:
+            found = file.data("output.weight").view(np.float32).reshape(n_vocab, 32)
+        weight = model.lm_head.weight.detach()
+        expected = torch.nn.functional.normalize(weight) if n_vocab == 125696 else weight
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)

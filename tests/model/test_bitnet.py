@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,26 @@ def test_the_activation_of_a_file_that_names_none(bitnet: GGUFFile, tmp_path: Pa
     bitnet.metadata.pop(key)
     bitnet.metadata["bitnet.block_count"] = 30
     assert config_from_gguf(bitnet).activation.gate == "relu2"
+
+
+@pytest.mark.parametrize("name", ["bitnet-25", "bitnet-b1.58"])
+def test_files_of_bitnet_cpp(bitnet: GGUFFile, tmp_path: Path, name: str) -> None:
+    """The same model under other names, which say its activation; its own type is refused by name."""
+    writer = GGUFWriter(tmp_path / "other.gguf", name)
+    for key, value in bitnet.metadata.items():
+        if key.startswith("bitnet.") and key != "bitnet.hidden_activation":
+            writer.add(f"{name}.{key.removeprefix('bitnet.')}", value)
+    for info in bitnet.tensors.values():
+        writer.add_tensor(info.name, bitnet.data(info.name), info.type, info.shape)
+    writer.write()
+    with open_gguf(tmp_path / "other.gguf") as other:
+        expected = logits_of(cpu(bitnet, "exact"), tokens(20), [], [0])
+        np.testing.assert_array_equal(logits_of(cpu(other, "exact"), tokens(20), [], [0]), expected)
+        tensors = dict(other.tensors)
+        matrix = "blk.0.ffn_up.weight"
+        tensors[matrix] = replace(tensors[matrix], type=GGMLType(36))
+        with pytest.raises(UnsupportedModelError, match=f"{matrix} has the type I2_S, which is bitnet.cpp's"):
+            describe(config_from_gguf(other), tensors)
 
 
 def test_scales_of_matrices_are_refused(bitnet: GGUFFile, tmp_path: Path) -> None:

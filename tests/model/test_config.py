@@ -411,6 +411,22 @@ def test_delta_nets_that_make_no_sense(keys: dict, error: type[HotsetError], mes
         config_from_gguf(file("qwen35", **DELTA | keys))
 
 
+@pytest.mark.parametrize(
+    ("name", "hf_class", "reason"),
+    [
+        ("qwen4exp", "Qwen4ExpForConditionalGeneration", "embeddings of hashed n-grams"),
+        ("deepseek4", "DeepseekV4ForCausalLM", "compressed blocks of tokens are not computed"),
+    ],
+)
+def test_what_is_known_and_not_computed_is_refused_with_the_reason(
+    name: str, hf_class: str, reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        config_from_gguf(file(name, expert_count=8))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        HFConfig({"architectures": [hf_class]})
+
+
 def test_phimoe_is_refused_with_the_reason() -> None:
     with pytest.raises(
         UnsupportedModelError, match="phimoe is not supported: engines compute another function"

@@ -51,7 +51,8 @@ def test_every_architecture_has_a_recipe(run_folder: Path) -> None:
     for name in (*tiny_models.first_of_each_architecture(), *tiny_models.ENCODERS):
         with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
             found.add(gguf.metadata["general.architecture"])
-    assert found == ARCHITECTURES.keys()
+    other_names = {"bitnet-25", "bitnet-b1.58"}  # tests/model/test_bitnet.py
+    assert found | other_names == ARCHITECTURES.keys()
 
 
 def test_an_unknown_architecture_is_told_by_what_is_new(run_folder: Path, tmp_path: Path) -> None:

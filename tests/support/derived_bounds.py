@@ -512,8 +512,9 @@ class Oracle(ReferenceBackend):
         slot_shape = (self.n_states, 2, op.n_head, op.dim_v)
         lengths = self._lengths.setdefault(op.out.id, np.zeros(slot_shape))
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
-        rate, step = self._weight(op.rate), self._weight(op.step)
-        decays = np.exp(rate * np.logaddexp(taps[op.alpha.id] + step, 0))
+        rate, step = self._weight(op.rate).reshape(-1, 1), self._weight(op.step)
+        alpha = (taps[op.alpha.id] + step).reshape(-1, op.n_head, op.alpha.width // op.n_head)
+        decays = np.exp(rate * np.logaddexp(alpha, 0)).max(axis=2)  # of a column of a state, the slowest
         shares = 1 / (1 + np.exp(-taps[op.beta.id]))
         values = np.abs(taps[op.x.id][:, -op.out.width :]).reshape(-1, op.n_head, op.dim_v)
         roundings = gamma(op.dim_k + 40) + 8 * EXP

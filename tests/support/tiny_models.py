@@ -209,6 +209,46 @@ def jina_slopes(n: int) -> list[float]:
     return jina_slopes(whole) + jina_slopes(2 * whole)[0::2][: n - whole]
 
 
+class NoRotation(torch.nn.Module):
+    def forward(self, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
+
+
+def use_alibi(model: torch.nn.Module, *, layer_norms: bool = False) -> None:
+    """ALiBi in place of a rotation. layer_norms: norms have a mean."""
+    config, forward = model.config, model.forward
+    model.model.rotary_emb = NoRotation()
+    if layer_norms:
+
+        def norm() -> torch.nn.Module:
+            return torch.nn.LayerNorm(config.hidden_size, config.rms_norm_eps, bias=False)
+
+        model.model.norm = norm()
+        for layer in model.model.layers:
+            layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
+    slopes = torch.tensor(jina_slopes(config.num_attention_heads)).view(-1, 1, 1)
+
+    def with_alibi(ids: torch.Tensor) -> Any:
+        ago = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+        mask = torch.where(ago < 0, torch.tensor(-math.inf), -slopes * ago)
+        return forward(ids, attention_mask=mask[None])
+
+    model.forward = with_alibi
+
+
+def published_refact(tensors: Tensors) -> Tensors:
+    """Keys and values as one matrix, gate and up as another, under GPT-2's names."""
+    found = {}
+    for name, tensor in tensors.items():
+        for first, second, both in (("k_proj", "v_proj", "kv"), ("gate_proj", "up_proj", "gate_up_proj")):
+            if f".{first}." in name:
+                tensor = torch.cat([tensor, tensors[name.replace(first, second)]])
+                name = name.replace(first, both)
+        if ".v_proj." not in name and ".up_proj." not in name:
+            found[name] = tensor
+    return found
+
+
 def published_jina(tensors: Tensors) -> Tensors:
     names = {"intermediate.gated_layers": "mlp.gated_layers", "output.dense": "mlp.wo"}
     names["output.LayerNorm"] = "mlp.layernorm"
@@ -391,6 +431,14 @@ VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 96,
     "intermediate_size": 32,
 }  # fmt: skip
+MUSE_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+MUSE = {
+    "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24, "final_logit_softcapping": 2.5,
+    "qk_scale_factor": 1.75, "output_multiplier": 0.4,
+}  # fmt: skip
 MINISTRAL = {
     "head_dim": 32,
     "rope_parameters": {
@@ -481,6 +529,19 @@ GPT2_STYLE = {
     "post_attention_layernorm": "ln_2",
 }  # fmt: skip
 CODESHELL_NAMES = renamed(GPT2_STYLE)
+BAICHUAN = (one_qkv, renamed({"qkv_proj": "W_pack"}))
+BAICHUAN_13B = {"max_position_embeddings": None, "model_max_length": 256}
+REFACT = {"num_key_value_heads": 1, "intermediate_size": 256}
+REFACT_NAMES = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2", "model.norm": "ln_f", "self_attn.q_proj": "attn.q",
+    "self_attn.kv": "attn.kv", "self_attn.o_proj": "attn.c_proj", "mlp.down_proj": "mlp.c_proj",
+}  # fmt: skip
+REFACT_CLASS: dict[str, Any] = {
+    "patch": partial(use_alibi, layer_norms=True),
+    "written_as": named("GPTRefact") | {"layer_norm_epsilon": 1e-2},
+    "published": (published_refact, renamed(REFACT_NAMES)),
+}
 QWEN1 = {"num_key_value_heads": 6, "tie_word_embeddings": False}
 QWEN1_ENTRIES = {
     "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 320, "seq_length": 256,
@@ -919,6 +980,39 @@ RECIPES: dict[str, TinyModel] = {
         written_as=named("Plamo") | {"n_shared_head": 2},
         published=(partial(scattered, groups=3, head_dim=16), PLAMO_NAMES),
     ),
+    "muse-glimmer": TinyModel("MuseGlimmer", MUSE, vision=MUSE_VISION),
+    "muse-glimmer-from-last": TinyModel(
+        "MuseGlimmer",
+        MUSE | {"num_hidden_layers": 6, "num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True},
+        vision=MUSE_VISION,
+    ),
+    "muse-glimmer-pattern": TinyModel(
+        "MuseGlimmer",
+        MUSE
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"layer_rope_theta": [0, 10000.0, 0], "tie_word_embeddings": True, "head_dim": 16},
+        vision=MUSE_VISION,
+    ),
+    "baichuan": TinyModel(
+        "Llama", {"num_key_value_heads": 6}, written_as=named("Baichuan"), published=BAICHUAN
+    ),
+    "baichuan-alibi": TinyModel(
+        "Llama",
+        {"num_key_value_heads": 6},
+        patch=use_alibi,
+        written_as=named("Baichuan") | BAICHUAN_13B,
+        published=BAICHUAN,
+    ),
+    "baichuan-alibi-heads": TinyModel(
+        "Llama",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "relu"},
+        patch=use_alibi,
+        written_as=named("BaiChuan") | BAICHUAN_13B,
+        published=BAICHUAN,
+    ),
+    "refact": TinyModel("Llama", REFACT, **REFACT_CLASS),
+    "refact-heads": TinyModel("Llama", {**REFACT, "num_attention_heads": 4}, **REFACT_CLASS),
+    "refact-odd-heads": TinyModel("Llama", {**REFACT, "num_attention_heads": 3}, **REFACT_CLASS),
     "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
@@ -987,6 +1081,19 @@ DEEPSEEK = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 6, "kv_lora_rank": 40,
     "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+KIMI = {
+    **{k: v for k, v in DEEPSEEK.items() if k not in ("n_routed_experts", "first_k_dense_replace")},
+    "num_local_experts": 6, "num_hidden_layers": 4, "linear_num_heads": 6, "linear_head_dim": 20,
+    "linear_conv_kernel_dim": 4, "pad_token_id": 0,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+KIMI_LISTS = {
+    "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 2,
+    "linear_attn_config": {
+        "full_attn_layers": [1, 3], "kda_layers": [2], "head_dim": 32, "num_heads": 3,
+        "short_conv_kernel_size": 3,
+    },
 }  # fmt: skip
 MISTRAL4 = {
     **DEEPSEEK, "first_k_dense_replace": 0, "q_lora_rank": 28,
@@ -1291,6 +1398,22 @@ EXPERTS: dict[str, TinyModel] = {
         | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
     ),
+    "kimi-linear": TinyModel("KimiLinear", KIMI),
+    "kimi-linear-lists": TinyModel(  # as published
+        "KimiLinear",
+        KIMI
+        | {"num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3}
+        | {"norm_topk_prob": False, "num_local_experts": 12, "n_group": 3, "topk_group": 2}
+        | {"n_shared_experts": 2}
+        | KIMI_LISTS,
+        written_as=KIMI_LISTS | {"linear_head_dim": 7},
+    ),
+    "kimi-linear-queries": TinyModel(
+        "KimiLinear",
+        KIMI
+        | {"q_lora_rank": 28, "v_head_dim": 24, "num_experts_per_tok": 1, "linear_head_dim": 16}
+        | {"num_hidden_layers": 5, "mlp_layer_types": ["sparse"] * 5, "layer_types": None},
+    ),
     "jamba": TinyModel("Jamba", JAMBA),
     "jamba-tied": TinyModel(
         "Jamba",
@@ -1426,7 +1549,7 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("olmo3", "qwen25vl", "jamba"), THREE_HEADS),
     **dict.fromkeys(("gemma4", "gemma4-experts", "falcon-h1"), WIDE_HEADS),
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
-    **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa"), LATENT_32),
+    **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa", "kimi-linear"), LATENT_32),
 }
 """Of architectures whose recipes have narrower heads: settings by which one of them fits a q8_0 cache."""
 

@@ -278,7 +278,7 @@ class ReferenceBackend:
         """Of a short convolution, [width, kernel]."""
         if op.weight is None:
             return np.full((op.x.width, len(SHIFT)), SHIFT, F32)
-        return self._weight(op.weight)
+        return self._weight(op.weight).reshape(op.x.width, op.kernel)
 
     def _recurrent(self, op: Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
         if isinstance(op, ShortConv):
@@ -303,7 +303,7 @@ class ReferenceBackend:
             )
         rows = np.concatenate([values[read.id] for read in (op.x, op.alpha, op.beta)], axis=1)
         return self._through_states(
-            op, rows, batch, lambda row, state: delta_rule(op, row, state, rate, step)
+            op, rows, batch, lambda row, state: delta_rule(op, row, state, rate.reshape(-1), step)
         )
 
     def _through_states(
@@ -530,7 +530,7 @@ def delta_rule(
     """A token's outputs [n_head * dim_v] and the state after it. row: its x, alpha and beta; state: before
     it, [n_head, dim_k, dim_v]."""
     of_keys = op.n_head_k * op.dim_k
-    q, k, v, alpha, beta = np.split(row, np.cumsum([of_keys, of_keys, op.out.width, op.n_head]))
+    q, k, v, alpha, beta = np.split(row, np.cumsum([of_keys, of_keys, op.out.width, op.alpha.width]))
     times = op.n_head // op.n_head_k
 
     def of_heads(x: np.ndarray) -> np.ndarray:
@@ -539,8 +539,8 @@ def delta_rule(
         return np.tile(x, (times, 1)) if op.tiled else np.repeat(x, times, axis=0)
 
     q, k, v = of_heads(q) / F32(math.sqrt(op.dim_k)), of_heads(k), v.reshape(op.n_head, op.dim_v)
-    decay = np.exp(rate * np.logaddexp(alpha + step, F32(0)))
-    state = state * decay[:, None, None]
+    decay = np.exp(rate[:, None] * np.logaddexp(alpha + step, F32(0)).reshape(op.n_head, -1))
+    state = state * decay[:, :, None]
     off = (v - np.einsum("hkv,hk->hv", state, k)) * _sigmoid(beta, F32(0))[:, None]
     state = state + k[:, :, None] * off[:, None]
     return np.einsum("hkv,hk->hv", state, q).reshape(-1), state

@@ -151,7 +151,6 @@ def _run(
 ) -> tuple[Profile, TextActivity]:
     """What fires over a text: the counts, and what only a run shows."""
     with loaded_exact(path, watching) as loaded:
-        loaded.config.require_ffns("reports")
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         pilot = None
         if profile is not None:
@@ -231,10 +230,12 @@ def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
 def _facts(seen: _Seen) -> Facts:
     """The head of the page."""
     path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
-    n_ff = sorted(set(config.n_ff))
+    n_ff = sorted(set(config.n_ff) - {0})
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
+    own = sum(map(bool, config.n_ff))
+    layers = f"{own} layers" if own == config.n_layer else f"{config.n_layer} layers, {own} of them"
     notes = [
-        f"{path.name}: {config.architecture}, {config.n_layer} layers of {neurons} neurons, activation "
+        f"{path.name}: {config.architecture}, {layers} of {neurons} neurons, activation "
         f"{config.activation.gate or config.activation.up}.",
         f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(seen.source).name}).",
     ]

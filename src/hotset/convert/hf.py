@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert import hf_nextn
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
@@ -55,7 +56,7 @@ from hotset.formats.torch_file import map_torch, to_floats
 from hotset.model.activation import DRELU, RELU
 from hotset.model.architectures import ARCHITECTURES, POWERINFER_ARCHITECTURES
 from hotset.model.config import config_from_gguf
-from hotset.model.decoder import describe
+from hotset.model.decoder import describe, describe_nextn
 from hotset.model.keys import PREDICTOR_MASKS_KEY, SPARSE_THRESHOLD_KEY
 from hotset.model.predictor import Predictor
 from hotset.sparsity.profile import profile_path
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
-# The layers of mtp predict more than one token: they are left out.
 _OUTPUTS = (
     "lm_head.weight",
     "embed_out.weight",
@@ -80,11 +80,12 @@ _OUTPUTS = (
     "head.weight",
 )
 _IGNORED = re.compile(
-    r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
+    r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
+_NEXTN_MODULE = re.compile(r"(model\.)?mtp\..*")  # predicts more than one token
 # Of models that see: the other parts, and what stands before the names of the text model's tensors.
 _OTHER_PARTS = re.compile(
-    r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR)\..*"
+    r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR|vision_adapter|vision_projection)\..*"
     r"|image_newline|view_seperator)"
 )
 # Of encoders: what was trained with them and is no part of their hidden states.
@@ -106,7 +107,8 @@ class Origin:
     values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
     first. rows, columns: which of them, in their new order (None: all). plus: added to each value. decays: of
     each value x, -exp(x) is meant. ternary: for each value -s, 0 or s, whichever is nearest, s being the mean
-    magnitude of all. factors: of each row of the result, or one of all.
+    magnitude of all. factors: of each row of the result, or one of all. unit: each row becomes a vector of
+    length 1.
     """
 
     values: np.ndarray
@@ -117,6 +119,7 @@ class Origin:
     decays: bool = False
     ternary: bool = False
     factors: np.ndarray | None = None
+    unit: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,6 +138,8 @@ class Origin:
         )
         if self.decays:
             values = -np.exp(values)
+        if self.unit:
+            values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), np.float32(1e-12))
         if self.factors is not None:
             factors = self.factors if len(self.factors) == 1 else self.factors[start:stop]
             values = values * factors.reshape(-1, *(1,) * (values.ndim - 1))
@@ -216,7 +221,7 @@ def convert_hf(
     config = HFConfig(read_json(src / "config.json"), activation)
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
-    checkpoint = Checkpoint(src, config.fp8_block)
+    checkpoint = _opened(src, config)
     tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
@@ -269,6 +274,14 @@ def convert_hf(
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always, use_of(config, of_texts))
 
 
+def _opened(src: Path, config: HFConfig) -> Checkpoint:
+    """The tensors; `config` learns which layers for multi-token prediction they have."""
+    checkpoint, hf = Checkpoint(src, config.fp8_block), config.hf_class
+    if config.row.nextn is not None:
+        config.n_nextn = hf_nextn.count(checkpoint.tensors, hf.layers, config.n_layer, in_parts=hf.parts)
+    return checkpoint
+
+
 def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:
     """The tensors of a reranker: of the output those rows alone whose logits are the scores."""
     output = sources.get("output.weight", sources["token_embd.weight"])
@@ -317,6 +330,8 @@ def _check_loads(planned: PlannedFile) -> None:
         config = config_from_gguf(file)
         published = Predictor("mlp", (0.0,) * config.n_layer) if planned.dialect == "powerinfer" else None
         describe(config, planned.tensors, published)
+        for i in range(config.n_extra_layers):
+            describe_nextn(config, planned.tensors, i)
         if "tokenizer.ggml.model" in planned.metadata:
             load_tokenizer(planned.metadata)
     except HotsetError as error:
@@ -360,6 +375,7 @@ class _Place:
 
 def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
+    name = hf_nextn.as_layer(name, hf.layers, config.n_layer, in_parts=hf.parts)
     if hf.sees:
         name = _TEXT_MODEL.sub("", name)
     # OPT's .bin files leave out the first part of each name.
@@ -374,7 +390,8 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     if stem in hf.tensors and stem != full:
         return _Place(-1, (f"{hf.tensors[stem]}.{kind}",))
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", stem)
-    if match and int(match[1]) < config.n_layer:
+    if match and int(match[1]) < config.n_layer + config.n_nextn:
+        behind = hf_nextn.NAMES if int(match[1]) >= config.n_layer else {}
         number = re.search(r"\.experts\.([0-9]{1,5})\.", match[2])
         inside = match[2] if number is None else match[2].replace(number[0], ".experts.*.", 1)
         if config.rwkv is not None and (lerp := LERP.fullmatch(inside)) is not None:
@@ -382,9 +399,9 @@ def _place_of(name: str, config: HFConfig) -> _Place:
             return _Place(int(match[1]), (target,), LERPS[config.rwkv.version].index(lerp[1]))
         if f"{inside}.{kind}" in hf.layer_tensors:
             inside = f"{inside}.{kind}"
-        if inside in hf.layer_tensors:
+        if (found := hf.layer_tensors.get(inside, behind.get(inside))) is not None:
             layer, expert = int(match[1]), -1 if number is None else int(number[1])
-            targets = hf.layer_tensors[inside].split()
+            targets = found.split()
             if config.rwkv is not None:
                 targets = config.rwkv.targets(targets[0], layer)
             bare = _BARE.union(hf.bare)
@@ -426,7 +443,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 one = dict(enumerate((name, matrix) for matrix in part))
                 yield target, _stacked(one, target, config, transposed=config.transposes_experts)
             else:
-                is_fused = len(place.targets) == len("qkv")
+                is_fused = len(place.targets) == len("qkv") and config.kda is None
                 yield (
                     _converted_name(target, dialect),
                     _of_fused_qkv(values, i, name, config)
@@ -439,6 +456,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
+    yield from ((norm, Origin(weights)) for norm, weights in config.query_norms().items())
     alone = any(config.factors(stem) is not None for stem in ("token_embd", "output"))
     if tied and (alone or (dialect == "powerinfer" and config.architecture != "opt")):
         # PowerInfer's engine ties OPT's output only. With multipliers it is another matrix.
@@ -457,10 +475,12 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         tied = True
     if not tied and output is None and not hf.is_encoder:
         raise UnsupportedModelError(f"the checkpoint lacks {_OUTPUTS[0]}, and its config does not tie it")
-    extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
+    extra = tuple(f"{hf.layers}.{config.n_layer + i}." for i in range(config.n_nextn, config.n_extra_layers))
     if config.rwkv is not None:
         extra += (f"{hf.layers}.0.attn.v_lora.",)  # the first layer's values are the others'
     found = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not n.startswith(extra)]
+    if not config.n_nextn:
+        found = [n for n in found if not _NEXTN_MODULE.fullmatch(n)]
     if hf.is_encoder:
         prefix = hf.layers.partition(".")[0] + "."
         stems = {n: n.rpartition(".")[0] for n in found}
@@ -485,6 +505,8 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
         return experts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else experts
     if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
         return values[:, 0]
+    if config.kda is not None and place.targets[0].endswith(".ssm_a"):
+        return values.reshape(-1, 1)
     return values
 
 
@@ -585,6 +607,10 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return _delta_source(values, stem, config.delta)
     if config.channels is not None and stem == "ssm_a":
         return Origin(values, decays=True)
+    if config.kda is not None and stem == "ssm_a":
+        return Origin(values.reshape(1, 1, -1, 1), decays=True)
+    if config.kda is not None and stem.startswith("ssm_conv1d_"):
+        return Origin(values.reshape(1, -1, 1, config.kda.kernel))
     if config.space is not None and stem in ("ssm_a", "ssm_d", "ssm_norm"):
         rows = config.space.n_group if stem == "ssm_norm" else config.space.n_head
         return Origin(values.reshape(rows, -1), decays=stem == "ssm_a")
@@ -596,7 +622,8 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         groups = np.arange(config.n_head * config.head_dim).reshape(-1, config.n_head_kv, config.head_dim)
         order = groups.swapaxes(0, 1).reshape(-1)
         return Origin(values, rows=order) if stem == "attn_q" else Origin(values, columns=order)
-    if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
+    is_norm = stem.endswith(("_norm", "enorm", "hnorm")) and target.endswith("weight")
+    if hf.norms_less_one and is_norm and stem not in hf.whole_norms:
         return Origin(values, plus=1.0)
     if stem == "per_layer_token_embd":
         # As many rows as there are tokens; of those without one transformers takes the first.
@@ -606,7 +633,8 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values[0])
     ternary = config.is_ternary and target.startswith("blk.") and values.ndim == 2
     transposed = stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer"
-    return Origin(values, transposed=transposed, ternary=ternary, factors=config.factors(stem))
+    unit = stem == "output" and config.n_vocab == hf.unit_output_at
+    return Origin(values, transposed=transposed, ternary=ternary, factors=config.factors(stem), unit=unit)
 
 
 def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Origin:
@@ -643,7 +671,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     predictor, which config.json does not say."""
     if ".indexer." in target or (config.rwkv is not None and target.startswith("blk.")):
         return _shape_of_its_own(target, config)
-    n_head_kv, head_dim = config.heads_of(int(target.split(".")[1]) if target.startswith("blk.") else 0)
+    layer = int(target.split(".")[1]) if target.startswith("blk.") else 0
+    n_head_kv, head_dim = config.heads_of(layer)
     d, heads, kv = config.n_embd, config.n_head * head_dim, n_head_kv * head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
@@ -661,9 +690,11 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "ffn_sub_norm": (config.n_ff,),
         "fc1": (ANY, d),
         "fc2": (config.n_ff, ANY),
+        "eh_proj": (d, 2 * d),
+        **dict.fromkeys(("embed_tokens", "shared_head_head"), (config.n_vocab, d)),
     }
     if config.n_ff_of_layers is not None and target.startswith("blk."):
-        n_ff = config.n_ff_of_layers[int(target.split(".")[1])]
+        n_ff = config.n_ff_of_layers[layer]
         matrices |= {"ffn_up": (n_ff, d), "ffn_down": (d, n_ff)}
     if row.gated and not config.hf_class.fused_gate:
         matrices["ffn_gate"] = matrices["ffn_up"]
@@ -695,7 +726,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "ssm_conv1d": (width, delta.kernel),
             "ssm_out": (d, delta.of_values),
         }
-    matrices |= _other_shapes(config)
+    matrices |= _other_shapes(config, layer)
     stem, kind = _stem(target), target.rpartition(".")[2]
     if delta is not None and stem in ("ssm_a", "ssm_dt", "ssm_norm"):
         return (delta.dim_v if stem == "ssm_norm" else delta.n_head,)
@@ -738,10 +769,13 @@ def _shape_of_head_norm(width: int, head_dim: int, config: HFConfig) -> tuple[in
     return {"head": (head_dim,), "width": (width,), None: None}[row.qk_norm]
 
 
-def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that only models with residual streams or with state spaces have."""
+def _other_shapes(config: HFConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that only models with residual streams, with state spaces or with Kimi's delta nets
+    have."""
     if config.altup is not None:
         return _altup_shapes(config.altup, config)
+    if config.kda is not None:
+        return _channel_delta_shapes(config.kda, config.n_embd, config.kda_layers[layer])
     if config.channels is not None:
         return _channel_space_shapes(config.channels, config.n_embd)
     if (own := config.window_heads) is not None:
@@ -755,6 +789,23 @@ def _other_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
             "layer_output_scale": (1,),
         }
     return {} if config.space is None else _state_space_shapes(config.space, config)
+
+
+def _channel_delta_shapes(mixer: DeltaMixer, d: int, own: bool) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of Kimi's delta nets. own: the layer has one, and its matrices are not MLA's."""
+    n, dim, width = mixer.n_head, mixer.dim_k, mixer.of_values
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"ssm_conv1d_{part}": (width, mixer.kernel) for part in "qkv"},
+        **dict.fromkeys(("ssm_f_a", "ssm_g_a"), (dim, d)),
+        **dict.fromkeys(("ssm_f_b", "ssm_g_b"), (width, dim)),
+        "ssm_dt": (width, 1),  # its bias, that is
+        "ssm_a": (n, 1),
+        "ssm_beta": (n, d),
+        "ssm_norm": (dim,),
+    }
+    if own:
+        shapes |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), (width, d)) | {"attn_output": (d, width)}
+    return shapes
 
 
 def _channel_space_shapes(mixer: ChannelMixer, d: int) -> dict[str, tuple[int, ...]]:
@@ -924,7 +975,7 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
 def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
     """The same with its neurons in the new order."""
     place = neurons_of(name)
-    if place is None or not isinstance(source, Origin):
+    if place is None or place[0] >= len(orders) or not isinstance(source, Origin):
         return source
     layer, by_column = place
     if by_column:

@@ -13,11 +13,12 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from hotset.convert.checkpoints import CLASSES, encoders
+from hotset.convert.checkpoints import CLASSES, encoders, llama
 from hotset.convert.checkpoints.classes import SYNONYMS, HFClass
 from hotset.convert.fp8 import block_of, is_fp8
 from hotset.convert.hf_experts import HFMoE
 from hotset.convert.hf_layers import (
+    check_bases,
     check_unrotated,
     conv_keys,
     delta_keys,
@@ -27,6 +28,9 @@ from hotset.convert.hf_layers import (
     window_keys,
 )
 from hotset.convert.hf_mixers import (
+    channel_delta_keys,
+    channel_delta_layers,
+    channel_deltas,
     channel_keys,
     channel_space,
     delta_mixer,
@@ -102,7 +106,8 @@ def _is_online_bitnet(quantised: Any) -> bool:
 def _class_of(config: dict[str, Any]) -> HFClass:
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
-    if isinstance(name, str) and (refused := REFUSED.get(name.removesuffix("ForCausalLM").lower())):
+    stem = name.partition("For")[0].lower() if isinstance(name, str) else ""
+    if refused := REFUSED.get(stem):
         raise UnsupportedModelError(f"the architecture {name!r} in config.json is not supported: {refused}")
     if isinstance(name, str) and name not in CLASSES and name.endswith("Model"):
         name = f"{name.removesuffix('Model')}ForCausalLM"  # which has an output beside it
@@ -120,6 +125,8 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         )
     if name == "NomicBertModel" and "activation_function" in config:
         return encoders.NOMIC_MOE if config.get("moe_every_n_layers") else encoders.PUBLISHED_NOMIC
+    if CLASSES[name].architecture == "baichuan" and config.get("max_position_embeddings") is None:
+        return llama.BAICHUAN_13B
     return CLASSES[name]
 
 
@@ -148,8 +155,9 @@ class HFConfig:
         self.architecture = self.hf_class.architecture
         _check_required(config, self.hf_class)
         self.n_layer = integer(config, "num_hidden_layers", high=1 << 12)
-        # Behind the model's own some have layers that predict more than one token: they are left out.
-        self.n_extra_layers = 0
+        # Behind the model's own some have layers that predict more than one token. n_nextn: those that the
+        # file has too, which the tensors of the checkpoint say.
+        self.n_extra_layers = self.n_nextn = 0
         if config.get("num_nextn_predict_layers"):
             self.n_extra_layers = integer(config, "num_nextn_predict_layers", high=1 << 10)
         self.n_embd = integer(config, "hidden_size", high=1 << 20)
@@ -166,7 +174,12 @@ class HFConfig:
             self.head_dim = self.window_heads.dim_full
         self.n_ff, self.n_ff_of_layers = self._neurons()
         self.row = ARCHITECTURES[self.architecture]
-        self.delta = delta_mixer(config, self.hf_class) if self.row.delta_net is not None else None
+        self.delta = self.kda = None
+        if self.row.delta_net == "channels":
+            self.kda = channel_deltas(config, self.n_head)
+            self.kda_layers = channel_delta_layers(config, self.n_layer)
+        elif self.row.delta_net is not None:
+            self.delta = delta_mixer(config, self.hf_class)
         self.space = state_space(config, self.hf_class, self.n_embd, limited=self.parts is not None)
         self.channels = channel_space(config, self.hf_class, self.n_embd)
         version = self.row.rwkv
@@ -313,7 +326,7 @@ class HFConfig:
         """Keys of the GGUF file, for the architecture `name`, with a context of n_positions."""
         row = self.row
         keys: dict[str, Any] = {
-            "block_count": self.n_layer,
+            "block_count": self.n_layer + self.n_nextn,
             "context_length": n_positions,
             "embedding_length": self.n_embd,
             "feed_forward_length": self.n_ff_of_layers or self.n_ff * (2 if row.halved_ff else 1),
@@ -334,11 +347,13 @@ class HFConfig:
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
         keys |= {"attention.causal": False} if self.hf_class.is_encoder else {}
         keys |= self._scale_keys() | ({} if self.moe is None else self.moe.keys())
-        keys |= self._mixer_keys()
+        keys |= self._mixer_keys() | ({"nextn_predict_layers": self.n_nextn} if self.n_nextn else {})
         if self.hf_class.indexed:
             keys |= self._indexer_keys()
         if row.rope is not None:
             check_unrotated(self.raw, self.n_layer, row.unrotated_period)
+            if self.hf_class.from_last:
+                check_bases(self.raw, self.n_layer, row.window_period, self.rope.keys()["rope.freq_base"])
             if self.hf_class.layouts:
                 windows = layout_keys(self.raw, self.n_layer)
             else:
@@ -366,7 +381,9 @@ class HFConfig:
             keys = conv_keys(raw, self.hf_class, n_layer, self.n_head_kv)
             return keys | {"shortconv.l_cache": self.conv_kernel}
         if self.delta is not None:
-            return delta_keys(raw, n_layer, state_keys(self.delta))
+            return delta_keys(raw, n_layer, self.n_nextn, state_keys(self.delta))
+        if self.kda is not None and self.latent is not None:
+            return channel_delta_keys(self.kda_layers, self.kda, self.latent.n_rot, self.latent.n_value)
         if self.rwkv is not None:
             return self.rwkv.keys()
         if self.channels is not None:
@@ -384,6 +401,8 @@ class HFConfig:
         kv = [self.n_head_kv if part == "full_attention" else 0 for part in parts]
         widths = {"mlp": self.n_ff, "moe": self.n_ff_expert}
         n_ff = [widths.get(part, 0) for part in parts]
+        kv += [self.n_head_kv] * self.n_nextn
+        n_ff += [self.n_ff_expert] * self.n_nextn
         keys: dict[str, Any] = {"attention.head_count_kv": kv, "feed_forward_length": n_ff}
         keys[EPSILON_KEYS["layer"]] = float(number(self.raw, "layer_norm_epsilon"))  # engines read either
         return keys | ({"moe_latent_size": self.n_latent} if self.n_latent else {})
@@ -397,6 +416,17 @@ class HFConfig:
         if not self.hf_class.multiplied or self.space is None:
             return None
         return factors(self.raw, self.space, stem)
+
+    def query_norms(self) -> dict[str, np.ndarray]:
+        """Norms that the file has and the checkpoint has not, of equal weights, float32 [head_dim]."""
+        if (entry := self.hf_class.query_factor) is None:
+            return {}
+        weights = {"attn_q_norm": positive(self.raw, entry), "attn_k_norm": 1.0}
+        return {
+            f"blk.{i}.{stem}.weight": np.full(self.head_dim, weight, np.float32)
+            for i in range(self.n_layer)
+            for stem, weight in weights.items()
+        }
 
     def _text_keys(self) -> dict[str, Any]:
         """Of encoders: how many types of tokens there are."""

@@ -48,7 +48,9 @@ class HFMoE:
                 keys[key] = integer(self.raw, entry, 1, self.n)
         kinds = self.raw.get("mlp_layer_types")
         if experts.first_dense:
-            keys["leading_dense_block_count"] = 1 if not isinstance(kinds, list) else kinds.count("dense")
+            otherwise = keys.get("leading_dense_block_count", 1 if experts.n_dense is None else 0)
+            n_dense = kinds.count("dense") if isinstance(kinds, list) else otherwise
+            keys["leading_dense_block_count"] = n_dense
         n_dense = keys.get("leading_dense_block_count", 0)
         if kinds not in (
             None, ["dense"] * n_dense + ["sparse"] * (self.n_layer - n_dense)

@@ -11,7 +11,7 @@ from hotset.model.architectures import ARCHITECTURES
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _CONV_TYPES = ("full_attention", "conv")
-_DELTA_TYPES = ("full_attention", "linear_attention")
+DELTA_TYPES = ("full_attention", "linear_attention")
 _PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern
 _LEGACY_PARTS = {"mamba": "linear_attention", "attention": "full_attention"}
 
@@ -75,6 +75,23 @@ def check_unrotated(raw: dict[str, Any], n_layer: int, period: int) -> None:
         )
 
 
+def check_bases(raw: dict[str, Any], n_layer: int, period: int, base: float) -> None:
+    """Completes layer_types, counted from the last layer, and raises UnsupportedModelError unless there is a
+    window, and the layers with it, and no other, have the one base of the rotation."""
+    if raw.get("sliding_window") is None:
+        raise UnsupportedModelError("sliding_window set to null in config.json is not supported")
+    whole = [(n_layer - 1 - i) % period == 0 for i in range(n_layer)]
+    if raw.get("layer_types") is None:
+        raw["layer_types"] = ["full_attention" if own else "sliding_attention" for own in whole]
+    types = checked_types(raw["layer_types"], n_layer, ATTENTION_TYPES)
+    bases = raw.get("layer_rope_theta")
+    bases = [0 if own else base for own in whole] if bases is None else bases
+    if bases != [base if kind == "sliding_attention" else 0 for kind in types]:
+        raise UnsupportedModelError(
+            f"layer_rope_theta in config.json must be {base:g} in layers with a window, and 0 in the others"
+        )
+
+
 def window_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int) -> dict[str, Any]:
     """Which layers slide: those of layer_types, else all but each sliding_window_pattern-th, else those
     from max_window_layers on, else all; of these the entries that the class reads (HFClass.windows).
@@ -116,7 +133,7 @@ def hybrid_keys(raw: dict[str, Any], n_layer: int, n_head_kv: int) -> dict[str, 
     types = ["linear_attention"] * n_layer if types is None else types
     if isinstance(types, list):
         types = [_LEGACY_PARTS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    types = checked_types(types, n_layer, _DELTA_TYPES)
+    types = checked_types(types, n_layer, DELTA_TYPES)
     kv = [n_head_kv if kind == "full_attention" else 0 for kind in types]
     rotates = raw.get("position_embedding_type") == "rope"
     return {"attention.head_count_kv": kv, "rope.scaling.finetuned": rotates}
@@ -138,15 +155,16 @@ def conv_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int, n_head_kv: i
     return {"attention.head_count_kv": heads}
 
 
-def delta_keys(raw: dict[str, Any], n_layer: int, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have a gated delta net. sizes: keys of their sizes."""
+def delta_keys(raw: dict[str, Any], n_layer: int, n_nextn: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have a gated delta net; those for multi-token prediction behind them have none. sizes:
+    keys of their sizes."""
     types = raw.get("layer_types")
     if types is None:
         interval = integer(raw, "full_attention_interval", 4)
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n_layer)]
-    types = checked_types(types, n_layer, _DELTA_TYPES)
+    types = checked_types(types, n_layer, DELTA_TYPES)
     recurrent = [kind == "linear_attention" for kind in types]
-    keys: dict[str, Any] = {"attention.recurrent_layers": recurrent, **sizes}
+    keys: dict[str, Any] = {"attention.recurrent_layers": recurrent + [False] * n_nextn, **sizes}
     interval = recurrent.index(False) + 1 if False in recurrent else 0
     if interval and recurrent == [(i + 1) % interval != 0 for i in range(n_layer)]:
         keys["full_attention_interval"] = interval

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.hf_layers import DELTA_TYPES, checked_types
 from hotset.convert.hf_values import integer, number
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.architectures import ARCHITECTURES
@@ -35,6 +36,48 @@ def delta_mixer(raw: dict[str, Any], hf_class: HFClass) -> DeltaMixer:
             f"{mixer.n_head_k} linear_num_key_heads"
         )
     return mixer
+
+
+def channel_deltas(raw: dict[str, Any], n_head: int) -> DeltaMixer:
+    """The sizes of Kimi's delta nets; what linear_attn_config says of them comes first."""
+    entries = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    own = linear_attention(raw)
+    raw |= {entry: own[name] for name, entry in entries.items() if name in own}
+    if integer(raw, "linear_num_heads", high=MAX_STATE_HEADS) != n_head:
+        raise UnsupportedModelError("linear_num_heads in config.json must be num_attention_heads")
+    dim = integer(raw, "linear_head_dim", high=MAX_HEAD_DIM)
+    kernel = integer(raw, "linear_conv_kernel_dim", high=MAX_CONV_KERNEL)
+    return DeltaMixer(kernel, n_head, n_head, dim, dim, tiled=False, by_channel=True)
+
+
+def linear_attention(raw: dict[str, Any]) -> dict[str, Any]:
+    """The entries of linear_attn_config."""
+    own = raw.get("linear_attn_config")
+    if own is not None and not isinstance(own, dict):
+        raise FormatError("linear_attn_config in config.json must be an object")
+    return own or {}
+
+
+def channel_delta_layers(raw: dict[str, Any], n_layer: int) -> list[bool]:
+    """Which layers have Kimi's delta nets: those that layer_types or linear_attn_config (from 1 on) name, or
+    all but each fourth behind the first."""
+    own, types = linear_attention(raw), raw.get("layer_types")
+    if types is not None:
+        kinds = checked_types(types, n_layer, DELTA_TYPES)
+        return [kind == "linear_attention" for kind in kinds]
+    if not {"full_attn_layers", "kda_layers"} <= own.keys():
+        return [i % 4 != 0 or i == 0 for i in range(n_layer)]
+    full, linear = own["full_attn_layers"], own["kda_layers"]
+    lists = isinstance(full, list) and isinstance(linear, list)
+    if not lists or sorted([*full, *linear], key=str) != sorted(range(1, n_layer + 1), key=str):
+        raise FormatError(
+            f"full_attn_layers and kda_layers in config.json must hold each of {n_layer} layers once"
+        )
+    return [i + 1 in linear for i in range(n_layer)]
 
 
 def state_space(
@@ -105,6 +148,18 @@ def channel_keys(raw: dict[str, Any], channels: ChannelMixer, n_layer: int, n_he
     offset = number(raw, "attn_layer_offset")
     kv = [n_head_kv if i % period == offset else 0 for i in range(n_layer)]
     return keys | {"attention.head_count_kv": kv}
+
+
+def channel_delta_keys(kda: list[bool], mixer: DeltaMixer, n_rot: int, n_value: int) -> dict[str, Any]:
+    """Sizes of Kimi's delta nets, and which layers have them. n_rot: channels of a key that heads of the
+    other layers share, of which nothing is rotated; n_value: of a value there."""
+    return {
+        "attention.head_count_kv": [0 if own else 1 for own in kda],
+        "ssm.conv_kernel": mixer.kernel,
+        "kda.head_dim": mixer.dim_k,
+        "attention.value_length": n_value,
+        "rope.dimension_count": n_rot,
+    }
 
 
 def state_keys(mixer: DeltaMixer | StateSpaceMixer) -> dict[str, Any]:

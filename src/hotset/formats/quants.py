@@ -25,8 +25,17 @@ from hotset.formats.codebooks import codebook
 CHUNK_VALUES = 1 << 18  # values decoded or encoded at a time: the temporaries stay in cache
 
 
+I2_S = 36
+REFUSED_TYPES = {
+    I2_S: "which is bitnet.cpp's alone: how it is laid out depends on the processor that wrote the file, and "
+    "no file says which. Convert the checkpoint of its BF16 weights (hotset convert), to tq2_0 for example"
+}
+"""Types that are known and not computed with, with the reason."""
+
+
 class GGMLType(IntEnum):
-    """Type ids as they stand in a GGUF file. An id that is not listed becomes a member named UNKNOWN_<id>."""
+    """Type ids as they stand in a GGUF file. An id that is not listed becomes a member named UNKNOWN_<id>, or
+    I2_S."""
 
     F32 = 0
     F16 = 1
@@ -67,7 +76,7 @@ class GGMLType(IntEnum):
         if not isinstance(value, int) or not 0 <= value < 1 << 32:
             return None
         unknown = int.__new__(cls, value)
-        unknown._name_ = f"UNKNOWN_{value}"
+        unknown._name_ = "I2_S" if value == I2_S else f"UNKNOWN_{value}"
         unknown._value_ = value
         return unknown
 

@@ -59,7 +59,8 @@ class Architecture:
     rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer. norm_bias: layer norms must have a bias; elsewhere one is used where it is present.
-    norm_eps: where the file has no key for it; None: it must have one. norm_weights: layer norms have them.
+    norm_eps: where the file has no key for it; None: it must have one. any_epsilon: the key may be that of
+      the other kind of norms. norm_weights: layer norms have them.
     qk_norm: q and k pass a norm (RMS; in models with layer norms such a one of each head) before the rotation
       (`attn_q_norm`, `attn_k_norm`), each head by itself or all heads as one row; None: they do not.
       optional_qk_norm: where a layer has the tensors for it. qk_norm_last: the norm follows the rotation.
@@ -70,7 +71,7 @@ class Architecture:
       that lack the norm.
     biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
     pre_norm: attention and the FFN read the stream through a norm. post_norm: what they yield passes a norm
-      before it is added.
+      before it is added. post_norm_eps: of those norms; None: that of the others.
     ffn_norm: the tensor of the norm before the FFN.
     sinks: a score for each head takes part in the softmax of attention (`attn_sinks`).
     window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
@@ -107,12 +108,15 @@ class Architecture:
     ffn_tensors: names of up and down.
     delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
       heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
+      channels: layers without KV heads have one whose keys decay channel by channel (Kimi Linear).
     sub_norms: what the heads yield and what the neurons yield pass a norm before the last matrix of both.
     activation_at: of files that name no activation those with so many layers have `activation`, the others
       silu; None: all have it.
     alibi: of files without the key attention.max_alibi_bias (see operations.Attention.slopes); 0: scores do
-      not fall with distance; None: files must have the key.
+      not fall with distance; None: files must have the key. alibi_at: only models with so many layers, and
+      files with the key, have it, in place of a rotation; None: all.
     embedding_norm: the embedding passes a norm (`token_embd_norm`), with those of positions and token types.
+      unit_embedding: one without weights.
     causal: a token sees no token after it, where the file does not say (attention.causal). A model that is
       not is an encoder: it has no logits, and its result is the hidden states, behind `output_norm` if there
       is one.
@@ -121,7 +125,8 @@ class Architecture:
     bare_first: the first layer's attention reads the stream as it is.
     compared_with: what the tests take its numbers from, with tiny random models.
     nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
-      one, which predict one token more (see decoder.describe_nextn).
+      one, which predict one token more (see decoder.describe_nextn), and the kind of the norm before their
+      output; None: such layers are not known.
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
@@ -138,6 +143,7 @@ class Architecture:
     norm: NormKind = "rms"
     norm_bias: bool = True
     norm_eps: float | None = None
+    any_epsilon: bool = False
     norm_weights: bool = True
     qk_norm: HeadNorm | None = None
     optional_qk_norm: bool = False
@@ -148,6 +154,7 @@ class Architecture:
     biased: tuple[str, ...] = ()
     pre_norm: bool = True
     post_norm: bool = False
+    post_norm_eps: float | None = None
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
     window_period: int = 0
@@ -179,7 +186,7 @@ class Architecture:
     rwkv: int | None = None
     ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
     one_part: bool = False
-    delta_net: Literal["grouped", "tiled"] | None = None
+    delta_net: Literal["grouped", "tiled", "channels"] | None = None
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
@@ -187,12 +194,19 @@ class Architecture:
     sub_norms: bool = False
     activation_at: int | None = None
     alibi: float | None = 0.0
+    alibi_at: int | None = None
     embedding_norm: bool = False
+    unit_embedding: bool = False
     causal: bool = True
     sum_norms: bool = False
     bare_first: bool = False
-    nextn: bool = False
+    nextn: NormKind | None = None
     compared_with: str = "transformers"
+
+    @property
+    def marks_layers(self) -> bool:
+        """Whether layers without KV heads have something else in attention's place."""
+        return self.short_conv or self.state_space or self.delta_net == "channels"
 
     def activation_in(self, n_layer: int) -> FFNActivation:
         """That of files which name none, of a model of so many layers."""
@@ -299,6 +313,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", post_norm=True, scaled_embedding=True, attention_gate=True,
         window_period=4, rotates_windows="always", experts=ExpertDefaults(scoring="sigmoid"),
     ),
+    "muse-glimmer": Architecture(
+        qk_norm="head", post_norm=True, post_norm_eps=1e-8, unit_embedding=True, attention_gate=True,
+        window_period=4, rotates_windows="always", multiplies_logits=True,
+    ),
     "smallthinker": Architecture(
         rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows="if_any",
         experts=ExpertDefaults(scoring="sigmoid", early=True), compared_with="a copy of the authors' code",
@@ -310,13 +328,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
-        experts=ExpertDefaults(scoring="sigmoid"), nextn=True,
+        experts=ExpertDefaults(scoring="sigmoid"), nextn="rms",
     ),
     "deepseek": Architecture(
         experts=ExpertDefaults(normalised=False), compared_with="transformers' Llama, with its experts"
     ),
     "deepseek2": Architecture(  # V2, V3, Kimi K2
-        latent_eps=1e-6, experts=ExpertDefaults(normalised=False), nextn=True,
+        latent_eps=1e-6, experts=ExpertDefaults(normalised=False), nextn="rms",
     ),
     "plm": Architecture(
         latent_eps=1e-6, gated=False, activation=RELU2,
@@ -334,10 +352,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope=None, norm="layer", gated=False, activation=GELU_TANH, embedding_norm=True, alibi=8.0,
         biased=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
+    "baichuan": Architecture(  # 13B has 40 layers, and ALiBi in place of a rotation
+        alibi=8.0, alibi_at=40, compared_with="transformers' Llama, with ALiBi",
+    ),
+    "refact": Architecture(  # its norms have a mean, whatever the key of their epsilon says
+        rope=None, norm="layer", norm_bias=False, any_epsilon=True, alibi=8.0,
+        compared_with="transformers' Llama, with ALiBi and layer norms",
+    ),
     "olmo": Architecture(norm="layer", norm_weights=False),
     "apertus": Architecture(rope="neox", qk_norm="head", gated=False, activation=XIELU_OF_LAYERS),
     "bitnet": Architecture(  # 2B-4T has 30 layers; what reproduced BitNet's paper before has silu
         rope="neox", activation=RELU2, activation_at=30, sub_norms=True,
+    ),
+    **dict.fromkeys(  # as bitnet.cpp calls 2B-4T
+        ("bitnet-25", "bitnet-b1.58"),
+        Architecture(
+            rope="neox", activation=RELU2, sub_norms=True, compared_with=_SAME_GRAPH.format("BitNet")
+        ),
     ),
     "lfm2": Architecture(
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
@@ -351,7 +382,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron_h_moe": Architecture(
         rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True,
-        experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True),
+        experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True), nextn="layer",
     ),
     "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
     "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
@@ -365,15 +396,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture(rope=None, state_space=True, attends=False),
     "qwen3next": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
-        experts=ExpertDefaults(gated_share=True), nextn=True,
+        experts=ExpertDefaults(gated_share=True), nextn="rms",
     ),
     "qwen35": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
-        nextn=True,
+        nextn="rms",
     ),
     "qwen35moe": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
-        experts=ExpertDefaults(gated_share=True), nextn=True,
+        experts=ExpertDefaults(gated_share=True), nextn="rms",
+    ),
+    "kimi-linear": Architecture(
+        rope=None, latent_eps=1e-6, delta_net="channels", experts=ExpertDefaults(scoring="sigmoid"),
     ),
     "mellum": Architecture(
         rope="neox", qk_norm="head", window_period=4, unscaled_windows=True, experts=ExpertDefaults(),
@@ -451,9 +485,13 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 """The rows of a file in PowerInfer's dialect."""
 
 
+_BLOCKS_OF_KEYS = "keys and values of compressed blocks of tokens are not computed"
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
+    "qwen4exp": "residual streams with gates of their own and embeddings of hashed n-grams are not computed",
+    "deepseek4": _BLOCKS_OF_KEYS,
+    "deepseekv4": _BLOCKS_OF_KEYS,
 }
 """Architectures that are known and not computed, with the reason."""
 

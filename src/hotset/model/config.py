@@ -180,6 +180,8 @@ class ModelConfig:
     output_norm: str | None = "output_norm"
     slopes: tuple[float, ...] | None = None
     embedding_norm: bool = False
+    unit_embedding: bool = False
+    post_norm_eps: float | None = None
     causal: bool = True
 
     @property
@@ -292,8 +294,10 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         masked=_masked(gguf.metadata),
         n_extra_layers=n_extra_layers,
         output_norm=architecture.output_norm,
-        slopes=_slopes(keys, architecture, n_head),
+        slopes=_slopes(keys, architecture, n_layer, n_head),
         embedding_norm=architecture.embedding_norm,
+        unit_embedding=architecture.unit_embedding,
+        post_norm_eps=architecture.post_norm_eps,
         causal=keys.flag("attention.causal", architecture.causal),
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
@@ -353,6 +357,7 @@ def _layers(
     heads = _layer_heads(keys, windows, head_dim) if architecture.window_heads else (None,) * n_layer
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
+    switched_off |= architecture.alibi_at is not None and _alibi(keys, architecture, n_layer) > 0
     if architecture.rope is not None and not switched_off:
         rope = windowed = rope_of(gguf, keys, architecture, head_dim, n_ctx_train)
         if any(windows) and architecture.windowed_rope_base is not None:
@@ -423,7 +428,7 @@ def _kv_heads(keys: Keys, architecture: Architecture, n_layer: int, n_head: int)
     key = "attention.head_count_kv"
     if architecture.window_heads:  # the layers know their own
         return max(keys.per_layer(key, n_layer, 1, 1 << 14, n_head))
-    if architecture.beside or not (architecture.short_conv or architecture.state_space):
+    if architecture.beside or not architecture.marks_layers:
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
     found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}
     if not found:
@@ -432,10 +437,10 @@ def _kv_heads(keys: Keys, architecture: Architecture, n_layer: int, n_head: int)
 
 
 def _norm_eps(keys: Keys, architecture: Architecture) -> float:
-    """Of norms. Files with state spaces may have the key of layer norms alone."""
+    """Of norms. Some files have the key of the other kind of norms alone."""
     default = architecture.norm_eps
-    if architecture.state_space:
-        default = keys.get(EPSILON_KEYS["layer"])
+    if architecture.state_space or architecture.any_epsilon:
+        default = keys.get(EPSILON_KEYS["layer" if architecture.norm == "rms" else "rms"])
     return keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, default)
 
 
@@ -465,10 +470,16 @@ def _heads(keys: Keys, architecture: Architecture, n_layer: int, n_embd: int) ->
     return n_head, n_head_kv, head_dim, head_dim_v
 
 
-def _slopes(keys: Keys, architecture: Architecture, n_head: int) -> tuple[float, ...] | None:
+def _alibi(keys: Keys, architecture: Architecture, n_layer: int) -> float:
+    """The bias of ALiBi, 0 in models without it."""
+    default = architecture.alibi if architecture.alibi_at in (None, n_layer) else 0.0
+    return keys.factor("attention.max_alibi_bias", default or 0.0)
+
+
+def _slopes(keys: Keys, architecture: Architecture, n_layer: int, n_head: int) -> tuple[float, ...] | None:
     """ALiBi's slopes: a geometric sequence down to 2^-bias, and for heads beyond a power of two every second
     one of the next finer sequence."""
-    bias = keys.factor("attention.max_alibi_bias", architecture.alibi or 0.0)
+    bias = _alibi(keys, architecture, n_layer)
     if not bias:
         if architecture.alibi is None:
             raise keys.error("attention.max_alibi_bias", "is missing, and the model has no other positions")

@@ -16,7 +16,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     blk.N.conv_b  conv_c  conv_x  conv_in: b * x  conv  conv_gated: times c  conv_out
     or of a gated delta net:
     blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: what the heads
-    yield  delta_norm  delta_gate_act  delta_gated  delta_out
+    yield  delta_norm  delta_gate_act  delta_gated  delta_out; of one whose keys decay channel by channel
+    attn_q  attn_k  attn_v  conv_q  conv_k  conv_v  ssm_f_a  ssm_f_b  ssm_g_a  ssm_g_b in place of the first
     or of a state space:
     blk.N.ssm_z  ssm_xbc  ssm_dt  conv  conv_act  ssm: what the heads yield  ssm_z_act  ssm_gated
     [ssm_unit  ssm_norm]  ssm_out  [mixed: its sum with attn_out, where it stands beside attention]; of Mamba
@@ -59,7 +60,7 @@ from typing import TYPE_CHECKING, Any
 from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_input_major, copy_shape
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.formats.quants import DECODABLE, REFUSED_TYPES, GGMLType
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
 from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
 from hotset.model.experts import Experts
@@ -167,12 +168,15 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
         raise UnsupportedModelError(
             f"the file has {config.n_extra_layers} layers for multi-token prediction, none with index {index}"
         )
-    if not ARCHITECTURES[config.architecture].nextn:
+    if (norm := ARCHITECTURES[config.architecture].nextn) is None:
         raise UnsupportedModelError(
             f"the layers for multi-token prediction of {config.architecture} models are not supported"
         )
     i, d = config.n_layer + index, config.n_embd
-    layer = next(layer for layer in reversed(config.layers) if layer.mixer is None)
+    layer = next(layer for layer in reversed(config.layers) if layer.mixer is None and layer.mixes)
+    if not layer.n_ff:  # the model's FFNs are layers of their own
+        ffn = next(layer for layer in reversed(config.layers) if layer.n_ff)
+        layer = replace(layer, n_ff=ffn.n_ff, experts=ffn.experts, ffn_norm="post_attention_norm")
     weights, own = _Weights(config, tensors), f"blk.{i}.nextn"
     model = _Description(config, weights, [LayerThresholds()] * (i + 1))
     hidden = model.value("hidden", d)
@@ -182,6 +186,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
     both = model.add(Heads(model.value(f"{own}.both", 2 * d), x, 1, 0, hidden, **model.where))
     x = model.linear(both, f"{own}.eh_proj", d)
     x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
+    model.config = replace(config, norm=norm, norm_bias=False)
     head = f"{own}.shared_head_head"
     model.output(x, None, f"{own}.shared_head_norm", head if f"{head}.weight" in tensors else None)
     if unread := sorted(n for n in tensors if n.startswith(f"blk.{i}.") and weights.is_unread(n)):
@@ -255,6 +260,8 @@ class _Description:
             weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
             positions = self.add(Embed(self.value("position_embd", d), weight, "position", first))
             x = self.add(Add(self.value("inp", d), x, positions))
+        if config.unit_embedding:
+            return self.add(UnitNorm(self.value("token_embd_norm", d), x, config.norm_eps, 1))
         return self.norm(x, "token_embd_norm") if config.embedding_norm else x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
@@ -270,7 +277,7 @@ class _Description:
         h = self._thresholded(h, i, "attn_in")
         out = self._mixed(i, layer, h)
         if layer.post_norm:
-            out = self.norm(out, f"{blk}.post_attention_norm")
+            out = self.norm(out, f"{blk}.post_attention_norm", eps=config.post_norm_eps)
         out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
         if config.altup is None:
             return self._summed(
@@ -311,6 +318,8 @@ class _Description:
             return self._channel_space(f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, RwkvMixer):
             return _TimeMix(self, f"blk.{i}", layer.mixer, h).out()
+        if layer.mixer.by_channel:
+            return self._channel_deltas(f"blk.{i}", layer.mixer, h)
         return self._delta_net(f"blk.{i}", layer.mixer, h)
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
@@ -380,7 +389,7 @@ class _Description:
             alpha = self.linear(h, f"{blk}.ssm_alpha", n, f"{blk}.delta_alpha")
         weight = self.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
         conv = self.add(ShortConv(self.value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **self.where))
-        act = self.add(Activate(self.value(f"{blk}.conv_act", width), conv, "silu", **self.where))
+        act = self.activated(conv, "silu")
         step = self.weights.bias(f"{blk}.ssm_dt", n, required=True)
         assert step is not None
         rate = self.weights.bare(f"{blk}.ssm_a", n)
@@ -390,12 +399,47 @@ class _Description:
                 mixer.dim_k, mixer.dim_v, mixer.tiled, **self.where,
             )
         )  # fmt: skip
+        return self._read_state(blk, mixer, delta, gate, "silu", "ssm_out")
+
+    def _channel_deltas(self, blk: str, mixer: DeltaMixer, h: Value) -> Value:
+        """As _delta_net, where keys decay channel by channel (Kimi Delta Attention, arXiv 2510.26692)."""
+        n, width, joined = mixer.n_head, mixer.of_values, None
+        for part in "qkv":
+            x = self.linear(h, f"{blk}.attn_{part}", width)
+            weight = self.weights.numbers(f"{blk}.ssm_conv1d_{part}", mixer.kernel * width)
+            out = self.value(f"{blk}.conv_{part}", width)
+            x = self.activated(self.add(ShortConv(out, x, weight, mixer.kernel, **self.where)), "silu")
+            if joined is not None:
+                out = self.value(f"{blk}.conv_{part}_act_joined", joined.width + width)
+                x = self.add(Heads(out, joined, 1, 0, x, **self.where))
+            joined = x
+        assert joined is not None
+        alpha, gate = (
+            self.linear(self.linear(h, f"{blk}.ssm_{name}_a", mixer.dim_k), f"{blk}.ssm_{name}_b", width)
+            for name in "fg"
+        )
+        beta = self.linear(h, f"{blk}.ssm_beta", n, f"{blk}.delta_beta")
+        step = self.weights.bias(f"{blk}.ssm_dt", width, required=True)
+        assert step is not None
+        rate = self.weights.bare(f"{blk}.ssm_a", n)
+        delta = self.add(
+            DeltaNet(
+                self.value(f"{blk}.delta", width), joined, alpha, beta, rate, step, n, n, mixer.dim_k,
+                mixer.dim_v, tiled=False, **self.where,
+            )
+        )  # fmt: skip
+        return self._read_state(blk, mixer, delta, gate, "sigmoid", "attn_output")
+
+    def _read_state(
+        self, blk: str, mixer: DeltaMixer, delta: Value, gate: Value, kind: ActivationKind, tensor: str
+    ) -> Value:
+        """What heads yield, normed head by head, times gates, through the matrix `tensor`."""
         norm = self.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
-        out, eps = self.value(f"{blk}.delta_norm", of_values), self.config.norm_eps
-        normed = self.add(RMSNorm(out, delta, norm, eps, n, **self.where))
-        gate = self.add(Activate(self.value(f"{blk}.delta_gate_act", of_values), gate, "silu", **self.where))
-        gated = self.add(Multiply(self.value(f"{blk}.delta_gated", of_values), normed, gate, **self.where))
-        return self.linear(gated, f"{blk}.ssm_out", self.config.n_embd, f"{blk}.delta_out")
+        out, eps = self.value(f"{blk}.delta_norm", delta.width), self.config.norm_eps
+        normed = self.add(RMSNorm(out, delta, norm, eps, mixer.n_head, **self.where))
+        gate = self.activated(gate, kind)
+        gated = self.add(Multiply(self.value(f"{blk}.delta_gated", delta.width), normed, gate, **self.where))
+        return self.linear(gated, f"{blk}.{tensor}", self.config.n_embd, f"{blk}.delta_out")
 
     def _state_space(self, blk: str, mixer: StateSpaceMixer, h: Value) -> Value:
         """The state space of Mamba-2 on convolved values, B and C, gated and then normed group by group."""
@@ -521,7 +565,7 @@ class _Description:
         """The stream x and what the FFN yields, as it is added."""
         config = self.config
         if layer.post_norm:
-            out = self.norm(out, f"{blk}.post_ffw_norm")
+            out = self.norm(out, f"{blk}.post_ffw_norm", eps=config.post_norm_eps)
         out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
         return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
@@ -652,9 +696,9 @@ class _Description:
     def _latent_heads(
         self, x: Value, blk: str, layer: LayerConfig, latent: Latent
     ) -> tuple[Value, Value, Value]:
-        """q, k and v with their rotation, of latent vectors; the cache holds what they become."""
+        """q, k and v with their rotation, if there is one, of latent vectors; the cache holds what they
+        become."""
         config, n_head, rope = self.config, self.config.n_head, layer.rope
-        assert rope is not None
         n_own = config.head_dim - latent.n_rot  # channels of a head that are not rotated
         eps = latent.norm_eps
         width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
@@ -666,10 +710,11 @@ class _Description:
         q = self.linear(
             given, f"{blk}.attn_q_b" if latent.rank_q else f"{blk}.attn_q", width, f"{blk}.attn_q"
         )
-        out = self.value(f"{blk}.attn_q_rope", width)
-        q = self.add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))
-        out = self.value(f"{blk}.attn_k_shared_rope", latent.n_rot)
-        shared = self.add(Rotate(out, shared, 1, latent.n_rot, rope, **self.where))
+        if rope is not None:
+            out = self.value(f"{blk}.attn_q_rope", width)
+            q = self.add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))
+            out = self.value(f"{blk}.attn_k_shared_rope", latent.n_rot)
+            shared = self.add(Rotate(out, shared, 1, latent.n_rot, rope, **self.where))
         vector = self.norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
 
         out_k, out_v = self.value(f"{blk}.attn_k", width), self.value(f"{blk}.attn_v", width_v)
@@ -1255,14 +1300,16 @@ class _Weights:
 
     def numbers(self, name: str, n: int) -> str:
         """A vector that files have with one dimension or more."""
-        info = self.tensors.get(f"{name}.weight")
-        fits = info is not None and math.prod(info.shape) == n
-        return self._ask(f"{name}.weight", tuple(info.shape) if info is not None and fits else (n,))
+        return self._numbers(f"{name}.weight", n)
 
     def bare(self, name: str, n: int) -> str:
-        """A vector whose name says all, in some files as a matrix of one column."""
+        """The same where the name says all."""
+        return self._numbers(name, n)
+
+    def _numbers(self, name: str, n: int) -> str:
         info = self.tensors.get(name)
-        return self._ask(name, (1, n) if info is not None and len(info.shape) == 2 else (n,))
+        fits = info is not None and math.prod(info.shape) == n
+        return self._ask(name, tuple(info.shape) if info is not None and fits else (n,))
 
     def plain(self, name: str, n_in: int, n_out: int) -> str:
         """A matrix whose name says all."""
@@ -1345,10 +1392,10 @@ class _Weights:
                 f"the tensor {name} is {list(info.shape)}, but the file's keys say {list(shape)}"
             )
         if info.type not in types:
-            raise UnsupportedModelError(
-                f"the tensor {name} has the type {info.type.name}, which hotset does not compute with; "
-                "use a file of another type"
+            why = REFUSED_TYPES.get(
+                info.type, "which hotset does not compute with; use a file of another type"
             )
+            raise UnsupportedModelError(f"the tensor {name} has the type {info.type.name}, {why}")
         self.used.add(name)
         return name
 

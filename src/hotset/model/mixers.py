@@ -25,7 +25,8 @@ class ConvMixer:
 @dataclass(frozen=True)
 class DeltaMixer:
     """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
-    it."""
+    it. by_channel: queries, keys and values have matrices and convolutions of their own, and keys decay
+    channel by channel, by what is made of as many numbers as a head has channels; gates are made likewise."""
 
     kernel: int
     n_head: int
@@ -33,6 +34,7 @@ class DeltaMixer:
     dim_k: int
     dim_v: int
     tiled: bool
+    by_channel: bool = False
 
     @property
     def of_keys(self) -> int:
@@ -129,6 +131,15 @@ def _delta_mixers(keys: Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer 
     return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
 
 
+def _channel_deltas(keys: Keys, n_layer: int) -> tuple[DeltaMixer | None, ...]:
+    n_head = keys.uniform("attention.head_count", n_layer, 1, MAX_STATE_HEADS)
+    dim = keys.integer("kda.head_dim", 1, MAX_HEAD_DIM)
+    kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
+    mixer = DeltaMixer(kernel, n_head, n_head, dim, dim, tiled=False, by_channel=True)
+    heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
+    return tuple(None if n else mixer for n in heads)
+
+
 def _state_space(gguf: GGUFFile, keys: Keys, *, beside: bool) -> StateSpaceMixer:
     normed = not beside or "blk.0.ssm_norm.weight" in gguf.tensors
     return StateSpaceMixer(*_state_heads(keys), normed, beside)
@@ -176,6 +187,8 @@ def mixers_of(
         return tuple(None if n else _channel_mixer(gguf, keys, i) for i, n in enumerate(heads))
     if architecture.beside or not architecture.attends:
         return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
+    if architecture.delta_net == "channels":
+        return _channel_deltas(keys, n_layer)
     if architecture.delta_net is not None:
         mixers = _delta_mixers(keys, n_layer, tiled=architecture.delta_net == "tiled")
         if None not in mixers:

@@ -382,7 +382,8 @@ class DeltaNet(Operation):
     the vectors `rate` and `step`, per head:
     S *= exp(rate * softplus(alpha + step)); S += k * (sigmoid(beta) * (v - S^T k))^T; out = S^T q.
     A head of values has the query and the key of head h // (n_head / n_head_k), or (tiled) h % n_head_k.
-    State: S of each head.
+    Where alpha and step are [n_head, dim_k], each row of S has a decay of its own (Kimi Delta Attention,
+    arXiv 2510.26692). State: S of each head.
     """
 
     out: Value

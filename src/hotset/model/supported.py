@@ -41,7 +41,7 @@ def supported() -> list[SupportedArchitecture]:
 
 def _kind(row: Architecture) -> str:
     attention = {
-        "MLA": row.latent_eps is not None,
+        "MLA": row.latent_eps is not None and not row.indexed,
         "MLA within the top-k of its indexer": row.indexed,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
@@ -49,7 +49,7 @@ def _kind(row: Architecture) -> str:
         "RWKV": row.rwkv is not None,
         "AltUp": row.altup,
     }
-    named = [name for name, has in attention.items() if has][-1:]
+    named = [name for name, has in attention.items() if has]
     encoder = [] if row.causal else ["encoder"]
     return ", ".join([*encoder, "dense" if row.experts is None else "MoE", *named])
 

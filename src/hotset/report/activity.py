@@ -43,9 +43,10 @@ class LayerCurves:
 
 
 def curves_of(profile: Profile) -> list[LayerCurves]:
-    """The curves of every layer, straight lines between neurons."""
+    """The curves of every layer with an FFN, straight lines between neurons."""
     layers = []
-    for summary, counts in zip(profile.summary(), profile.counts, strict=True):
+    for summary in profile.summary():
+        counts = profile.counts[summary.layer]
         hottest = np.sort(counts.astype(np.float64))[::-1]
         total = hottest.sum()
         sums = np.concatenate([[0.0], np.cumsum(hottest)]) / (total or np.nan)
@@ -108,30 +109,32 @@ class TextActivity:
 class Observer:
     """Watches which neurons fire, in every layer: `start` at each sequence, `add` at each of its steps.
 
-    n_ff: neurons per layer. pilot: per layer how often each neuron fires, to choose those whose
-    co-activation is counted; None: as in the first step. Memory: for each layer a bit per neuron and token
-    of the last 128, as bytes, and a byte for each sampled neuron and token of all.
+    n_ff: neurons per layer; 0: it has no FFN. pilot: per layer how often each neuron fires, to choose those
+    whose co-activation is counted; None: as in the first step. Memory: for each layer a bit per neuron and
+    token of the last 128, as bytes, and a byte for each sampled neuron and token of all.
     """
 
     def __init__(
         self, n_ff: Sequence[int], *, pilot: Sequence[np.ndarray] | None = None, seed: int = 0
     ) -> None:
-        self._layers = [_LayerObserver(n) for n in n_ff]
+        self._n_layer = len(n_ff)
+        self._layers = {i: _LayerObserver(n) for i, n in enumerate(n_ff) if n}
         self._rng = np.random.default_rng(seed)
         self.n_tokens = self.n_sequences = 0
         if pilot is not None:
-            for layer, frequencies in zip(self._layers, pilot, strict=True):
-                layer.sampled = self._sample(frequencies)
+            for i, layer in self._layers.items():
+                layer.sampled = self._sample(pilot[i])
 
     @property
     def names(self) -> tuple[str, ...]:
         """The taps that `add` reads."""
-        return tuple(f"blk.{i}.ffn_act" for i in range(len(self._layers)))
+        return tuple(f"blk.{i}.ffn_act" for i in self._layers)
 
     @property
     def counts(self) -> tuple[np.ndarray, ...]:
         """Per layer uint64 [n_ff]: tokens for which each neuron fired, as a profile counts them."""
-        return tuple(layer.counts for layer in self._layers)
+        none = np.zeros(0, np.uint64)
+        return tuple(self._layers[i].counts if i in self._layers else none for i in range(self._n_layer))
 
     def _sample(self, frequencies: np.ndarray) -> np.ndarray:
         """Neurons by chance, more likely those that fire for some tokens and not for others."""
@@ -144,13 +147,13 @@ class Observer:
     def start(self) -> None:
         """A new sequence: its first token follows no other."""
         self.n_sequences += 1
-        for layer in self._layers:
+        for layer in self._layers.values():
             layer.tail = layer.tail[:0]
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
         """The next tokens of the sequence: each tap float32 [n_tokens, n_ff]."""
-        for name, layer in zip(self.names, self._layers, strict=True):
-            fires = values[name] != 0
+        for i, layer in self._layers.items():
+            fires = values[f"blk.{i}.ffn_act"] != 0
             if layer.sampled is None:
                 layer.sampled = self._sample(fires.mean(axis=0))
             layer.add(fires)
@@ -158,7 +161,7 @@ class Observer:
 
     def result(self) -> TextActivity:
         """What was seen; needs a token at least."""
-        layers = tuple(layer.result(i, self.n_tokens) for i, layer in enumerate(self._layers))
+        layers = tuple(layer.result(i, self.n_tokens) for i, layer in self._layers.items())
         return TextActivity(
             self.n_tokens, self.n_sequences, layers, float(np.sqrt(2 / (np.pi * max(self.n_tokens, 1))))
         )

@@ -82,6 +82,7 @@ def plots_of_experts(experts: ExpertHotness, drift: ExpertDrift | None) -> list[
 
 
 def _power_law(curves: Sequence[LayerCurves]) -> Plot:
+    layers = [one.summary.layer for one in curves]
     hot = np.array([one.summary.hot_share for one in curves])
     cumulative = 100 * np.array([one.cumulative for one in curves])
     mass = percent(HOT_MASS)
@@ -116,7 +117,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
         left.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons of a layer, hottest first (%)")
         left.set_ylabel("share of all activations (%)")
         _legend(left, loc="lower right")
-        _by_layer(right, 100 * hot)
+        _by_layer(right, layers, 100 * hot)
         for (name, share), colour in zip(PUBLISHED.items(), _MARKS, strict=True):
             right.axhline(100 * share, color=COLOURS[colour], lw=1, ls="--")
             right.annotate(
@@ -151,6 +152,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
 
 
 def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
+    layers = [one.summary.layer for one in curves]
     active = np.array([one.summary.active_share for one in curves])
     weights = np.array([one.summary.n_ff for one in curves])
     mean = float((active * weights).sum() / weights.sum())
@@ -162,12 +164,11 @@ def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
 
         figure, (left, right) = _figure(3.7, 2, (2, 3))
         if spread is not None:
-            x = np.arange(len(spread))
             left.vlines(
-                x, spread[:, 0], spread[:, 2], color=COLOURS["blue"], alpha=0.3, lw=_thick(len(x)),
+                layers, spread[:, 0], spread[:, 2], color=COLOURS["blue"], alpha=0.3, lw=_thick(len(layers)),
                 label="10th to 90th percentile of tokens",
             )  # fmt: skip
-        _by_layer(left, 100 * active, label="mean")
+        _by_layer(left, layers, 100 * active, label="mean")
         left.set_ylim(0, None)
         _legend_above(left)
         left.set_ylabel("neurons that fire for a token (%)")
@@ -176,7 +177,7 @@ def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
             norm=PowerNorm(0.5, 0, 100),
         )  # fmt: skip
         right.invert_yaxis()
-        _whole_numbers(right.yaxis)
+        _numbered(right, layers)
         right.set(xlabel="neurons of a layer, hottest first (%)", ylabel="layer")
         _colour_bar(figure, image, right, "fires for tokens (%)", ticks=(0, 1, 5, 10, 25, 50, 75, 100))
         return figure
@@ -199,14 +200,15 @@ def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
         f"{caption}. Right: how often each neuron fires; a row is a layer, its neurons in order of hotness. "
         "A sharp edge means that hot and cold neurons are different neurons.",
         f"Share of neurons that fire for a token, by layer: {percent(mean)} of all neurons on average, from "
-        f"{percent(float(active[least]))} in layer {least} to {percent(float(active[most]))} in layer "
-        f"{most}. Beside it a heat map of how often the neurons of each layer fire.",
+        f"{percent(float(active[least]))} in layer {layers[least]} to {percent(float(active[most]))} in "
+        f"layer {layers[most]}. Beside it a heat map of how often the neurons of each layer fire.",
         (columns, rows),
         draw,
     )
 
 
 def _overlap(run: TextActivity) -> Plot:
+    layers = [layer.layer for layer in run.layers]
     overlap = 100 * np.array([layer.overlap for layer in run.layers])
     chance = 100 * np.array([layer.overlap_independent for layer in run.layers])
     known = ~np.isnan(overlap).all(axis=0)
@@ -215,8 +217,9 @@ def _overlap(run: TextActivity) -> Plot:
 
     def draw() -> Figure:
         figure, (left, right) = _figure(3.6, 2, (3, 2))
-        _by_layer(left, overlap[:, 0], label="measured")
+        _by_layer(left, layers, overlap[:, 0], label="measured")
         left.plot(
+            layers,
             chance,
             ls="none",
             marker="_",
@@ -280,7 +283,7 @@ def _coactivation(run: TextActivity) -> Plot:
                 _colour_bar(figure, image, axes, "correlation φ", extend="both")
         below = figure.add_subplot(grid[1, :])
         _style(below)
-        _by_layer(below, means)
+        _by_layer(below, [layer.layer for layer in run.layers], means)
         below.axhline(
             run.coactivation_independent, color=COLOURS["orange"], ls="--", lw=1.2, label="chance alone"
         )
@@ -459,12 +462,11 @@ def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
     axis.plot(x, median, color=COLOURS["blue"], lw=2, label="median layer" if n > 1 else "the layer")
 
 
-def _by_layer(axis: Axes, values: np.ndarray, label: str | None = None) -> None:
-    """One point for each layer; a line between them, since a layer has neighbours."""
-    x = np.arange(len(values))
-    axis.plot(x, values, color=COLOURS["blue"], lw=1, alpha=0.6)
-    axis.plot(x, values, "o", color=COLOURS["blue"], ms=5 if len(x) <= 24 else 3, label=label)
-    axis.set_xlim(-0.6, len(values) - 0.4)
+def _by_layer(axis: Axes, layers: Sequence[int], values: np.ndarray, label: str | None = None) -> None:
+    """One point for each of these layers; a line between them, since a layer has neighbours."""
+    axis.plot(layers, values, color=COLOURS["blue"], lw=1, alpha=0.6)
+    axis.plot(layers, values, "o", color=COLOURS["blue"], ms=5 if len(layers) <= 24 else 3, label=label)
+    axis.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
     axis.set_xlabel("layer")
     _whole_numbers(axis.xaxis)
 

@@ -6,6 +6,7 @@
 A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
 its order, in an MoE layer those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
 tensor `blk.N.counts` [n_ff] per layer, and `blk.N.expert_counts` [n_experts] for each layer with experts.
+Where some have no FFN, `hotset.profile.n_layers` says how many layers there are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.sparsity import sidecar, taps
@@ -33,6 +34,7 @@ MAX_TOKENS = 1 << 48  # of a profile; the activations of a layer then still add 
 HOT_MASS = 0.8  # the share of activations that "hot" neurons make, as the PowerInfer paper counts them
 _OF_EXPERTS = ".expert_counts"
 _N_TOKENS, _MODEL, _DATA = "hotset.profile.n_tokens", "hotset.profile.model", "hotset.profile.data"
+_N_LAYERS, _MOST_LAYERS = "hotset.profile.n_layers", 1 << 12
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """counts: per layer uint64 [n_ff], tokens for which the neuron fired. n_tokens: that were run.
+    """counts: per layer uint64 [n_ff], tokens for which the neuron fired; of a layer without an FFN none.
+    n_tokens: that were run.
 
     model: fingerprint of the file (sidecar.fingerprint). data: hashes of the texts. experts: layer → uint64
     [n_experts], tokens that had the expert; of layers with experts alone.
@@ -86,8 +89,12 @@ class Profile:
         with open_gguf(path) as file:
             n_tokens, model, data = (file.metadata.get(key) for key in (_N_TOKENS, _MODEL, _DATA))
             routed = [name for name in file.tensors if name.endswith(_OF_EXPERTS)]
-            names = [f"blk.{i}.counts" for i in range(len(file.tensors) - len(routed))]
-            layers = {f"blk.{i}{_OF_EXPERTS}": i for i in range(len(names))}
+            n_layer = file.metadata.get(_N_LAYERS, len(file.tensors) - len(routed))
+            if type(n_layer) is not int or not 0 < n_layer <= _MOST_LAYERS:
+                raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
+            own = [f"blk.{i}.counts" for i in range(n_layer)]
+            names = [name for name in own if name in file.tensors]
+            layers = {f"blk.{i}{_OF_EXPERTS}": i for i in range(n_layer)}
             if (
                 type(n_tokens) is not int
                 or not 0 <= n_tokens < MAX_TOKENS
@@ -99,7 +106,11 @@ class Profile:
                 or any(info.type != GGMLType.I64 or len(info.shape) != 1 for info in file.tensors.values())
             ):
                 raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
-            counts = tuple(file.data(name).view("<i8").astype(np.uint64) for name in names)
+            none = np.zeros(0, np.uint64)
+            counts = tuple(
+                file.data(name).view("<i8").astype(np.uint64) if name in file.tensors else none
+                for name in own
+            )
             experts = {layers[name]: file.data(name).view("<i8").astype(np.uint64) for name in routed}
             every = [*counts, *experts.values()]
             if any((count > n_tokens).any() for count in every):  # a negative one is a large one here
@@ -146,9 +157,11 @@ class Profile:
         return Profile(counts, self.n_tokens, model, self.data)
 
     def summary(self) -> list[LayerProfile]:
-        """What a person wants to know of each layer."""
+        """What a person wants to know of each layer with an FFN."""
         layers = []
         for i, counts in enumerate(self.counts):
+            if not len(counts):
+                continue
             n_always = int((self.frequencies(i) >= ALWAYS_FREQUENCY).sum())
             active = int(counts.sum()) / (max(self.n_tokens, 1) * len(counts))
             never = int((counts == 0).sum())
@@ -166,8 +179,11 @@ class Profile:
         writer.add(_N_TOKENS, self.n_tokens, ValueType.UINT64)
         writer.add(_MODEL, self.model)
         writer.add(_DATA, list(self.data), ValueType.STRING)
+        if not all(map(len, self.counts)):
+            writer.add(_N_LAYERS, len(self.counts), ValueType.UINT32)
         for i, counts in enumerate(self.counts):
-            writer.add_tensor(f"blk.{i}.counts", counts.astype("<i8").view(np.uint8), GGMLType.I64)
+            if len(counts):
+                writer.add_tensor(f"blk.{i}.counts", counts.astype("<i8").view(np.uint8), GGMLType.I64)
         for i, counts in self.experts.items():
             writer.add_tensor(f"blk.{i}{_OF_EXPERTS}", counts.astype("<i8").view(np.uint8), GGMLType.I64)
         writer.write()
@@ -219,20 +235,23 @@ class Counter:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        config.require_ffns("profiles")
+        if not any(config.n_ff):
+            raise UnsupportedModelError("a profile counts the neurons of FFNs, and the model has none")
         self.n_tokens = 0
         self.counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
         self._used = {i: layer.experts.n_used for i, layer in enumerate(config.layers) if layer.experts}
         self.experts = {
             i: np.zeros(layer.experts.n, np.uint64) for i, layer in enumerate(config.layers) if layer.experts
         }
-        acts = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
+        acts = tuple(f"blk.{i}.ffn_act" for i, n_ff in enumerate(config.n_ff) if n_ff)
         self.names = acts + tuple(f"blk.{i}.ffn_route" for i in self.experts)
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
         """The taps of a step."""
         self.n_tokens += len(values[self.names[0]])
         for i, count in enumerate(self.counts):
+            if not len(count):
+                continue
             fires = values[f"blk.{i}.ffn_act"] != 0
             if i not in self.experts:
                 count += np.count_nonzero(fires, axis=0).astype(np.uint64)
@@ -265,7 +284,10 @@ def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile
 
 
 def export_activations(profile: Profile, folder: Path) -> None:
-    """Writes activation_<layer>.pt, as the original engine reads them."""
+    """Writes activation_<layer>.pt, as the original engine reads them. Raises UnsupportedModelError where a
+    layer has no FFN."""
+    if not all(map(len, profile.counts)):
+        raise UnsupportedModelError("activation_<layer>.pt are of models whose every layer has an FFN")
     from hotset.formats.powerinfer import write_activations
 
     write_activations(folder, profile.counts)

@@ -231,10 +231,11 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
         return x.repeat(1, 1, times, 1) if op.tiled else x.repeat_interleave(times, dim=2)
 
     q, k, v = of_heads(q) / math.sqrt(op.dim_k), of_heads(k), v.unflatten(-1, (op.n_head, op.dim_v))
-    decay, strength = (rate * F.softplus(alpha + step)).exp(), torch.sigmoid(beta)
+    rates = F.softplus(alpha + step).unflatten(-1, (op.n_head, -1)) * rate[:, None]
+    decay, strength = rates.exp(), torch.sigmoid(beta)
     state, out = x.new_zeros(len(x), op.n_head, op.dim_k, op.dim_v), []
     for t in range(x.shape[1]):
-        state = state * decay[:, t, :, None, None]
+        state = state * decay[:, t, :, :, None]
         off = (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * strength[:, t, :, None]
         state = state + k[:, t, :, :, None] * off[:, :, None]
         out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))

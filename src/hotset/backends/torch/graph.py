@@ -281,7 +281,7 @@ class TorchGraph:
                 return self._convolved(op, step)
             case DeltaNet():
                 x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
-                rate, bias = self.weight(op.rate), self.weight(op.step)
+                rate, bias = self.weight(op.rate).flatten(), self.weight(op.step)
                 return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
             case SelectiveScan():
                 vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
@@ -295,7 +295,10 @@ class TorchGraph:
                 assert_never(op)
 
     def _convolved(self, op: ShortConv, step: Step) -> Tensor:
-        weight = torch.tensor([SHIFT], device=self.device) if op.weight is None else self.weight(op.weight)
+        if op.weight is None:
+            weight = torch.tensor([SHIFT], device=self.device)
+        else:
+            weight = self.weight(op.weight).view(-1, op.kernel)
         out = short_conv(step.by_text(op.x), weight).flatten(0, 1)
         return out if op.bias is None else out + self.weight(op.bias)
 

@@ -24,6 +24,7 @@ SYNONYMS = {
     "n_heads": "num_attention_heads",
     "n_layers": "num_hidden_layers",
     "max_seq_len": "max_position_embeddings",
+    "model_max_length": "max_position_embeddings",  # of Baichuan 13B and Kimi Linear
 }
 
 
@@ -41,7 +42,8 @@ class HFExperts:
 
     scoring: of the class; None: that of the row. methods: values of topk_method, the first where config.json
     has none, and whether they heed groups; None: it is not looked at.
-    first_dense: mlp_layer_types names the layers without experts; without it that is the first.
+    first_dense: mlp_layer_types names the layers without experts; without it n_dense says how many, or it is
+    the first.
     says_ff, says_shared_ff: the file has a key for the width, and for that of what all tokens share.
     transposed: matrices of all experts in one tensor are stored by input, and gate and up column by column.
     """
@@ -92,8 +94,10 @@ class HFClass:
     numbers, integers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive
     number (null leaves the key out), an integer from 1 on or a truth value.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
-    norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
-    and k are meant for. partial: whether partial_rotary_factor is heeded.
+    query_factor: queries and keys pass norms without weights, and queries are multiplied by this entry.
+    from_last: layers without a window or a rotation are counted from the last one.
+    norms_less_one: norms are stored less one, all but whole_norms. rotates: the pairs of channels that the
+    checkpoint's rows of q and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
     and then those of up. depth_scales: config.json has MiniCPM's scales. scattered_groups: a key is of
     each so-many-th query head, and not of as many side by side. latent: keys and values are made of
@@ -116,6 +120,7 @@ class HFClass:
     bare: targets whose names in the file say all. multiplied: config.json has Falcon-H1's multipliers, which
     become part of matrices.
     padded_positions: the first rows of the learned positions, up to pad_token_id, are of no token.
+    unit_output_at: in models of so many tokens each row of the output counts as a vector of length 1.
     """
 
     architecture: str
@@ -143,7 +148,10 @@ class HFClass:
     means: dict[str, str] = field(default_factory=dict)
     own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
+    query_factor: str | None = None
+    from_last: bool = False
     norms_less_one: bool = False
+    whole_norms: tuple[str, ...] = ("ssm_norm",)
     rotates: RopeKind = "neox"
     partial: bool = False
     grouped_qkv: bool = False
@@ -167,6 +175,7 @@ class HFClass:
     bare: tuple[str, ...] = ()
     multiplied: bool = False
     padded_positions: bool = False
+    unit_output_at: int | None = None
 
     @property
     def is_encoder(self) -> bool:

@@ -11,6 +11,7 @@ from hotset.convert.checkpoints.names import (
     LLAMA_NAMES,
     LLAMA_TENSORS,
     four_times,
+    two_thirds_of_four_times,
 )
 
 _FALCON = HFClass(
@@ -247,6 +248,28 @@ CLASSES: dict[str, HFClass] = {
         defaults=_GPT2_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
         required={"scale_attn_weights": True, "add_cross_attention": False},
         grouped_qkv=True,
+    ),
+    "GPTRefactForCausalLM": HFClass(
+        "refact",
+        tensors=GPT2_TENSORS,
+        layers="transformer.h",
+        layer_tensors={
+            "ln_1": "attn_norm",
+            "attn.q": "attn_q",
+            "attn.kv": "attn_k attn_v",
+            "attn.c_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.gate_up_proj": "ffn_gate ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        ff="n_inner",
+        ff_of_width=two_thirds_of_four_times,
+        activation=None,
+        epsilon="layer_norm_epsilon",
+        kv_heads="multi_query",
+        defaults=_GPT2_DEFAULTS,
+        required={"n_inner": None, "multi_query": True},
+        numbers={"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},  # as llama.cpp needs it
     ),
     "CodeShellForCausalLM": HFClass(
         "codeshell",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass
@@ -20,7 +21,23 @@ _COHERE_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+_BAICHUAN = HFClass(
+    "baichuan",
+    layer_tensors=LLAMA_NAMES | {"self_attn.W_pack": "attn_q attn_k attn_v"},
+    kv_heads="every",
+    defaults=LLAMA_DEFAULTS | {"max_position_embeddings": 4096},
+    unit_output_at=125696,  # Baichuan 2
+)
+BAICHUAN_13B = replace(
+    _BAICHUAN,
+    defaults=_BAICHUAN.defaults | {"alibi_bias_max": 8.0},
+    numbers={"attention.max_alibi_bias": "alibi_bias_max"},
+)
+"""Of the same name, and known by the entry that says its context: model_max_length alone."""
+
 CLASSES: dict[str, HFClass] = {
+    "BaichuanForCausalLM": _BAICHUAN,
+    "BaiChuanForCausalLM": _BAICHUAN,
     "LlamaForCausalLM": HFClass("llama", defaults=LLAMA_DEFAULTS),
     "StableLmForCausalLM": HFClass(
         "stablelm",
@@ -105,6 +122,36 @@ CLASSES: dict[str, HFClass] = {
         defaults=LLAMA_DEFAULTS
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
         required={"use_sliding_window": False},
+    ),
+    "MuseGlimmerForConditionalGeneration": HFClass(
+        "muse-glimmer",
+        layer_tensors={
+            **LLAMA_NAMES,
+            "self_attn.gate_proj": "attn_gate",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+        activation="hidden_activation",
+        defaults={
+            "hidden_activation": "silu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "sliding_window": 2048,
+            "final_logit_softcapping": 20.0,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 0.19611613513818404,
+        },
+        required={"post_norm_eps": 1e-8},
+        numbers={"final_logit_softcapping": "final_logit_softcapping", "logit_scale": "output_multiplier"},
+        windows=("sliding_window", "layer_types"),
+        norms_less_one=True,
+        whole_norms=("output_norm", "attn_q_norm", "attn_k_norm"),
+        query_factor="qk_scale_factor",
+        from_last=True,
+        sees=True,
     ),
     "XverseForCausalLM": HFClass("xverse"),
     "InternLM2ForCausalLM": HFClass(

@@ -97,6 +97,11 @@ def four_times(n_embd: int) -> int:
     return 4 * n_embd
 
 
+def two_thirds_of_four_times(n_embd: int) -> int:
+    """In whole multiples of 256."""
+    return -(-(8 * n_embd // 3) // 256) * 256
+
+
 def below(names: dict[str, str], old: str, new: str) -> dict[str, str]:
     """Names of tensors with `new` in place of the module `old`."""
     return {name.replace(f"{old}.", f"{new}."): target for name, target in names.items()}

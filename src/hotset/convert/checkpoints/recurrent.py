@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import GROUPS, LLAMA_NAMES, LLAMA_TENSORS, SSM_NAMES, below, four_times
+from hotset.convert.checkpoints.names import (
+    BIASED_CHOICE,
+    GROUPS,
+    LATENT_DEFAULTS,
+    LATENT_NAMES,
+    LLAMA_NAMES,
+    LLAMA_TENSORS,
+    MIXTRAL_NAMES,
+    SHARED_EXPERTS,
+    SSM_NAMES,
+    below,
+    four_times,
+)
 from hotset.convert.hf_rwkv import NAMES_6, NAMES_7, ffn_width_6
 
 _BACKBONE = {
@@ -117,7 +129,58 @@ _NEMOTRON_H_DEFAULTS: dict[str, Any] = {
     "topk_group": 1,
 }
 
+_KIMI_GATE = {"f_a_proj": "ssm_f_a", "f_b_proj": "ssm_f_b", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a"}
+
 CLASSES: dict[str, HFClass] = {
+    "KimiLinearForCausalLM": HFClass(
+        "kimi-linear",
+        layer_tensors={
+            **LATENT_NAMES,
+            **MIXTRAL_NAMES,
+            **BIASED_CHOICE,
+            # As transformers saves them, also layers without experts.
+            **below(LLAMA_NAMES | SHARED_EXPERTS, "mlp", "block_sparse_moe"),
+            **below(BIASED_CHOICE, "mlp", "block_sparse_moe"),
+            **{f"self_attn.{name}": target for name, target in _KIMI_GATE.items()},
+            **{f"self_attn.forget_gate.{name}": target for name, target in _KIMI_GATE.items()},
+            **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+            "self_attn.conv1d": "ssm_conv1d_q ssm_conv1d_k ssm_conv1d_v",
+            "self_attn.b_proj": "ssm_beta",
+            "self_attn.g_a_proj": "ssm_g_a",
+            "self_attn.g_b_proj": "ssm_g_b",
+            "self_attn.o_norm": "ssm_norm",
+        },
+        defaults=LATENT_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 1048576,
+            "q_lora_rank": None,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "moe_renormalize": True,
+            "num_expert_group": 1,
+            "topk_group": 1,
+        },
+        required={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+        | {"hidden_act": "silu", "attention_bias": False},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        latent=True,
+        experts=HFExperts(
+            n_used="num_experts_per_token",
+            normalised="moe_renormalize",
+            n_shared="num_shared_experts",
+            n_dense="first_k_dense_replace",
+            groups=("num_expert_group", "topk_group"),
+            first_dense=True,
+        ),
+    ),
     "NemotronHForCausalLM": HFClass(
         "nemotron_h_moe",
         tensors=_BACKBONE,
