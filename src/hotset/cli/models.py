@@ -15,7 +15,7 @@ from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import ModelNotFoundError
 from hotset.report.bars import percent
-from hotset.storage import catalogue, elsewhere, on_this_machine, resolve, store
+from hotset.storage import catalogue, created, elsewhere, on_this_machine, resolve, store
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ _LONGEST_VALUE = 300  # characters of a key or a name; --json has all of them
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="A name of the catalogue, or hf:owner/repository[:file].")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name of the catalogue, with a quantisation or without, or hf:owner/repository[:file]."
+        ),
+    ],
     everything: Annotated[
         bool,
         typer.Option("--all", help="Fetch every file of the repository, not just the model and activation/."),
@@ -91,18 +96,37 @@ def list_command(
         }
         for model in local
     ]
+    items += [
+        {
+            "name": name,
+            "size": None,
+            "local": True,
+            "source": f"created from {one.base}",
+            "path": None,
+            "dialect": None,
+            "relu": False,
+            "fits": None,
+            "needs": None,
+            "unsupported": None,
+        }
+        for name, one in created.read().items()
+    ]
     if everything:
         here = {model.name.partition(":")[0] for model in local}
         items += [
             {
                 "name": entry.name,
-                "size": entry.size,
+                "size": entry.size or None,
                 "local": False,
                 "path": None,
                 "repository": entry.repo,
                 "file": entry.file,
                 "relu": entry.relu,
-                "fits": store.fits(entry.size, memory),
+                "fits": store.fits(entry.size, memory) if entry.size else None,
+                "quantisation": entry.quant or None,
+                "licence": entry.licence or None,
+                "page": entry.page,
+                "checked": entry.is_checked,
                 "needs": entry.needs,
                 "unsupported": entry.unsupported,
             }
@@ -122,8 +146,8 @@ def list_command(
     rows = [
         [
             item["name"],
-            human_size(item["size"]),
-            "yes" if item["fits"] else "no",
+            human_size(item["size"]) if item["size"] else "?",
+            "?" if item["fits"] is None else "yes" if item["fits"] else "no",
             "ReLU" if item["relu"] else "dense",
             _where(item)
             if item["local"]
@@ -159,6 +183,11 @@ def rm(
     """Delete models from the store."""
     deleted = []
     for name in names:
+        if store.find_local(name) is None and created.remove(name):
+            deleted.append({"name": name, "files": [], "freed": 0})
+            if not json:
+                say(f"Deleted {name}, which was created; the model that it is made of stays.")
+            continue
         if store.find_local(name) is None and (other := elsewhere.find(name)) is not None:
             raise ModelNotFoundError(f"'{name}' is a model of {other.source}: delete it there.")
         files, freed = store.remove(name)
