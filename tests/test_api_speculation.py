@@ -14,10 +14,14 @@ import hotset
 from hotset.engine.draft_model import ModelDrafter
 from hotset.engine.speculation import Speculator, StepTimes
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
+from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
 from hotset.loader.decide import ram_limit
 from hotset.loader.speculate import draft_bytes
+from hotset.model.config import config_from_gguf
+from hotset.model.thresholds import LayerThresholds
 from hotset.settings import MOST_DRAFTED, LoadSettings
+from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -98,6 +102,54 @@ def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
         assert isinstance(speculator.drafter, ModelDrafter)
         assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
     drafting.close()
+
+
+def write_thresholds(path: Path) -> None:
+    layer = LayerThresholds(gate=0.1, attn_in=0.3, attn_out=0.1, ffn_in=0.3, down_in=0.05)
+    with open_gguf(path) as gguf:
+        n_layer = config_from_gguf(gguf).n_layer
+        Thresholds(Calibrated.of(gguf), (layer,) * n_layer, "dense", True).save(thresholds_path(path))
+
+
+@pytest.mark.parametrize("make", [dense, sparse, experts])
+def test_a_model_that_drafts_for_itself_changes_nothing(tmp_path: Path, make: Any) -> None:
+    """By thresholds beside the file, by its predictors, with fewer experts; the text is exact."""
+    path = make(tmp_path)
+    mode = "exact" if make is sparse else "dense"
+    if make is dense:
+        write_thresholds(path)
+    with (
+        hotset.load(path, sparsity=mode, **SMALL) as plain,
+        hotset.load(path, speculate="self", **SMALL) as drafting,
+    ):
+        assert drafting.sparsity.mode == mode
+        for kind in KINDS:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens > counted.accepted_tokens > 0
+        assert any(note.startswith("drafts: ") for note in drafting.notes)
+
+
+def test_a_model_drafts_for_itself_in_the_mode_that_is_named(tmp_path: Path) -> None:
+    """The predictor is the drafts' alone: the text is exact."""
+    path = sparse(tmp_path)
+    settings = {**SMALL, "speculate": "self", "predictor": "svd:16:f16"}
+    with hotset.load(path, sparsity="exact", **SMALL) as plain, hotset.load(path, **settings) as drafting:
+        for kind in KINDS[:2]:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        assert drafting.thread.counters().accepted_tokens > 0
+
+
+def test_a_model_that_cannot_draft_for_itself_says_so(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    for settings, said in (
+        ({}, "no sparser mode to draft in"),
+        ({"sparsity": "exact"}, "names none"),
+        ({"ram_budget": 1.0}, "RAM budget"),
+        ({"backend": "reference"}, "the reference computes with NumPy"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            hotset.load(path, speculate="self", **(SMALL | settings))
 
 
 def test_a_draft_model_has_the_same_vocabulary(tmp_path: Path) -> None:

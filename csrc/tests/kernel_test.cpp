@@ -1,6 +1,6 @@
 // Compares every kernel of every instruction set of this machine with the scalar reference, bit for bit.
 // Needs no Python, so that it also runs under an emulator and under sanitizers. Exit status 1 on a
-// difference.
+// difference. With --selected it only prints which instruction set this processor gets.
 //
 // The reference's own results are hashed and compared with the hash below, so that a compiler or a processor
 // that rounds differently (say, contracts a * b + c where -ffp-contract=off is missing) is found out as well.
@@ -767,13 +767,18 @@ void test_all(const Kernels& kernels) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
     const Kernels* tables[] = {scalar_kernels(), nullptr, nullptr, nullptr};
     int n_tables = 1;
     const char* reason = nullptr;
-    if (!select_kernels(nullptr, &reason)) {
+    const Kernels* selected = select_kernels(nullptr, &reason);
+    if (!selected) {
         std::printf("FAIL %s\n", reason);
         return 1;
+    }
+    if (argc > 1 && std::string(argv[1]) == "--selected") {
+        std::printf("%s: selected\n", selected->isa);
+        return 0;
     }
     for (const char* isa : {"avx2", "avx512", "neon"}) {
         const char* error = nullptr;

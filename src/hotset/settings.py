@@ -19,7 +19,7 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
-Speculate = Literal["off", "ngram", "draft"]
+Speculate = Literal["off", "ngram", "draft", "self"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 _MAX_SEQUENCES = 4096  # each has a row of the page table
 MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
@@ -62,7 +62,8 @@ class LoadSettings:
 
     speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
     stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
-    "draft", those that a smaller model draws.
+    "draft", those that a smaller model draws; "self", those that the model draws in a sparser mode, which
+    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count.
     draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
     to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
 
@@ -153,7 +154,7 @@ class LoadSettings:
         if asked == "mtp":  # type: ignore[comparison-overlap]
             raise InvalidRequestError(
                 "speculate mtp needs the multi-token prediction layers (MTP, nextn) of a file, which this "
-                "version does not load; use ngram or draft"
+                "version does not load; use ngram, draft or self"
             )
         if asked not in get_args(Speculate):
             raise InvalidRequestError(
@@ -169,6 +170,8 @@ class LoadSettings:
                 if self.draft is None
                 else f"a draft model serves speculate draft, not {asked}; leave one of them out"
             )
+        if asked == "self":
+            self._check_self_drafts()
         if asked != "off" and self.on_vulkan:
             raise InvalidRequestError(
                 "speculative decoding is exact on the CPU alone; leave out speculate, or the device"
@@ -178,6 +181,34 @@ class LoadSettings:
                 "the reference computes with NumPy, whose results depend on the size of a step, so that "
                 "drafts could change a text; leave it out, or speculate"
             )
+
+    def _check_self_drafts(self) -> None:
+        if self.sparsity in ("dense", "exact"):
+            raise InvalidRequestError(
+                f"speculate self drafts in a sparser mode, and verifies without one; {self.sparsity} names "
+                "none: leave it out, or name predicted or threshold"
+            )
+        if self.ram_budget is not None:
+            raise InvalidRequestError(
+                "speculate self reads the weights in two modes, for which a RAM budget has no room; leave "
+                "one of them out"
+            )
+
+    def verifying(self, has_zeros: bool) -> LoadSettings:
+        """With `self`, those of the model that verifies: the mode that they name is of the drafts. With other
+        drafters they stay as they are. has_zeros: whether neurons of the model can be zero."""
+        if self.drafter != "self":
+            return self
+        mode = "exact" if has_zeros else "dense"
+        return replace(
+            self,
+            speculate=None,
+            sparsity=mode,
+            predictor=None,
+            thresholds=None,
+            profile=None,
+            sparse_prompts=False,
+        )
 
     @property
     def drafter(self) -> Speculate:

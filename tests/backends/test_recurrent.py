@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import ISAS
 from drafters import Guesser
 
 import hotset
-from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -118,7 +118,7 @@ def assert_computed_alone(gguf: GGUFFile, sequence: Request, rows: list[np.ndarr
 # ---- a backend
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("n_threads", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) -> None:
     texts = [prompt(n, n) for n in (150, 70, 3)]
     whole = [score(Engine(backend(gguf), N_CTX), text) for text in texts]
@@ -134,7 +134,7 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) 
             np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
-@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_operation_is_the_references(gguf: GGUFFile, isa: str) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     native = backend(gguf, isa=isa, n_threads=2)

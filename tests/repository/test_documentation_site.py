@@ -13,6 +13,8 @@ import documents
 import pytest
 from paths import DOCS, ROOT
 
+pytestmark = pytest.mark.slow  # test_documents.py checks links without a build
+
 # Sphinx in a process that can open no connection.
 OFFLINE = """
 import socket, sys

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from derived_bounds import Oracle
 
+from hotset import _core
 from hotset.backends.base import Batch, StepStats
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -19,6 +21,9 @@ from hotset.model.graph import Graph
 
 N_VOCAB = 96
 PAGES = 40
+ISAS = [  # test_bits.py and kernel_test compare all of them; whole steps by the scalar kernels take long
+    pytest.param(isa, marks=pytest.mark.slow if isa == "scalar" else ()) for isa in _core.available_isas()
+]
 MIXED = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q5_0, "output": GGMLType.Q8_0, "ffn_up": GGMLType.F16}
 
 

@@ -29,7 +29,10 @@ _BLOCK = 64 << 20
 SUSPECTS = [
     "formats/test_mapped.py", "backends/cpu/test_runtime.py", "backends/gpu/test_cpu_worker.py",
     "engine/test_driver.py", "server/test_server_faults.py", "server/test_server_connections.py",
-    "server/test_server_pace.py", "scale/test_scale_front.py", "repository/test_deployment.py",
+    "server/test_server_pace.py", "server/test_server_models.py", "server/test_server_listen.py",
+    "server/test_preparation.py", "server/test_replies.py", "server/test_request_log.py",
+    "test_async_model.py", "scale/test_scale_links.py", "scale/test_scale_front.py",
+    "repository/test_deployment.py",
     "bench/test_bench_gpu.py", "engine/test_engine.py::test_a_decode_step_costs_little_python",
     "test_api.py::test_a_closed_model_says_so",
     "server/test_batch.py::test_a_killed_run_loses_and_doubles_no_line",

@@ -94,7 +94,7 @@ def test_a_vocabulary_without_all_three_marks_is_refused():
             encode_gap(tokenizer, metadata, Gap(prefix="a", suffix="b"), MORE)
     hostile = {"fim_pre_token_id": -1, "fim_suf_token_id": 10**30, "fim_mid_token_id": "x"}
     tokenizer, metadata = bytes_of(**hostile)
-    assert InfillTokens.of(tokenizer.vocabulary, metadata) is None
+    assert InfillTokens.of(tokenizer.vocabulary, tokenizer.n_vocab, metadata) is None
 
 
 def test_other_files_come_before_behind_their_names():

@@ -425,7 +425,7 @@ class TestTraining:
         for line in read_curve(tmp_path / "run" / "curve.jsonl"):
             assert line["idle"] == pytest.approx(0.72, abs=0.05)
 
-    @pytest.mark.parametrize("rank", [0, 4])
+    @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
     def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
         class KilledError(Exception):
             pass
@@ -884,6 +884,7 @@ class TestProcesses:
             assert scored[0] == scored[1] != scored[2]
         assert len(set(seen)) == 12
 
+    @pytest.mark.slow
     def test_two_equal_one_with_twice_the_batch(self, silu: Path, tmp_path: Path) -> None:
         """Gradients are averaged, and the windows shared out: the curve is that of one process.
 

@@ -104,7 +104,8 @@ BackendName = Annotated[
 ]
 
 Speculate = Annotated[
-    str | None, _option("--speculate", "What drafts tokens: off (the default), ngram or draft.", _SPECULATION)
+    str | None,
+    _option("--speculate", "What drafts tokens: off (the default), ngram, draft or self.", _SPECULATION),
 ]
 DraftModel = Annotated[
     str | None,

@@ -1,8 +1,7 @@
-"""Drafts by a smaller model with the same vocabulary, which has a KV cache of its own.
+"""Drafts by models: by a smaller one with the same vocabulary, or by the model itself in a sparser mode.
 
-It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
-overwritten. Its tokens are drawn as the sequence will draw them, with the same random numbers, so that a
-model that thinks alike drafts sampled tokens as well as greedy ones.
+Tokens are drawn as the sequence will draw them, with the same random numbers, so that a model that thinks
+alike drafts sampled tokens as well as greedy ones.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepResult
 from hotset.engine.kv_cache import PagePool
 from hotset.engine.sampler import Sampler, log_sum_exp
 from hotset.engine.sequence import Sequence
@@ -25,6 +24,35 @@ from hotset.errors import HotsetError, StepCancelledError
 _CATCH_UP = 128  # tokens of prompts that a call reads, so that answers beside them go on
 _CLASSES = 10  # of how sure a draft is: tenths of the probability that the model gives it
 _LEARNED = 0.1  # of a step's time, in what is known of them
+
+
+class _StepSeconds:
+    """What a step that drafts one token for each sequence takes, as learned from those that there were."""
+
+    def __init__(self) -> None:
+        self._known = 0.0
+
+    @property
+    def known(self) -> float:
+        return self._known or 1e-6  # before the first, drafting is tried
+
+    def note(self, seconds: float) -> None:
+        self._known += (seconds - self._known) * (_LEARNED if self._known else 1.0)
+
+
+def _draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
+    """Appends the next token to a draft; False where none can be drawn.
+
+    row: float32 [n_vocab]; largest: as StepResult has it of a row.
+    """
+    try:
+        token = sampler.sample(row, largest)
+    except HotsetError:
+        return False
+    sampler.accept(token)
+    draft.tokens.append(token)
+    draft.classes.append(int(_CLASSES * math.exp(float(row[token]) - log_sum_exp(row))))
+    return True
 
 
 @dataclass(slots=True)
@@ -50,7 +78,10 @@ class _Round:
 
 
 class ModelDrafter:
-    """Drafts with a model.
+    """Drafts with a model that has a KV cache of its own.
+
+    It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
+    overwritten.
 
     backend: of the draft model, for this alone; without recurrent states. n_ctx: tokens of a sequence that it
     follows. max_sequences: at a time. n_vocab: tokens that both models have, and those of the model that is
@@ -71,12 +102,12 @@ class ModelDrafter:
         self._row = np.full(n_vocab[1], -math.inf, np.float32)
         self._close: Callable[[], None] | None = close
         self._table = np.full((max_sequences, -(-n_ctx // PAGE_SIZE)), -1, np.int32)
-        self._seconds = 0.0
+        self._seconds = _StepSeconds()
         self.reset()
 
     @property
     def seconds_per_token(self) -> float:
-        return self._seconds or 1e-6  # before the first, drafting is tried
+        return self._seconds.known
 
     @property
     def n_pages(self) -> int:
@@ -175,24 +206,85 @@ class ModelDrafter:
         begun = time.perf_counter()
         result = self._backend.step(Batch(ids, at, rows, self._table, np.array(outputs, np.int32)))
         if draws and len(tokens) == len(parts):
-            taken = time.perf_counter() - begun
-            self._seconds += (taken - self._seconds) * (_LEARNED if self._seconds else 1.0)
+            self._seconds.note(time.perf_counter() - begun)
         for i, (each, n) in enumerate(parts):
             each.own.tokens += each.missing[:n]
             del each.missing[:n]
             if not draws:
                 continue
             self._row[: self._n_vocab] = result.logits[i, : self._n_vocab]
-            self._draw(each, self._row)
+            if _draw(each.draft, each.sampler, self._row):
+                each.missing = [each.draft.tokens[-1]]
+            else:
+                each.n = len(each.draft.tokens)
 
-    def _draw(self, each: _Round, row: np.ndarray) -> None:
-        """Appends the next token to a draft, which ends where none can be drawn."""
+
+class SelfDrafter:
+    """Drafts with the model itself in a sparser mode, and with its KV cache.
+
+    What its steps write there is of tokens that are not verified yet: the step that verifies them computes
+    keys and values of all of them again. So no prompt is read twice, and nothing is taken back.
+
+    backend: of the mode, with the cache of the backend that verifies. thresholded: whether its graph has
+    thresholds. close: frees what the mode needs.
+    """
+
+    name = "self"
+
+    def __init__(self, backend: Backend, thresholded: bool, close: Callable[[], None]) -> None:
+        self._backend, self._thresholded = backend, thresholded
+        self._close: Callable[[], None] | None = close
+        self._seconds = _StepSeconds()
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self._seconds.known
+
+    def reset(self) -> None:
+        """It keeps nothing of sequences."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """It keeps nothing of sequences."""
+
+    def close(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
+        drafts = [Draft([], []) for _ in wanted]
+        # No draft takes a page: those of a sequence have room for what it drafts, or the draft is shorter.
+        room = [min(n, len(sequence.pages) * PAGE_SIZE - len(sequence.tokens) + 1) for sequence, n in wanted]
+        table = np.full((len(wanted), max(len(sequence.pages) for sequence, _ in wanted)), -1, np.int32)
+        for row, (sequence, _) in zip(table, wanted, strict=True):
+            row[: len(sequence.pages)] = sequence.pages
+        samplers = [sequence.sampler.clone() for sequence, _ in wanted if sequence.sampler is not None]
+        active = [i for i, n in enumerate(room) if n > 0]
         try:
-            token = each.sampler.sample(row)
-        except HotsetError:
-            each.n = len(each.draft.tokens)
-            return
-        each.sampler.accept(token)
-        each.draft.tokens.append(token)
-        each.draft.classes.append(int(_CLASSES * math.exp(float(row[token]) - log_sum_exp(row))))
-        each.missing = [token]
+            while active:
+                result = self._step(active, wanted, drafts, table)
+                for at, i in enumerate(active):
+                    largest = None if result.largest is None else result.largest[at]
+                    if not _draw(drafts[i], samplers[i], result.logits[at], largest):
+                        room[i] = 0
+                active = [i for i in active if len(drafts[i].tokens) < room[i]]
+        except StepCancelledError:
+            pass  # what was drafted until then
+        return drafts
+
+    def _step(
+        self, active: list[int], wanted: Many[tuple[Sequence, int]], drafts: list[Draft], table: np.ndarray
+    ) -> StepResult:
+        """The logits after the latest token of each active sequence."""
+        tokens = [(drafts[i].tokens or wanted[i][0].tokens)[-1] for i in active]
+        positions = [len(wanted[i][0].tokens) - 1 + len(drafts[i].tokens) for i in active]
+        ids, at, rows = (np.array(values, np.int32) for values in (tokens, positions, active))
+        begun = time.perf_counter()
+        result = self._backend.step(
+            Batch(
+                ids, at, rows, table, np.arange(len(active), dtype=np.int32),
+                thresholded=np.ones(len(active), np.bool_) if self._thresholded else None,
+            )
+        )  # fmt: skip
+        self._seconds.note(time.perf_counter() - begun)
+        return result

@@ -26,7 +26,7 @@ from hotset.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from hotset.formats.gguf import open_gguf
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.source import WeightSource
 from hotset.loader.decide import (
     SMALLEST_DEFAULT_N_CTX,
@@ -42,6 +42,7 @@ from hotset.loader.decide import (
     with_ram,
 )
 from hotset.memory import free_memory, own_memory
+from hotset.model.config import ModelConfig
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum
@@ -58,7 +59,6 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     import numpy as np
 
-    from hotset import _core
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
     from hotset.placement.ram import HostMemory, RamPlan
@@ -102,8 +102,9 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
     reserved: bytes of memory that a draft model takes.
     """
-    settings, gguf, config = opened.settings, opened.gguf, opened.config
-    thresholds = _thresholds(opened)
+    gguf, config = opened.gguf, opened.config
+    settings = opened.settings.verifying(config.has_zeros)
+    thresholds = _thresholds(settings, gguf, config)
     mode = settings.sparsity
     if settings.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
@@ -117,7 +118,8 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
         if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
             asked = f"a context of {settings.n_ctx} tokens"
             _warn(f"{asked} is longer than the {usual} that the model was trained for")
-        if thresholds is None and (unused := thresholds_path(gguf.path)).is_file():
+        unused = thresholds_path(gguf.path)
+        if opened.settings.drafter != "self" and thresholds is None and unused.is_file():
             decided.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         return _with_channels(_shared_out(decided, opened.devices, profile))
     except BaseException:
@@ -125,10 +127,10 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
         raise
 
 
-def build(decided: Decided, runtime: _core.Runtime | None = None) -> tuple[Decided, Backend]:
+def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
     """The backend that computes what was decided; without the placement, where no device was requested and
-    the one that was found cannot be used. `weights` and file stay the caller's. runtime: threads of another
-    model, which the CPU uses too."""
+    the one that was found cannot be used. `weights` and file stay the caller's. shared: what another
+    model's CpuBackend has and this one uses too: its runtime, its cache_of."""
     placement, settings = decided.placement, decided.settings
     options: dict[str, Any] = {
         "n_pages": decided.n_pages,
@@ -161,8 +163,8 @@ def build(decided: Decided, runtime: _core.Runtime | None = None) -> tuple[Decid
                 decided = replace(decided, ram=_plan_ram(decided))
             decided = _with_channels(decided)
     name = "cpu" if settings.backend == "auto" else settings.backend
-    if runtime is not None and name == "cpu":
-        options["runtime"] = runtime
+    if name == "cpu":
+        options |= shared
     if decided.channels is not None and name == "cpu":
         options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
     if decided.n_states:
@@ -380,15 +382,15 @@ def _with_channels(decided: Decided) -> Decided:
     return decided.changed(weights=weights.under(*copies))
 
 
-def _thresholds(opened: Opened) -> Thresholds | None:
+def _thresholds(settings: LoadSettings, gguf: GGUFFile, config: ModelConfig) -> Thresholds | None:
     """Those that were asked for; None where the mode has no thresholds.
 
     Raises ModelNotFoundError, FormatError, and InvalidRequestError for those of another model.
     """
-    if not opened.settings.asks_for_thresholds:
+    if not settings.asks_for_thresholds:
         return None
-    found = Thresholds.open(opened.settings.thresholds or thresholds_path(opened.gguf.path))
-    found.check_model(opened.gguf, opened.config.n_layer)
+    found = Thresholds.open(settings.thresholds or thresholds_path(gguf.path))
+    found.check_model(gguf, config.n_layer)
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.engine.draft_model import ModelDrafter
+from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
 from hotset.engine.speculation import Drafter, Speculator
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -16,7 +17,8 @@ from hotset.files import read_small_text
 from hotset.formats.gguf import GGUFFile
 from hotset.loader.build import build, open_model, plan_model
 from hotset.loader.decide import Decided, cache_bytes
-from hotset.settings import LoadSettings
+from hotset.settings import LoadSettings, ModelPath
+from hotset.sparsity.thresholds import thresholds_path
 
 if TYPE_CHECKING:
     from hotset.text.tokenizer import Tokenizer
@@ -33,7 +35,8 @@ def open_speculator(
 
     backend: the model's, whose threads a draft model uses too. tokenizer: the model's, made at the call. The
     caller closes the result. Raises InvalidRequestError for a model on a device, for a text that cannot be
-    looked up and for a draft model with another vocabulary; what `load` raises for one that cannot be loaded.
+    looked up, for a draft model with another vocabulary and for a model without a sparser mode to draft in;
+    what `load` raises for a draft model that cannot be loaded.
     """
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
@@ -46,6 +49,8 @@ def open_speculator(
     drafter: Drafter
     if settings.draft is not None:
         drafter = _open_draft(decided, settings.draft, backend)
+    elif settings.drafter == "self":
+        drafter = _open_self(decided, backend)
     else:
         drafter = LookupDrafter(_lookup_text(settings, tokenizer))
     return Speculator(drafter, settings.draft_max)
@@ -56,33 +61,33 @@ def draft_bytes(settings: LoadSettings) -> int:
     if settings.draft is None:
         return 0
     with ExitStack() as closing:
-        return _n_bytes(_plan_draft(settings, closing))
+        return _n_bytes(_plan_draft(settings.draft, settings, closing, max_batch=_DRAFT_STEP))
 
 
 def _n_bytes(draft: Decided) -> int:
     return draft.gguf.nbytes + cache_bytes(draft.settings, draft.cost, draft.n_ctx) + _WORKSPACE
 
 
-def _plan_draft(settings: LoadSettings, closing: ExitStack) -> Decided:
-    """The draft model, planned: on the CPU, its file mapped. closing: closes its files."""
-    assert settings.draft is not None
-    own = LoadSettings(
-        n_ctx=settings.n_ctx, n_threads=settings.n_threads, kv_type=settings.kv_type, backend="cpu",
-        max_batch=_DRAFT_STEP, n_seqs=settings.n_seqs, max_sequences=settings.max_sequences,
-        progress=settings.progress,
-    )  # fmt: skip
-    opened = open_model(settings.draft, own)
+def _plan_draft(model: ModelPath, settings: LoadSettings, closing: ExitStack, **changes: Any) -> Decided:
+    """A model that drafts, planned: on the CPU, its file mapped.
+
+    settings: of the model that it drafts for; changes: fields of its own. closing: closes its files.
+    """
+    same = ("n_ctx", "n_threads", "kv_type", "n_seqs", "max_sequences", "progress")
+    own = LoadSettings(backend="cpu", **{name: getattr(settings, name) for name in same} | changes)
+    opened = open_model(model, own)
     closing.callback(opened.gguf.close)
-    if opened.config.n_ctx_train < (settings.n_ctx or 0):  # what is longer gets no drafts
+    if "n_ctx" not in changes and opened.config.n_ctx_train < (own.n_ctx or 0):
+        # What is longer gets no drafts.
         opened = opened.with_settings(n_ctx=opened.config.n_ctx_train)
     decided = plan_model(opened, mapped=True)
     closing.callback(decided.weights.close)
     return decided
 
 
-def _open_draft(decided: Decided, name: object, backend: Backend) -> ModelDrafter:
+def _open_draft(decided: Decided, name: ModelPath, backend: Backend) -> ModelDrafter:
     with ExitStack() as closing:
-        draft = _plan_draft(decided.settings, closing)
+        draft = _plan_draft(name, decided.settings, closing, max_batch=_DRAFT_STEP)
         n_vocab = _shared_vocabulary(decided.gguf, draft.gguf)
         if draft.graph.is_encoder or draft.n_states:
             kind = "is an embedding model" if draft.graph.is_encoder else "has recurrent layers"
@@ -90,11 +95,60 @@ def _open_draft(decided: Decided, name: object, backend: Backend) -> ModelDrafte
                 f"the draft model {name} {kind}, and cannot take drafted tokens back; choose a model with "
                 "attention alone"
             )
-        draft, own = build(draft, backend.runtime if isinstance(backend, CpuBackend) else None)
+        shared = {"runtime": backend.runtime} if isinstance(backend, CpuBackend) else {}
+        draft, own = build(draft, **shared)
         closing.callback(own.close)
-        shared = min(n_vocab, own.n_vocab, backend.n_vocab)
+        n_shared = min(n_vocab, own.n_vocab, backend.n_vocab)
         sequences = decided.settings.max_sequences
-        return ModelDrafter(own, draft.n_ctx, sequences, (shared, backend.n_vocab), closing.pop_all().close)
+        return ModelDrafter(own, draft.n_ctx, sequences, (n_shared, backend.n_vocab), closing.pop_all().close)
+
+
+def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
+    """The model in a sparser mode: the one that its settings name, else with the thresholds beside the file,
+    else with the predictors in it, else with half of the experts."""
+    settings, path = decided.settings, decided.gguf.path
+    if not isinstance(backend, CpuBackend) or decided.ram is not None:
+        raise InvalidRequestError(
+            "speculate self needs the whole model in this machine's memory, mapped, and computed by one "
+            "process on the CPU; leave it out"
+        )
+    if decided.n_states:
+        raise UnsupportedModelError(
+            "speculate self cannot take drafted tokens back from recurrent layers; use ngram"
+        )
+    mode, asked = settings.sparsity, (settings.sparsity, settings.predictor, settings.thresholds)
+    if asked == (None, None, None) and thresholds_path(path).is_file():
+        mode = "threshold"
+    changes = {
+        "n_ctx": decided.n_ctx, "max_batch": settings.max_sequences, "activation": settings.activation,
+        "sparsity": mode, "predictor": settings.predictor, "thresholds": settings.thresholds,
+        "profile": settings.profile,
+    }  # fmt: skip
+    with ExitStack() as closing:
+        draft = _plan_draft(path, settings, closing, **changes)
+        if draft.choice.mode == decided.choice.mode:
+            draft = _with_fewer_experts(draft)
+        decided.notes.extend(f"drafts: {note}" for note in (draft.choice.reason, *draft.notes))
+        draft, own = build(draft, runtime=backend.runtime, cache_of=backend)
+        closing.callback(own.close)
+        return SelfDrafter(own, draft.thresholded != "none", closing.pop_all().close)
+
+
+def _with_fewer_experts(draft: Decided) -> Decided:
+    """The same model, in which each token passes half of its experts."""
+    layers = tuple(
+        replace(layer, experts=replace(layer.experts, n_used=max(layer.experts.n_used // 2, 1)))
+        if layer.experts is not None
+        else layer
+        for layer in draft.config.layers
+    )
+    if layers == draft.config.layers:
+        raise InvalidRequestError(
+            f"{draft.gguf.path.name} has no sparser mode to draft in: make thresholds with 'hotset "
+            "calibrate', train a predictor where its neurons can be zero, or use ngram or draft"
+        )
+    draft.notes.append("each token passes half of its experts")
+    return draft.changed(config=replace(draft.config, layers=layers))
 
 
 def _shared_vocabulary(target: GGUFFile, draft: GGUFFile) -> int:

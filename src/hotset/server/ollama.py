@@ -640,10 +640,11 @@ def _capabilities(gguf: GGUFFile, template: str) -> list[str]:
     if f"{gguf.architecture}.pooling_type" in gguf.metadata:
         return ["embedding"]
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    vocabulary = {text: id for id, text in enumerate(tokens)} if isinstance(tokens, Sequence) else {}
-    inserts = ["insert"] if InfillTokens.of(vocabulary, gguf.metadata) else []
+    texts: Sequence[str] = tokens if isinstance(tokens, Sequence) else ()
+    vocabulary = {text: id for id, text in enumerate(texts)}
+    inserts = ["insert"] if InfillTokens.of(vocabulary, len(texts), gguf.metadata) else []
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
-    found = [name for name, texts in marks.items() if any(text in template for text in texts)]
+    found = [name for name, forms in marks.items() if any(form in template for form in forms)]
     return ["completion", *inserts, *found]
 
 

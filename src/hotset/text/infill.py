@@ -78,10 +78,14 @@ class InfillTokens:
     suffix_first: bool = False
 
     @classmethod
-    def of(cls, vocabulary: Mapping[str, int], metadata: Mapping[str, Any]) -> InfillTokens | None:
-        """Those of a model file, or None where it has none. vocabulary: token → id."""
+    def of(
+        cls, vocabulary: Mapping[str, int], n_vocab: int, metadata: Mapping[str, Any]
+    ) -> InfillTokens | None:
+        """Those of a model file, or None where it has none.
+
+        vocabulary: token → id; n_vocab: how many ids there are (a text may be there twice).
+        """
         ids: dict[str, int] = {}
-        n_vocab = 1 + max(vocabulary.values(), default=-1)  # (a text may be there twice)
         for name, keys in _KEYS.items():
             for key in keys:
                 id = metadata.get(f"tokenizer.ggml.{key}")
@@ -165,7 +169,7 @@ def _check_length(n_tokens: int, most: int) -> None:
 
 def encode_gap(tokenizer: Tokenizer, metadata: Mapping[str, Any], gap: Gap, most: int) -> list[int]:
     """`InfillTokens.encode` of a model file. Raises InvalidRequestError where it has no such tokens."""
-    marks = InfillTokens.of(tokenizer.vocabulary, metadata)
+    marks = InfillTokens.of(tokenizer.vocabulary, tokenizer.n_vocab, metadata)
     if marks is None:
         raise InvalidRequestError(
             "this model has no tokens for what is behind a gap, so it cannot fill in the middle; leave the "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import (
+    ISAS,
     N_VOCAB,
     PAGES,
     assert_every_operation_is_right,
@@ -52,7 +53,7 @@ def test_every_tensor_type_runs(tmp_path: Path, type_: GGMLType) -> None:
     np.testing.assert_array_equal(logits_of(cpu(gguf), ids, [13, 14], pages), tapped)
 
 
-@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("keys", [{}, {"llama.attention.sliding_window": 70}], ids=["full", "window"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: Any, keys: dict) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import (
+    ISAS,
     N_VOCAB,
     assert_every_operation_is_right,
     batch,
@@ -53,7 +54,7 @@ def test_every_tensor_type_of_experts_runs(tmp_path: Path, type_: GGMLType) -> N
     assert_every_operation_is_right(gguf, graph, cpu(gguf), tokens(20), [13, 14], [0])
 
 
-@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("form", ["mixed", "floats", "biased relu", "neuron-major"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])

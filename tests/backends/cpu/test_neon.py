@@ -1,7 +1,7 @@
 """The NEON kernels, compared with the reference under an emulator (csrc/tests/run_neon.sh).
 
-It takes two minutes where it has not passed before with these very sources, compiler and emulator: what has
-is kept in build/neon, and `make test-neon` runs it all the same.
+It takes more than a minute where it has not passed before with these very sources, compiler and emulator:
+what has is kept in build/neon, and `make test-neon` runs it all the same.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Run by test_gpu_backend_interpreted, with TRITON_INTERPRET=1: whole steps by Triton's kernels on a CPU.
 
-Prints one line per model: its name and the largest error, relative to the largest logit.
+The arguments are a folder and names of CASES, or THRESHOLDS. Prints one line per model: its name and the
+largest error, relative to the largest logit.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[str, str | None, GGMLType]] = {
     "opt": ("predicted", "svd:32", GGMLType.F16),
     "falcon-40b": ("predicted", None, GGMLType.Q4_0),
 }
+THRESHOLDS = "thresholds"
 SPLIT = ("bamboo", "opt")  # also with two thirds of the neurons on the CPU
 
 
@@ -47,10 +49,14 @@ def run(backend: Any, splits: list[int], ids: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     patch_once()
     ids, splits = tokens(12), [9, 10]
-    for model, (mode, predictor, type) in CASES.items():
+    for model in names:
+        if model == THRESHOLDS:
+            print(THRESHOLDS, thresholded_by_the_kernels(folder), flush=True)
+            continue
+        mode, predictor, type = CASES[model]
         options = {
             "n_embd": 32, "n_ff": N_FF, "ranks": (32,), "type_of": lambda name, type=type: type,
             **MODELS[model],
@@ -70,7 +76,6 @@ def main(folder: Path) -> None:
         for name, backend in runs.items():
             error = np.abs(run(backend, splits, ids) - expected).max() / np.abs(expected).max()
             print(name, float(error), flush=True)
-    print("thresholds", thresholded_by_the_kernels(folder), flush=True)
 
 
 def thresholded_by_the_kernels(folder: Path) -> float:
@@ -91,4 +96,4 @@ def thresholded_by_the_kernels(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -8,20 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-from interpreted_backend import CASES, SPLIT
+import pytest
+from interpreted_backend import CASES, SPLIT, THRESHOLDS
 
 from hotset.formats.quants import GGMLType
 
 
-def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [["bamboo"], pytest.param([*CASES, THRESHOLDS], marks=pytest.mark.slow)],
+    ids=["one model", "all"],
+)
+def test_steps_by_the_kernels_are_the_references(names: list[str], tmp_path: Path) -> None:
     here = Path(__file__).parent
     found = subprocess.run(
-        [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path)],
+        [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path), *names],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     errors = dict(line.split() for line in found.stdout.splitlines())
-    assert set(errors) == {*CASES, *(f"{model}-split" for model in SPLIT), "thresholds"}
+    assert set(errors) == {*names, *(f"{model}-split" for model in SPLIT if model in names)}
     for name, error in errors.items():  # a prompt's products of 16 bits and fewer are of halves
-        is_float = name == "thresholds" or CASES[name.removesuffix("-split")][2] == GGMLType.F32
+        is_float = name == THRESHOLDS or CASES[name.removesuffix("-split")][2] == GGMLType.F32
         assert float(error) < (1e-5 if is_float else 2e-3), errors

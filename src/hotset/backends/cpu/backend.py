@@ -64,6 +64,8 @@ class CpuBackend:
     is said (placement/channels.py). whole: up matrices of which every row is read, though gates have
     thresholds, since leaving some out does not pay.
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
+    cache_of: another backend of the same layers, pages and kv_type, whose keys and values it reads and
+    writes.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
 
@@ -84,6 +86,7 @@ class CpuBackend:
         channel_rates: Mapping[GGMLType, float] | None = None,
         whole: Collection[str] = (),
         runtime: _core.Runtime | None = None,
+        cache_of: CpuBackend | None = None,
         first_op: int = 0,
         last_op: int | None = None,
     ) -> None:
@@ -96,7 +99,9 @@ class CpuBackend:
         self.n_vocab = graph.n_vocab(weights.tensors)
         self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
         self._cache: dict[int, tuple[np.ndarray | None, ...]] = {}
-        for op in self.graph.ops:
+        if cache_of is not None:
+            self._cache = cache_of._cache  # noqa: SLF001
+        for op in self.graph.ops if cache_of is None else ():
             if isinstance(op, Attention) and op.source is None:
                 self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
         self.n_states = n_states if graph.recurrent else 0
@@ -238,7 +243,7 @@ class CpuBackend:
         self._latest = None
         self.tapped = {}
         self._lowered.clear()
-        self._cache.clear()
+        self._cache = {}
         self._states.clear()
 
     def _plan_for(self, taps: frozenset[str]) -> Lowered:
