@@ -16,6 +16,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.errors import ModelNotFoundError
 from hotset.report.bars import percent
 from hotset.storage import catalogue, created, elsewhere, on_this_machine, resolve, store
+from hotset.storage.store import StoredModel
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
@@ -81,58 +82,9 @@ def list_command(
         return
     memory = store.usable_memory()
     local = on_this_machine()
-    items: list[dict[str, Any]] = [
-        {
-            "name": model.name,
-            "size": model.size,
-            "local": True,
-            "source": model.source or "store",
-            "path": str(model.path),
-            "dialect": model.dialect,
-            "relu": model.relu,
-            "fits": store.fits(model.size, memory),
-            "needs": None,
-            "unsupported": None,
-        }
-        for model in local
-    ]
-    items += [
-        {
-            "name": name,
-            "size": None,
-            "local": True,
-            "source": f"created from {one.base}",
-            "path": None,
-            "dialect": None,
-            "relu": False,
-            "fits": None,
-            "needs": None,
-            "unsupported": None,
-        }
-        for name, one in created.read().items()
-    ]
+    items = _local_items(local, memory)
     if everything:
-        here = {model.name.partition(":")[0] for model in local}
-        items += [
-            {
-                "name": entry.name,
-                "size": entry.size or None,
-                "local": False,
-                "path": None,
-                "repository": entry.repo,
-                "file": entry.file,
-                "relu": entry.relu,
-                "fits": store.fits(entry.size, memory) if entry.size else None,
-                "quantisation": entry.quant or None,
-                "licence": entry.licence or None,
-                "page": entry.page,
-                "checked": entry.is_checked,
-                "needs": entry.needs,
-                "unsupported": entry.unsupported,
-            }
-            for entry in catalogue.ENTRIES
-            if entry.name not in here
-        ]
+        items += _catalogue_items({model.name.partition(":")[0] for model in local}, memory)
     if json:
         print_json(items)
         return
@@ -159,6 +111,54 @@ def list_command(
         columns.append("needs")
         rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
     print_table(columns, rows)
+
+
+def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, Any]]:
+    """The models of this machine, and those that were created of them."""
+    items: list[dict[str, Any]] = [
+        {
+            "name": model.name,
+            "size": model.size,
+            "local": True,
+            "source": model.source or "store",
+            "path": str(model.path),
+            "dialect": model.dialect,
+            "relu": model.relu,
+            "fits": store.fits(model.size, memory),
+            "needs": None,
+            "unsupported": None,
+        }
+        for model in local
+    ]
+    nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
+    return items + [
+        {"name": name, "local": True, "source": f"created from {one.base}", "relu": False} | nothing
+        for name, one in created.read().items()
+    ]
+
+
+def _catalogue_items(here: set[str], memory: int) -> list[dict[str, Any]]:
+    """The entries of the catalogue that are not here."""
+    return [
+        {
+            "name": entry.name,
+            "size": entry.size or None,
+            "local": False,
+            "path": None,
+            "repository": entry.repo,
+            "file": entry.file,
+            "relu": entry.relu,
+            "fits": store.fits(entry.size, memory) if entry.size else None,
+            "quantisation": entry.quant or None,
+            "licence": entry.licence or None,
+            "page": entry.page,
+            "checked": entry.is_checked,
+            "needs": entry.needs,
+            "unsupported": entry.unsupported,
+        }
+        for entry in catalogue.ENTRIES
+        if entry.name not in here
+    ]
 
 
 def _where(item: dict[str, Any]) -> str:

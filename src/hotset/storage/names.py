@@ -20,7 +20,7 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
     Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
     for a catalogue entry that this version cannot run and that is not here yet.
     """
-    text = os.fspath(name)
+    text = given = os.fspath(name)
     local = store.local_path(text)
     if local is None:
         made = created.find(text)
@@ -28,7 +28,8 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
         local = store.local_path(text)
     if local is not None:
         return local
-    if (other := elsewhere.find(text)) is not None:
+    # Ollama itself has names that begin with hf.co/.
+    if (other := elsewhere.find(given) or elsewhere.find(text)) is not None:
         return other.path
     entry = catalogue.find(text)
     if entry is None and not text.startswith("hf:"):
