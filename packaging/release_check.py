@@ -29,7 +29,8 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 4_000_000  # bytes of a wheel
-NOTICES = ("LICENSE", "THIRD_PARTY_NOTICES.md", "marked.LICENSE")
+_VENDORED = ("marked", "highlight", "temml", "pdf")
+NOTICES = ("LICENSE", "THIRD_PARTY_NOTICES.md", *(f"{name}.LICENSE" for name in _VENDORED))
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cl", "cmake", "ninja", "make")
 WINDOWS = os.name == "nt"
 

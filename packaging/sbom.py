@@ -23,6 +23,9 @@ BUNDLED = (
     ("tsl::robin_map", "MIT", "pkg:github/Tessil/robin-map"),
     ("GGML codebooks", "MIT", "pkg:github/ggml-org/ggml"),
     ("marked", "MIT", "pkg:npm/marked"),
+    ("highlight", "BSD-3-Clause", "pkg:npm/%40highlightjs/cdn-assets"),
+    ("temml", "MIT", "pkg:npm/temml"),
+    ("pdf", "Apache-2.0", "pkg:npm/pdfjs-dist"),
 )
 
 

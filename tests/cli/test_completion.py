@@ -43,8 +43,8 @@ LINES = [
     ("hotset ser", ["serve"]),
     ("hotset help", []),
     ("hotset run --sparsi", ["--sparsity"]),
-    ("hotset run mi", ["mine"]),
-    ("hotset show smol", ["smollm2-135m"]),
+    ("hotset run mine", ["mine"]),
+    ("hotset show smollm2", ["smollm2-135m"]),
     ("hotset run ./no-name-of-a-model", []),
 ]
 

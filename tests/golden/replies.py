@@ -244,6 +244,16 @@ SEVERAL: list[tuple[str, Case]] = [
     ("POST", Case({"source": "tiny", "destination": "mine:small"}, "/api/copy")),
     ("POST", Case({"source": "tiny", "destination": "../up"}, "/api/copy")),
     ("POST", Case({"model": "mine:small"}, "/api/show")),
+    (
+        "POST",
+        Case(
+            {"model": "made", "from": "tiny", "system": "Be brief.", "parameters": {"top_k": 3}},
+            "/api/create",
+        ),
+    ),
+    ("POST", Case({"model": "made"}, "/api/show")),
+    ("POST", Case({"model": "made", "from": "tiny", "template": "{{ .Prompt }}"}, "/api/create")),
+    ("DELETE", Case({"model": "made"}, "/api/delete")),
     ("DELETE", Case({"model": "mine:small"}, "/api/delete")),
     ("DELETE", Case({"model": "mine:small"}, "/api/delete")),
     ("DELETE", Case(NAMED, "/api/delete")),

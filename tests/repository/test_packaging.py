@@ -55,5 +55,7 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     package = ROOT / "src" / "hotset"
     here = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
     assert {name for name in here if "__pycache__" not in name and not name.endswith(".so")} <= packed
-    for licence in ("src/hotset/server/page/vendor/marked.LICENSE", "THIRD_PARTY_NOTICES.md"):
+    names = ("marked", "highlight", "temml", "pdf")
+    vendored = [f"src/hotset/server/page/vendor/{name}.LICENSE" for name in names]
+    for licence in (*vendored, "THIRD_PARTY_NOTICES.md"):
         assert any(name.endswith(f"licenses/{licence}") for name in packed)

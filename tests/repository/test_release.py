@@ -53,7 +53,7 @@ def test_what_is_bundled_is_in_the_notices(bill: dict[str, object]) -> None:
     text = (ROOT / "THIRD_PARTY_NOTICES.md").read_text()
     bundled = bill["metadata"]["component"]["components"]  # type: ignore[index]
     assert all(one["name"].split()[0] in text for one in bundled)
-    assert len(bundled) == 4
+    assert len(bundled) == 7
     vendored = {path.stem for path in (ROOT / "src/hotset/server/page/vendor").glob("*.LICENSE")}
     assert vendored <= {one["name"] for one in bundled}
 
@@ -66,6 +66,7 @@ def wheel_of(folder: Path, version: str, names: list[str]) -> Path:
     return path
 
 
+VENDORED = [f"src/{name}.LICENSE" for name in ("marked", "highlight", "temml", "pdf")]
 LICENSES = f"hotset-{PROJECT['version']}.dist-info/licenses"
 
 
@@ -77,7 +78,7 @@ LICENSES = f"hotset-{PROJECT['version']}.dist-info/licenses"
         (PROJECT["version"], [f"{LICENSES}/LICENSE"], "has no THIRD_PARTY_NOTICES.md"),
         (
             PROJECT["version"],
-            [f"{LICENSES}/{name}" for name in ("LICENSE", "THIRD_PARTY_NOTICES.md", "src/marked.LICENSE")],
+            [f"{LICENSES}/{name}" for name in ("LICENSE", "THIRD_PARTY_NOTICES.md", *VENDORED)],
             "has no man pages",
         ),
     ],

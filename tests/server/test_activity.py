@@ -94,6 +94,25 @@ def test_a_dense_model_tells_bytes_and_times(dense: Path) -> None:
     run(dense, work)
 
 
+def test_drafted_tokens_are_marked(dense: Path) -> None:
+    """They come from the step of the token before them; the model itself drafts, and is mostly right."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        entries = activity_of((await client.post("/v1/chat/completions", json=BODY)).text)
+        marked = [entry.get("drafted", False) for entry in entries]
+        assert not marked[0]
+        assert all(
+            mark == (entry["seconds"] == before["seconds"])
+            for before, entry, mark in zip(entries[:-1], entries[1:], marked[1:], strict=True)
+        )
+        accepted = service.model.thread.counters().accepted_tokens
+        # A step gives the accepted tokens and one of the model's own, unless the answer ends before that.
+        assert accepted - 1 <= sum(marked) <= accepted
+        assert sum(marked) >= 1
+
+    run(dense, work, load={"draft": dense})
+
+
 def test_each_choice_has_its_own_tokens(sparse: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         body = BODY | {"n": 2, "temperature": 1.0, "seed": 3}

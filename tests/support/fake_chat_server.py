@@ -53,6 +53,8 @@ class FakeServer:
     Parts: text (a token), a token with its activity (a dict with "text"), Hold, Drop, or {"error": ...}.
     requests: their bodies; headers: theirs. n_left: clients that went before the end.
     key: the only one that opens it; None: none is needed. health: status of /health and of all the rest.
+    models: of a server with several, with the `status` of each; None: it has one, `model`. replies_of: what
+    requests for one of them get, in place of `replies`. managed: names that were to be loaded and unloaded.
     """
 
     def __init__(self) -> None:
@@ -65,12 +67,27 @@ class FakeServer:
         self.model = "tiny"
         self.props: dict[str, Any] = {"hotset": facts()}
         self.url = ""
+        self.models: list[dict[str, Any]] | None = None
+        self.replies_of: dict[str, deque[Any]] = {}
+        self.managed: list[tuple[str, str]] = []
+        self.n_asked_props = 0
+        self.events: list[dict[str, Any]] = []
         self.app = FastAPI()
         self.app.include_router(site.router)
         self.app.get("/health")(self._health)
         self.app.get("/v1/models")(self._models)
         self.app.get("/props")(self._props)
+        self.app.post("/tokenize")(self._tokenize)
+        self.app.post("/models/load")(self._load)
+        self.app.post("/models/unload")(self._unload)
+        self.app.get("/models/events")(self._states)
         self.app.post("/v1/chat/completions")(self._chat)
+
+    def set_state(self, name: str, **status: Any) -> None:
+        """The state of a model is another one; pages that listen get to know it."""
+        assert self.models is not None
+        next(one for one in self.models if one["id"] == name)["status"] = status
+        self.events.append({"model": name, **status})
 
     def _refused(self, http: Request) -> Response | None:
         if self.health != 200:
@@ -84,17 +101,44 @@ class FakeServer:
         return JSONResponse({}, self.health)
 
     async def _models(self, http: Request) -> Response:
-        return self._refused(http) or JSONResponse({"data": [{"id": self.model}]})
+        return self._refused(http) or JSONResponse({"data": self.models or [{"id": self.model}]})
 
     async def _props(self, http: Request) -> Response:
+        self.n_asked_props += 1
         return self._refused(http) or JSONResponse(self.props)
+
+    async def _tokenize(self, http: Request) -> Response:
+        """A token is a word here."""
+        return self._refused(http) or JSONResponse({"count": len((await http.json())["content"].split())})
+
+    async def _load(self, http: Request) -> Response:
+        self.managed.append(("load", (await http.json())["model"]))
+        return self._refused(http) or JSONResponse({"success": True})
+
+    async def _unload(self, http: Request) -> Response:
+        self.managed.append(("unload", (await http.json())["model"]))
+        return self._refused(http) or JSONResponse({"success": True})
+
+    async def _states(self, http: Request) -> Response:
+        async def states() -> AsyncIterator[bytes]:
+            n = len(self.events)
+            for one in self.models or []:
+                yield _data({"model": one["id"], **one["status"]})
+            while True:
+                for event in self.events[n:]:
+                    yield _data(event)
+                n = len(self.events)
+                await asyncio.sleep(0.005)
+
+        return self._refused(http) or StreamingResponse(states(), media_type="text/event-stream")
 
     async def _chat(self, http: Request) -> Response:
         if refused := self._refused(http):
             return refused
         self.requests.append(await http.json())
         self.headers.append(dict(http.headers))
-        reply = self.replies.popleft()
+        name = self.requests[-1].get("model", "")
+        reply = self.replies_of.get(name, self.replies).popleft()
         if isinstance(reply, Refusal):
             return reply.response()
         return StreamingResponse(self._stream(http, reply), media_type="text/event-stream")

@@ -18,9 +18,9 @@ class FakeHub:
     repositories: "owner/name" → path → bytes. corrupt: paths whose bytes differ from what is listed.
     cut_after: path → bytes after which each answer breaks off (once per entry of the list).
     no_ranges: answers every request from the beginning. gated: repositories whose files are refused.
-    sizes, checksums: path → what the listing says instead. answers: path, or "owner/name" for its listing →
-    a function that answers instead, with raw bytes if it likes.
-    requests: (method path, Range header, Authorization header) of everything asked.
+    sizes, checksums: path → what the listing says instead. details: "owner/name" → more that its listing
+    says. answers: path, or "owner/name" for its listing → a function that answers instead, with raw bytes if
+    it likes. requests: (method path, Range header, Authorization header) of everything asked.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,7 @@ class FakeHub:
         self.gated: set[str] = set()
         self.sizes: dict[str, object] = {}
         self.checksums: dict[str, object] = {}
+        self.details: dict[str, dict[str, object]] = {}
         self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
         self.requests: list[tuple[str, str | None, str | None]] = []
         hub = self
@@ -96,7 +97,8 @@ class FakeHub:
                 entry.pop("lfs", None)
                 entry["blobId"] = self.checksums[path]
             siblings.append(entry)
-        self._json(request, {"_id": "1", "id": repo, "modelId": repo, "sha": "c0ffee", "siblings": siblings})
+        listing = {"_id": "1", "id": repo, "modelId": repo, "sha": "c0ffee", "siblings": siblings}
+        self._json(request, listing | self.details.get(repo, {}))
 
     def _file(self, request: BaseHTTPRequestHandler, repo: str, path: str) -> None:
         if repo in self.gated:

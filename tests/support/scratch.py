@@ -62,6 +62,7 @@ def write_scratch(folder: Path) -> Path:
     write_sparse(folder / "home" / "models" / "bamboo-7b" / "bamboo-7b-v0.1.Q4_0.gguf", keys)
     write_reranker(folder / "reranker.gguf", **{"llama.context_length": N_CTX})
     write_checkpoint(folder / "checkpoint")
+    (folder / "Modelfile").write_text("FROM smollm2-135m\nSYSTEM Be brief.\nPARAMETER temperature 0.2\n")
     (folder / "text.txt").write_text("".join(f"{TEXT}{i} {WORDS[i % 4]}. " for i in range(60)))
     (folder / "sentences.txt").write_text("".join(f"{TEXT}{word}.\n" for word in WORDS))
     questions = [

@@ -15,7 +15,8 @@ from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import ModelNotFoundError
 from hotset.report.bars import percent
-from hotset.storage import catalogue, elsewhere, on_this_machine, resolve, store
+from hotset.storage import catalogue, created, elsewhere, on_this_machine, resolve, store
+from hotset.storage.store import StoredModel
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ _LONGEST_VALUE = 300  # characters of a key or a name; --json has all of them
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="A name of the catalogue, or hf:owner/repository[:file].")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name of the catalogue, with a quantisation or without, or hf:owner/repository[:file]."
+        ),
+    ],
     everything: Annotated[
         bool,
         typer.Option("--all", help="Fetch every file of the repository, not just the model and activation/."),
@@ -76,6 +82,39 @@ def list_command(
         return
     memory = store.usable_memory()
     local = on_this_machine()
+    items = _local_items(local, memory)
+    if everything:
+        items += _catalogue_items({model.name.partition(":")[0] for model in local}, memory)
+    if json:
+        print_json(items)
+        return
+    if not items:
+        say(
+            f"No models in {store.models_folder()} yet: 'hotset run' fetches a small one, "
+            "'hotset list --all' shows the catalogue, 'hotset pull NAME' fetches from it."
+        )
+        return
+    columns = ["name", ">size", "fits in memory", "kind", "where"]
+    rows = [
+        [
+            item["name"],
+            human_size(item["size"]) if item["size"] else "?",
+            "?" if item["fits"] is None else "yes" if item["fits"] else "no",
+            "ReLU" if item["relu"] else "dense",
+            _where(item)
+            if item["local"]
+            else ("not here yet" if not item["unsupported"] else "cannot run yet"),
+        ]
+        for item in items
+    ]
+    if everything:
+        columns.append("needs")
+        rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
+    print_table(columns, rows)
+
+
+def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, Any]]:
+    """The models of this machine, and those that were created of them."""
     items: list[dict[str, Any]] = [
         {
             "name": model.name,
@@ -91,50 +130,35 @@ def list_command(
         }
         for model in local
     ]
-    if everything:
-        here = {model.name.partition(":")[0] for model in local}
-        items += [
-            {
-                "name": entry.name,
-                "size": entry.size,
-                "local": False,
-                "path": None,
-                "repository": entry.repo,
-                "file": entry.file,
-                "relu": entry.relu,
-                "fits": store.fits(entry.size, memory),
-                "needs": entry.needs,
-                "unsupported": entry.unsupported,
-            }
-            for entry in catalogue.ENTRIES
-            if entry.name not in here
-        ]
-    if json:
-        print_json(items)
-        return
-    if not items:
-        say(
-            f"No models in {store.models_folder()} yet: 'hotset run' fetches a small one, "
-            "'hotset list --all' shows the catalogue, 'hotset pull NAME' fetches from it."
-        )
-        return
-    columns = ["name", ">size", "fits in memory", "kind", "where"]
-    rows = [
-        [
-            item["name"],
-            human_size(item["size"]),
-            "yes" if item["fits"] else "no",
-            "ReLU" if item["relu"] else "dense",
-            _where(item)
-            if item["local"]
-            else ("not here yet" if not item["unsupported"] else "cannot run yet"),
-        ]
-        for item in items
+    nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
+    return items + [
+        {"name": name, "local": True, "source": f"created from {one.base}", "relu": False} | nothing
+        for name, one in created.read().items()
     ]
-    if everything:
-        columns.append("needs")
-        rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
-    print_table(columns, rows)
+
+
+def _catalogue_items(here: set[str], memory: int) -> list[dict[str, Any]]:
+    """The entries of the catalogue that are not here."""
+    return [
+        {
+            "name": entry.name,
+            "size": entry.size or None,
+            "local": False,
+            "path": None,
+            "repository": entry.repo,
+            "file": entry.file,
+            "relu": entry.relu,
+            "fits": store.fits(entry.size, memory) if entry.size else None,
+            "quantisation": entry.quant or None,
+            "licence": entry.licence or None,
+            "page": entry.page,
+            "checked": entry.is_checked,
+            "needs": entry.needs,
+            "unsupported": entry.unsupported,
+        }
+        for entry in catalogue.ENTRIES
+        if entry.name not in here
+    ]
 
 
 def _where(item: dict[str, Any]) -> str:
@@ -159,6 +183,11 @@ def rm(
     """Delete models from the store."""
     deleted = []
     for name in names:
+        if store.find_local(name) is None and created.remove(name):
+            deleted.append({"name": name, "files": [], "freed": 0})
+            if not json:
+                say(f"Deleted {name}, which was created; the model that it is made of stays.")
+            continue
         if store.find_local(name) is None and (other := elsewhere.find(name)) is not None:
             raise ModelNotFoundError(f"'{name}' is a model of {other.source}: delete it there.")
         files, freed = store.remove(name)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
-from hotset.storage import catalogue, on_this_machine, resolve, store
+from hotset.storage import catalogue, created, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hotset.cli.session import Session
     from hotset.generation import Chunk, Timings
     from hotset.offload.cache_stats import CacheStats
+    from hotset.settings import LoadSettings
     from hotset.sparsity.stats import StatsSummary
 
 # What a model is made of are hundreds of thousands of objects in no circle: to look for circles among them
@@ -64,7 +66,11 @@ def run(  # noqa: PLR0913 - options of a subcommand
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
     name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
-    params, settings = sampling.params(), loading.settings(n_ctx=ctx_size, max_sequences=1)
+    made = created.find(name) if name else None
+    params = {**(made.sampling if made else {}), **sampling.params()}
+    if made and ctx_size is None:
+        ctx_size = made.load.get("n_ctx")
+    settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
@@ -72,7 +78,7 @@ def run(  # noqa: PLR0913 - options of a subcommand
     path = _find(name, interactive, bar)
 
     with bar:
-        loaded = scale.load(name or str(path), path, settings, bar)
+        loaded = _loaded(name, path, settings, scale, bar)
     with loaded:
         print_choice(loaded)
         print_memory(loaded)
@@ -95,6 +101,23 @@ def _open_session(model: Model, path: Path) -> Session:
     from hotset.cli.session import Session
 
     return Session(model, path)
+
+
+def _loaded(
+    name: str | None, path: Path, settings: LoadSettings, scale: options.ScaleOptions, progress: ProgressBar
+) -> Model:
+    """The model, with the template that it was created with."""
+    made = created.find(name) if name else None
+    if made is None or made.template is None:
+        return scale.load(name or str(path), path, settings, progress)
+    if scale.stages is not None:
+        raise typer.BadParameter("a created model runs on one machine.", param_hint="--stages")
+    from hotset.api import load_opened
+    from hotset.loader.build import open_model
+
+    opened = open_model(path, replace(settings, progress=progress))
+    opened.gguf.metadata["tokenizer.chat_template"] = made.template
+    return load_opened(opened)
 
 
 def _arguments(
@@ -158,7 +181,7 @@ def _choose() -> str:
     choices += [
         (entry.name, entry.size, entry.relu, False)
         for entry in catalogue.ENTRIES
-        if entry.name not in here and not entry.unsupported
+        if entry.name not in here and not entry.unsupported and entry.size
     ]
     choices.sort(key=lambda choice: (not choice[3], not choice[2], choice[1]))
     print_table(

@@ -7,9 +7,9 @@ that brings the token's text or a later one:
      "bytes_total": 143000000, "step_tokens": 1, "active_share": 0.3113, "layers": {
       "active_share": [0.4212, ...], "bytes": [1800000, ...], "cpu_share": [0.0731, ...]}}
 
-docs/SERVER.md says what each means. Numbers are those of the step that gave the token (Model.summary), which
-are of all tokens in it. They are made in a thread of the service: neither the event loop nor the engine waits
-for them.
+docs/SERVER.md says what each means, and what there is with speculative decoding or a device. Numbers are
+those of the step that gave the token (Model.summary), which are of all tokens in it. They are made in a
+thread of the service: neither the event loop nor the engine waits for them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class ActivityReport:
             "seconds": round(generation.token_times[i] - sequence.started, 6),
             "bytes_kv": round(model.cost.kv_bytes_read(sequence.n_prompt + i - 1, model.kv_type)),
         }
+        if i and generation.token_times[i] == generation.token_times[i - 1]:
+            entry["drafted"] = True  # the token before it came from the same step
         if i >= len(sequence.step_stats):  # every neuron counts in this model
             return entry | {"bytes_touched": self._weight_bytes, "bytes_total": self._weight_bytes}
         step = sequence.step_stats[i]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.server.model_settings import ModelSettings, ModelsFile
-from hotset.storage import aliases, store
+from hotset.storage import aliases, created, store
 
 _ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
 
@@ -158,6 +158,19 @@ class Catalogue:
             settings = own.get(name.lower(), self.file.default)
             is_stored = stored.get(name) == path and path.resolve().is_relative_to(root)
             yield Offered(name=name, path=path, settings=settings, is_stored=is_stored)
+        here = {name.lower(): path for name, path in reversed(found)}
+        for name, one in created.read().items():
+            if (base := here.get(one.base.lower()) or self._base(one.base)) is not None:
+                made = ModelSettings(template=one.template, load=one.load, sampling=one.sampling)
+                settings = made.over(own.get(name.lower(), self.file.default))
+                yield Offered(name=name, path=base, settings=settings)
+
+    def _base(self, name: str) -> Path | None:
+        """The file of a model that another one was created from, where the store's models are offered."""
+        try:
+            return store.local_path(name) if self._with_store else None
+        except HotsetError:  # several are called so
+            return None
 
     def _path(self, model: str) -> Path | None:
         beside = self.file.folder / model

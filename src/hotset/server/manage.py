@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
@@ -17,6 +17,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 
 from hotset.errors import HotsetError
+from hotset.loader.modelfile import Modelfile, made_of
 from hotset.server import shapes
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import Offered
@@ -29,7 +30,7 @@ from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
 from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, host_of, listed, while_connected
-from hotset.storage import aliases, store
+from hotset.storage import aliases, created, store
 
 _FORWARDED = ("x-forwarded-for", "forwarded")
 
@@ -97,6 +98,46 @@ class PullBody(OllamaModelBody):
 class CopyBody(Body):
     source: _Name
     destination: _Name
+
+
+class ExampleMessage(Body):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+Parameter = str | int | float | bool
+
+
+class CreateBody(OllamaModelBody):
+    """from: the model that it is made of. modelfile: all of it as older clients send it."""
+
+    base: Annotated[str | None, Field(alias="from")] = None
+    modelfile: str | None = None
+    system: str | None = None
+    template: str | None = None
+    parameters: dict[str, Parameter | list[Parameter]] | None = None
+    messages: list[ExampleMessage] | None = None
+    license: str | list[str] | None = None
+    stream: bool | None = None
+
+    def parsed(self) -> tuple[Modelfile, str]:
+        """The Modelfile that this is, and its text. Raises InvalidRequestError."""
+        if self.modelfile is None:
+            if not self.base:
+                raise RequestError("from is missing", param="from", code="missing_required_parameter")
+            given = self.parameters or {}
+            values = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+            modelfile = Modelfile(
+                base=self.base,
+                system=self.system or "",
+                template=self.template or None,
+                parameters={name.lower(): tuple(map(str, some)) for name, some in values.items()},
+                messages=tuple((one.role, one.content) for one in self.messages or ()),
+            )
+            if not modelfile.can_be_written:
+                raise RequestError('a text of a created model has no three quotation marks (""") in it')
+            return modelfile, modelfile.text
+        return Modelfile.parse(self.modelfile), self.modelfile
 
 
 # ---- llama-server's ----
@@ -211,11 +252,42 @@ async def copy(body: CopyBody, http: Request) -> Response:
     return Response()
 
 
+@router.post("/api/create", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
+async def create(body: CreateBody, http: Request) -> Response:
+    """Makes a model of another one that is served: a system message, parameters, a template; no file is
+    copied."""
+    host, (modelfile, text) = models_of(http), body.parsed()
+    _, base, path = await host.file_of(modelfile.base.removesuffix(":latest"))
+    name = body.named().removesuffix(":latest")
+
+    def kept() -> None:
+        if created.find(base) is not None:
+            raise RequestError(
+                f"{base!r} was created itself: name the model that it is made of", param="from"
+            )
+        created.add(name, made_of(modelfile, path, base=base, source=text))
+
+    old = created.find(name)
+    await asyncio.to_thread(kept)
+    if old is not None and host.catalogue.find(name) is not None:
+        await while_connected(http, host.unload(name))
+    await host.scan(now=True)
+    if body.stream is False:
+        return JsonReply({"status": "success"})
+    return Response(dumped({"status": "success"}) + b"\n", media_type=JSON_LINES)
+
+
 @router.delete("/api/delete", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def delete(body: OllamaModelBody, http: Request) -> Response:
     """Deletes an alias, or a model of the store with its files, once no request uses it."""
     host, name = models_of(http), body.named().removesuffix(":latest")
     if await asyncio.to_thread(aliases.remove, name):
+        await host.scan(now=True)
+        return Response()
+    if await asyncio.to_thread(created.find, name) is not None:
+        if host.catalogue.find(name) is not None:
+            await while_connected(http, host.unload(name))
+        await asyncio.to_thread(created.remove, name)
         await host.scan(now=True)
         return Response()
     await host.file_of(name)  # or it is not known

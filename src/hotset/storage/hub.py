@@ -68,6 +68,11 @@ def _size(files: Iterable[HubFile]) -> int:
 
 def repository_files(repo: str) -> tuple[str, list[HubFile]]:
     """The revision (commit) of a hub repository and its files. Raises DownloadError with a message."""
+    return _files_of(repo, repository_listing(repo))
+
+
+def repository_listing(repo: str) -> bytes:
+    """What the hub says of a repository, JSON. Raises DownloadError with a message."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -83,7 +88,7 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
     # Not through HfApi: it reads an answer of any length (docs/decisions/030-hub-client.md).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
-        body = read_url(url, get_token(), *_LISTING)
+        return read_url(url, get_token(), *_LISTING)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 404):  # without a login a private repository is as good as none
@@ -97,6 +102,9 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
             f"The Hugging Face hub does not answer ({cause(error)}): check the network and its proxy. "
             "What is in the store ('hotset list') runs without a network."
         ) from None
+
+
+def _files_of(repo: str, body: bytes) -> tuple[str, list[HubFile]]:
     try:
         listing = json.loads(body)
         revision, siblings = listing.get("sha") or "main", listing.get("siblings") or []

@@ -7,22 +7,29 @@ from pathlib import Path
 
 from hotset.errors import ModelNotFoundError, UnsupportedModelError
 from hotset.reporter import Reporter
-from hotset.storage import catalogue, elsewhere, store
+from hotset.storage import catalogue, created, elsewhere, store
 from hotset.storage.store import StoredModel
 
 
 def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
-    """The file of a model: a path, a stored name, the name of a model of Ollama's, LM Studio's or the Hugging
-    Face cache, a catalogue name, or hf:owner/repository[:file].
+    """The file of a model: a path, a stored name, the name of a created one, the name of a model of
+    Ollama's, LM Studio's or the Hugging Face cache, a catalogue name, or hf:owner/repository[:file] (hf.co/
+    for hf: too).
 
     What is not here is fetched when `download` is true, reporting to `progress`.
     Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
     for a catalogue entry that this version cannot run and that is not here yet.
     """
-    text = os.fspath(name)
-    if (local := store.local_path(text)) is not None:
+    text = given = os.fspath(name)
+    local = store.local_path(text)
+    if local is None:
+        made = created.find(text)
+        text = catalogue.canonical(text if made is None else made.base)
+        local = store.local_path(text)
+    if local is not None:
         return local
-    if (other := elsewhere.find(text)) is not None:
+    # Ollama itself has names that begin with hf.co/.
+    if (other := elsewhere.find(given) or elsewhere.find(text)) is not None:
         return other.path
     entry = catalogue.find(text)
     if entry is None and not text.startswith("hf:"):

@@ -140,7 +140,7 @@ def find_local(name: str) -> StoredModel | None:
 
     Raises ModelNotFoundError where several files have that name: the name is ambiguous.
     """
-    wanted = name.removeprefix("hf:").lower()
+    wanted = catalogue.canonical(name).removeprefix("hf:").lower()
     models = list_models()
     by_name = [model for model in models if model.name.lower() == wanted]
     by_file = [m for m in models if wanted in (m.path.name.lower(), m.path.stem.lower())]
@@ -155,8 +155,8 @@ def find_local(name: str) -> StoredModel | None:
     entry = catalogue.find(repo) or catalogue.find_repository(repo)
     folder = folder_of(repo)
     inside = [model for model in models if folder in model.path.parents]
-    if not file and entry and entry.file:
-        file = entry.file.lower()
+    if not file and entry and (entry.file or len(inside) > 1):
+        file = (entry.file or entry.quant).lower()
     if file:
         quant = re.compile(rf"(?<![a-z0-9]){re.escape(file)}(?![a-z0-9_])")  # hf:owner/repository:Q4_K_M
         named = [m for m in inside if m.path.relative_to(folder).as_posix().lower() == file]

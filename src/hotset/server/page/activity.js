@@ -1,6 +1,6 @@
 // What the tokens of one answer did, as the server counted it; docs/SERVER.md has the fields.
 
-import { scaleEnd } from "./colours.js";
+import { ENDS } from "./colours.js";
 import { finePercent, percent, rate, shownToken, size, sizeOf, count } from "./units.js";
 
 const NEARLY_ALL = 0.97;
@@ -9,54 +9,90 @@ const NEARLY_ALL = 0.97;
 export const touched = (token) => token.bytes_touched + (token.bytes_kv ?? 0);
 export const total = (token) => token.bytes_total + (token.bytes_kv ?? 0);
 
-/** Of one answer: an entry per token, in order. The first one's step read the prompt too, so it is in no mean. */
+// What a mean is made of, by name.
+const COUNTED = { share: (token) => token.active_share, touched, total };
+
+/** Of one answer: an entry per token, in order. The first one's step read the prompt too, so it is in no mean. Sums and
+ * counts are carried along: what is shown while an answer grows does not go through all of its tokens. */
 export class Activity {
   constructor(facts) {
     this.facts = facts; // of the model; null where the server gave none
     this.tokens = [];
+    this.isSparse = this.hasDevice = false; // hasDevice: a device computed neurons, too
+    this.isShared = false; // steps of this answer had tokens of other requests in them
+    this.nLayers = 0;
+    this.nDrafted = 0; // tokens that came from the step of the one before (speculative decoding)
+    this.below = ENDS.map(() => 0); // of each end of a scale, cells that are not above it
+    this.nCells = 0;
+    this.clear();
   }
 
   add(entries) {
-    this.tokens.push(...entries);
+    for (const token of entries) {
+      this.tokens.push(token);
+      this.nDrafted += token.drafted === true;
+      const { layers } = token;
+      if (layers) {
+        this.isSparse = true;
+        this.nLayers ||= layers.active_share.length;
+        this.hasDevice ||= layers.cpu_share !== undefined;
+        this.nCells += layers.active_share.length;
+        for (const share of layers.active_share) {
+          for (let i = ENDS.length - 1; i >= 0 && share <= ENDS[i]; i--) this.below[i]++;
+        }
+      }
+      if (this.tokens.length === 2) this.clear(); // the first one was in until now
+      this.isShared ||= this.tokens.length > 1 && token.step_tokens > 1;
+      this.count(token);
+    }
+  }
+
+  clear() {
+    this.sums = {}; // name → [sum, weight]
+    this.layerSums = []; // of each layer: fired, fired on the CPU, bytes
+    this.layerWeight = 0;
+  }
+
+  /** Several tokens in a step share what it did: each counts as its step does. */
+  count(token) {
+    const weight = token.step_tokens ?? 1, { layers } = token;
+    for (const [name, of] of Object.entries(COUNTED)) {
+      const value = of(token);
+      if (value === undefined) continue;
+      this.sums[name] ??= [0, 0];
+      const sum = this.sums[name];
+      sum[0] += value * weight;
+      sum[1] += weight;
+    }
+    if (!layers) return;
+    this.layerWeight += weight;
+    for (const [i, share] of layers.active_share.entries()) {
+      this.layerSums[i] ??= [0, 0, 0];
+      const sum = this.layerSums[i];
+      sum[0] += share * weight;
+      sum[1] += (layers.cpu_share?.[i] ?? share) * weight;
+      sum[2] += layers.bytes[i] * weight;
+    }
   }
 
   get length() {
     return this.tokens.length;
   }
 
-  get isSparse() {
-    return this.tokens.some((token) => token.layers !== undefined);
-  }
-
-  get nLayers() {
-    return this.tokens.find((token) => token.layers)?.layers.active_share.length ?? 0;
-  }
-
-  /** Whether a device computed neurons, too. */
-  get hasDevice() {
-    return this.tokens.some((token) => token.layers?.cpu_share !== undefined);
-  }
-
-  /** Whether steps of this answer had tokens of other requests in them. */
-  get isShared() {
-    return this.tokens.slice(1).some((token) => token.step_tokens > 1);
-  }
-
-  /** Those that means are made of. */
+  /** Tokens that means are made of. */
   get counted() {
     return this.tokens.length > 1 ? this.tokens.slice(1) : this.tokens;
   }
 
-  /** The mean of `of(token)` over tokens. Several in a step share what it did: each counts as its step does. */
-  mean(of) {
-    let sum = 0, weight = 0;
-    for (const token of this.counted) {
-      const value = of(token);
-      if (value === undefined) continue;
-      sum += value * (token.step_tokens ?? 1);
-      weight += token.step_tokens ?? 1;
-    }
+  /** The mean of "share", "touched" or "total" over tokens. */
+  mean(name) {
+    const [sum, weight] = this.sums[name] ?? [0, 0];
     return weight ? sum / weight : 0;
+  }
+
+  /** Mean bytes of a layer. */
+  layerBytes(layer) {
+    return this.layerWeight ? this.layerSums[layer][2] / this.layerWeight : 0;
   }
 
   /** Tokens per second after the first; 0 before there is a second one. */
@@ -70,13 +106,10 @@ export class Activity {
   /** Where the colours of the picture end: nearly all cells are below. A few that are far above would make the
    * rest look alike. */
   get scale() {
-    if (this.scaledAt !== this.tokens.length) {
-      const shares = this.tokens.flatMap((token) => token.layers?.active_share ?? []).sort((a, b) => a - b);
-      const end = scaleEnd(shares[Math.ceil(NEARLY_ALL * (shares.length - 1))] ?? 0);
-      // Upwards only: the colours of what is drawn do not flicker.
-      this.scaleSoFar = Math.max(this.scaleSoFar ?? 0, end);
-      this.scaledAt = this.tokens.length;
-    }
+    const needed = Math.ceil(NEARLY_ALL * (this.nCells - 1)) + 1;
+    const end = ENDS.find((_, i) => this.below[i] >= needed) ?? 1;
+    // Upwards only: the colours of what is drawn do not flicker.
+    this.scaleSoFar = Math.max(this.scaleSoFar ?? 0, end);
     return this.scaleSoFar;
   }
 
@@ -91,13 +124,8 @@ export class Activity {
 
   /** Mean share of each layer. */
   layerShares(place = "all") {
-    return Array.from({ length: this.nLayers }, (_, layer) =>
-      this.mean((token) => {
-        const all = token.layers?.active_share[layer];
-        const cpu = token.layers?.cpu_share?.[layer] ?? all;
-        return all === undefined ? undefined : place === "cpu" ? cpu : place === "device" ? all - cpu : all;
-      }),
-    );
+    const of = { all: ([all]) => all, cpu: ([, cpu]) => cpu, device: ([all, cpu]) => all - cpu }[place];
+    return this.layerSums.map((sum) => of(sum) / this.layerWeight);
   }
 
   /** Of what fired, the share that the CPU computed. */
@@ -112,15 +140,16 @@ export class Activity {
   summary() {
     const parts = [];
     if (this.isSparse) {
-      parts.push([percent(this.mean((token) => token.active_share)), "of neurons fired"]);
-      parts.push([sizeOf(this.mean(touched), this.mean(total)), "read per token"]);
+      parts.push([percent(this.mean("share")), "of neurons fired"]);
+      parts.push([sizeOf(this.mean("touched"), this.mean("total")), "read per token"]);
     } else {
-      parts.push([size(this.mean(touched)), "read per token, all of the model"]);
+      parts.push([size(this.mean("touched")), "read per token, all of the model"]);
     }
     if (this.hasDevice) parts.push([percent(1 - this.cpuPart), "of what fired was hot, on the GPU"]);
+    if (this.nDrafted) parts.push([percent(this.nDrafted / this.length), "of tokens were drafted"]);
     if (this.perSecond) parts.push([rate(this.perSecond), "tokens per second"]);
     if (this.perSecond && !this.isSparse) {
-      parts.push([`${size(this.perSecond * this.mean(touched))}/s`, "from memory"]);
+      parts.push([`${size(this.perSecond * this.mean("touched"))}/s`, "from memory"]);
     }
     return parts;
   }
@@ -128,8 +157,8 @@ export class Activity {
   /** One line: 31% fired · 5.2 of 14.6 MB · 58 tok/s. */
   line() {
     const parts = [];
-    if (this.isSparse) parts.push(`${percent(this.mean((token) => token.active_share))} fired`);
-    parts.push(this.isSparse ? sizeOf(this.mean(touched), this.mean(total)) : size(this.mean(touched)));
+    if (this.isSparse) parts.push(`${percent(this.mean("share"))} fired`);
+    parts.push(this.isSparse ? sizeOf(this.mean("touched"), this.mean("total")) : size(this.mean("touched")));
     if (this.perSecond) parts.push(`${rate(this.perSecond)} tok/s`);
     return parts.join(" · ");
   }
@@ -139,7 +168,8 @@ export class Activity {
     const token = this.tokens[index];
     if (!token) return "";
     const name = `Token ${index + 1}, “${shownToken(token.text)}”`;
-    const first = index === 0 && token.step_tokens > 1 ? " (its step read the prompt)" : "";
+    const first =
+      index === 0 && token.step_tokens > 1 ? " (its step read the prompt)" : token.drafted ? " (drafted: from the same step as the one before)" : "";
     if (!token.layers) {
       const before = this.tokens[index - 1];
       const took = before ? `${(1000 * (token.seconds - before.seconds)).toFixed(1)} ms, ` : "";

@@ -47,7 +47,5 @@ const INKS = {
 
 export const inks = () => INKS[scheme()];
 
-const ROUND = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
-
-/** Where a scale ends that holds this value. */
-export const scaleEnd = (value) => ROUND.find((end) => value <= end) ?? 1;
+/** Where a scale of shares may end. */
+export const ENDS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];

@@ -2,11 +2,14 @@
 // becomes an element, and what is not listed stays the text that it is: HTML is text, an image is a link (a model
 // must not make the browser call another host), a link leads to the web or to mail or nowhere.
 
-import { lexer } from "./vendor/marked.esm.js";
-import { copyFrom, h } from "./dom.js";
+import { Lexer, Marked } from "./vendor/marked.esm.js";
+import { codeBlock } from "./code.js";
+import { h } from "./dom.js";
+import { mathExtensions, mathNode } from "./math.js";
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const MAX_DEPTH = 40; // of quotes in lists in quotes: beyond it the rest is plain text
+const OPTIONS = new Marked({ gfm: true, breaks: true, extensions: mathExtensions }).defaults;
 
 /** Where a link may lead; null: nowhere. */
 export function safeUrl(href) {
@@ -18,30 +21,98 @@ export function safeUrl(href) {
   }
 }
 
-/** Shows a text that grows: blocks that stay the same keep their elements, so that a selection in them stays. */
+/** Shows a text that grows. Blocks before the last one do not change any more: they keep their elements, so that a
+ * selection in them stays, and neither they nor their text are looked at again. Code whose fence is open gets new lines
+ * as text. So the work of an update does not grow with the answer, but with its last block. */
 export class MarkdownView {
   constructor(element) {
     this.element = element;
-    this.shown = []; // source of each block that is shown
+    this.shown = []; // of each element what it was made from
+    this.settled = 0; // characters of the blocks that do not change
+    this.nSettled = 0; // their elements
+    this.links = {}; // definitions of links in them
+    this.fence = null; // of code that is open: {end, node, at, tail}
+    this.lexed = 0; // characters that the lexer has read, in all updates
   }
 
-  update(text) {
-    let blocks;
-    try {
-      blocks = lexer(text, { gfm: true, breaks: true });
-    } catch {
-      blocks = [{ type: "plain", raw: text }]; // nested beyond what a parser bears
+  /** text: begins with the one before. complete: no more is to come; then it is read once as a whole, since a link may
+   * be defined behind the place where it is used. */
+  update(text, complete = false) {
+    const source = text.replace(/\r\n?/g, "\n");
+    if (complete) {
+      const blocks = this.lex(source, {});
+      this.fence = null;
+      if (Object.keys(blocks.links ?? {}).length) this.shown = [];
+      return this.replace(blocks, 0, true);
     }
-    blocks = blocks.filter((block) => block.type !== "space" && block.type !== "def");
+    if (this.fence && this.growCode(source)) return;
+    this.fence = null;
+    const blocks = this.lex(source.slice(this.settled), this.links);
+    this.replace(blocks, this.nSettled, false);
+    this.settle(blocks, source);
+  }
+
+  lex(text, links) {
+    this.lexed += text.length;
+    try {
+      const lexer = new Lexer(OPTIONS);
+      Object.assign(lexer.tokens.links, links);
+      return lexer.lex(text);
+    } catch {
+      return [{ type: "plain", raw: text }]; // nested beyond what a parser bears
+    }
+  }
+
+  /** Shows blocks from the element `first` on; elements that are right stay. */
+  replace(blocks, first, complete) {
+    const seen = blocks.filter(isShown), isWhole = (i) => complete || i < seen.length - 1;
+    const keys = seen.map((block, i) => (block.type === "code" && isWhole(i) ? "whole " : "") + block.raw);
     let same = 0;
-    while (same < blocks.length && same < this.shown.length && this.shown[same] === blocks[same].raw) same++;
-    while (this.element.childNodes.length > same) this.element.lastChild.remove();
-    for (const block of blocks.slice(same)) this.element.append(blockNode(block, 0));
-    this.shown = blocks.map((block) => block.raw);
+    while (same < keys.length && this.shown[first + same] === keys[same]) same++;
+    while (this.element.childNodes.length > first + same) this.element.lastChild.remove();
+    for (let i = same; i < seen.length; i++) this.element.append(blockNode(seen[i], 0, isWhole(i)));
+    this.shown.splice(first, Infinity, ...keys);
+  }
+
+  /** Blocks before the last one are as they will be. */
+  settle(blocks, source) {
+    const last = blocks.findLastIndex(isShown), before = blocks.slice(0, Math.max(last, 0));
+    const length = (some) => some.reduce((sum, block) => sum + block.raw.length, 0);
+    if (last < 0 || length(blocks) !== source.length - this.settled) return; // the lexer has changed the text
+    this.settled += length(before);
+    this.nSettled += before.filter(isShown).length;
+    this.links = { ...blocks.links };
+    const open = blocks[last].type === "code" ? /^(`{3,}|~{3,})[^\n]*\n/.exec(blocks[last].raw) : null;
+    if (open) this.openCode(open, source);
+  }
+
+  openCode([head, marks], source) {
+    const end = new RegExp(`^ {0,3}${marks[0]}{${marks.length},}[ \\t]*$`);
+    const node = this.element.lastChild.querySelector("code")?.firstChild;
+    this.fence = { end, node, at: this.settled + head.length, tail: node?.length ?? 0 };
+    if (!node || !this.growCode(source)) this.fence = null;
+    else this.shown[this.nSettled] = null; // its element goes on without the lexer
+  }
+
+  /** Adds what is new of code that is open; false: it is closed now. */
+  growCode(source) {
+    const { end, node, at, tail } = this.fence;
+    const lines = source.slice(at).split("\n");
+    if (lines.some((line) => end.test(line))) return false;
+    // The last line is written anew each time, and not before it can no longer become the end.
+    const last = lines.pop(), whole = lines.map((line) => `${line}\n`).join("");
+    const unfinished = /^ {0,3}[`~]*$/.test(last) ? "" : last;
+    node.replaceData(node.length - tail, tail, whole + unfinished);
+    this.fence.at += whole.length;
+    this.fence.tail = unfinished.length;
+    return true;
   }
 }
 
-function blockNode(token, depth) {
+const isShown = (block) => block.type !== "space" && block.type !== "def";
+
+/** whole: no more of the block is to come. */
+function blockNode(token, depth, whole) {
   if (depth > MAX_DEPTH) return h("p", {}, token.raw ?? "");
   switch (token.type) {
     case "heading":
@@ -52,24 +123,26 @@ function blockNode(token, depth) {
     case "text":
       return h("p", {}, token.tokens ? inline(token.tokens, depth) : token.text);
     case "code":
-      return codeBlock(token.text, token.lang);
+      return codeBlock(token.text, token.lang, whole);
     case "blockquote":
-      return h("blockquote", {}, blocks(token.tokens, depth));
+      return h("blockquote", {}, blocks(token.tokens, depth, whole));
     case "list":
-      return list(token, depth);
+      return list(token, depth, whole);
     case "table":
       return table(token, depth);
     case "hr":
       return h("hr");
+    case "math-block":
+      return mathNode(token);
     default:
       return h("p", { class: "plain" }, token.raw ?? "");
   }
 }
 
-const blocks = (tokens, depth) =>
-  tokens.filter((token) => token.type !== "space" && token.type !== "def").map((token) => blockNode(token, depth + 1));
+const blocks = (tokens, depth, whole) =>
+  tokens.filter(isShown).map((token) => blockNode(token, depth + 1, whole));
 
-function list(token, depth) {
+function list(token, depth, whole) {
   const items = token.items.map((item) => {
     const box = item.task ? h("span", { class: "box" }, item.checked ? "☑ " : "☐ ") : null;
     const parts = item.tokens.filter((part) => part.type !== "space" && part.type !== "checkbox");
@@ -77,7 +150,7 @@ function list(token, depth) {
     const nodes = parts.map((part) =>
       part.type === "text" && !item.loose
         ? h("span", {}, part.tokens ? inline(part.tokens, depth) : part.text)
-        : blockNode(part, depth + 1),
+        : blockNode(part, depth + 1, whole),
     );
     return h("li", {}, box, nodes);
   });
@@ -100,18 +173,6 @@ function table(token, depth) {
   );
 }
 
-function codeBlock(text, language) {
-  const name = (language ?? "").trim().split(/\s/)[0].slice(0, 24);
-  const copy = h("button", { type: "button", class: "quiet", "aria-label": "Copy the code" }, h("span", {}, "Copy"));
-  copy.addEventListener("click", () => copyFrom(copy, text));
-  return h(
-    "div",
-    { class: "code" },
-    h("div", { class: "row" }, h("span", {}, name || "text"), copy),
-    h("pre", { tabIndex: 0, role: "region", "aria-label": `Code, ${name || "text"}` }, h("code", {}, text)),
-  );
-}
-
 function inline(tokens, depth) {
   if (depth > MAX_DEPTH) return (tokens ?? []).map((token) => token.raw);
   return (tokens ?? []).flatMap((token) => {
@@ -123,6 +184,8 @@ function inline(tokens, depth) {
         return h("em", {}, inner());
       case "del":
         return h("del", {}, inner());
+      case "math":
+        return mathNode(token);
       case "codespan":
         return h("code", {}, token.text);
       case "br":

@@ -1,6 +1,6 @@
 // The picture beside the conversation: what the answer that runs, or the one that is chosen, did inside.
 
-import { touched, total } from "./activity.js";
+import { touched } from "./activity.js";
 import { heat, heatStops, inks, onSchemeChange } from "./colours.js";
 import { byId, h } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
@@ -82,7 +82,7 @@ export class Picture {
     byId("summary").textContent = dense
       ? "How fast tokens come, and what each one reads, appears here with the next answer."
       : "Which neurons fire for each word appears here with the next answer.";
-    for (const id of ["amount", "places", "legend", "shared", "tape-box", "tables"]) byId(id).hidden = true;
+    for (const id of ["amount", "places", "legend", "shared", "tape-box", "tables", "drafted"]) byId(id).hidden = true;
     byId("plot").replaceChildren(h("div", { class: "ghost", "aria-hidden": "true" }));
     byId("readout").textContent = "";
     byId("strip-text").textContent = "The live picture";
@@ -100,7 +100,7 @@ export class Picture {
     );
     byId("strip-text").textContent = activity.line();
     const sparse = activity.isSparse;
-    const read = activity.mean(touched), all = activity.mean(total);
+    const read = activity.mean("touched"), all = activity.mean("total");
     byId("amount").hidden = !sparse || read >= all;
     if (sparse) {
       byId("amount").querySelector("i").style.width = `${(100 * read) / all}%`;
@@ -110,6 +110,7 @@ export class Picture {
     byId("places").hidden = !activity.hasDevice;
     byId("legend").hidden = !sparse;
     byId("tape-box").hidden = byId("tables").hidden = false;
+    byId("drafted").hidden = !activity.nDrafted;
     byId("shared").hidden = !activity.isShared;
     byId("shared").textContent =
       "Other requests ran at the same time. A step's counts are of all tokens in it: where a blue mark stands above a " +
@@ -150,7 +151,7 @@ export class Picture {
     }
     for (; this.taped < Math.min(activity.length, TAPE_LENGTH); this.taped++) {
       const token = activity.tokens[this.taped];
-      const piece = h("span", { dataset: { token: this.taped } }, shownToken(token.text));
+      const piece = h("span", { class: token.drafted ? "drafted" : null, dataset: { token: this.taped } }, shownToken(token.text));
       piece.style.setProperty("--heat", tokenHeat(activity, this.taped));
       tape.append(piece);
     }
@@ -171,10 +172,10 @@ export class Picture {
     canvas.width = width;
     canvas.height = 1;
     const pen = canvas.getContext("2d"), n = activity?.length ?? 0;
-    const columns = Math.max(n, 40);
-    for (let i = 0; i < n; i++) {
-      pen.fillStyle = tokenHeat(activity, i);
-      pen.fillRect(Math.floor((i * width) / columns), 0, Math.ceil(width / columns), 1);
+    const columns = Math.max(n, 40), drawn = Math.min(Math.ceil((n * width) / columns), width);
+    for (let x = 0; x < drawn; x++) {
+      pen.fillStyle = tokenHeat(activity, Math.min(Math.floor((x * columns) / width), n - 1));
+      pen.fillRect(x, 0, 1, 1);
     }
   }
 
@@ -198,10 +199,9 @@ function tables(activity) {
     const shares = activity.layerShares(), cold = activity.layerShares("cpu");
     const rows = shares.map((share, layer) => {
       const of = activity.counted.map((token) => token.layers?.active_share[layer] ?? 0);
-      const bytes = activity.mean((token) => token.layers?.bytes[layer]);
       return [
         layer, finePercent(share), finePercent(Math.min(...of)), finePercent(Math.max(...of)),
-        ...(activity.hasDevice ? [finePercent(cold[layer])] : []), size(bytes),
+        ...(activity.hasDevice ? [finePercent(cold[layer])] : []), size(activity.layerBytes(layer)),
       ];
     });
     const head = ["Layer", "Fired, mean", "Least", "Most", ...(activity.hasDevice ? ["On the CPU"] : []), "Read per token"];

@@ -74,10 +74,10 @@ async function refusal(response) {
 /** The models that are served. */
 export const models = async () => (await (await ask("v1/models")).json()).data ?? [];
 
-/** Facts of the loaded model (null where this server has none to give). */
-export async function props() {
+/** Facts of a loaded model (null where this server has none to give). name: of one that is loaded; null: of the only one. */
+export async function props(name = null) {
   try {
-    return await (await ask("props")).json();
+    return await (await ask(name === null ? "props" : `props?model=${encodeURIComponent(name)}`)).json();
   } catch (error) {
     if (error instanceof ServerError && error.kind === "refused") return null;
     throw error;
@@ -94,41 +94,60 @@ export async function health() {
   }
 }
 
+const post = (path, body, signal) =>
+  ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+
+/** Begins to load a model, and does not wait for it. */
+export const load = async (model) => void (await post("models/load", { model }));
+
+/** Unloads a model, once its requests are answered. */
+export const unload = async (model) => void (await post("models/unload", { model }));
+
+/** How many tokens a text has for a model (null: the only one). */
+export async function countTokens(model, content) {
+  const response = await post("tokenize", { ...(model === null ? {} : { model }), content, parse_special: false });
+  return (await response.json()).count;
+}
+
+/** The states of models, as they change: {model, value, ...}. Ends where the connection does. */
+export async function* states() {
+  for await (const data of events(await ask("models/events"))) yield parsed(data);
+}
+
 const BROKE = "The connection broke in the middle of the answer.";
 
 /** The chunks of an answer, as the server sends them. Throws ServerError, and AbortError where `signal` says so. */
 export async function* chat(body, signal) {
-  const response = await ask("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true }),
-    signal,
-  });
+  const response = await post("v1/chat/completions", { ...body, stream: true }, signal);
+  let complete = false;
+  for await (const data of events(response)) {
+    if (data === "[DONE]") {
+      complete = true;
+      continue;
+    }
+    const chunk = parsed(data);
+    if (chunk.error) throw new ServerError("broken", chunk.error.message ?? "The answer failed.");
+    yield chunk;
+  }
+  if (!complete) throw new ServerError("network", BROKE);
+}
+
+/** The data of server-sent events. */
+async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  let complete = false;
   try {
     while (true) {
       const part = await next(reader);
       if (part.done) break;
       const lines = (rest + part.value).split(/\r\n|\n|\r/);
       rest = lines.pop();
-      for (const line of lines) {
-        if (!line.startsWith("data:")) continue; // a comment keeps the connection alive
-        const data = line.slice(5).trim();
-        if (data === "[DONE]") {
-          complete = true;
-          continue;
-        }
-        const chunk = parsed(data);
-        if (chunk.error) throw new ServerError("broken", chunk.error.message ?? "The answer failed.");
-        yield chunk;
-      }
+      // Other lines are comments, which keep the connection alive.
+      for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
     }
   } finally {
     reader.cancel().catch(() => {}); // left early: the server hears of it
   }
-  if (!complete) throw new ServerError("network", BROKE);
 }
 
 async function next(reader) {

@@ -1,8 +1,10 @@
-// How answers are drawn: what the reader sets is sent, what is left empty is the server's own default.
+// How answers are drawn: what the reader sets is sent, what is left empty is the server's own default. A conversation has
+// the settings of all, or its own; presets are sets of them with a name.
 
 import { h } from "./dom.js";
 
-const STORED = "hotset.settings";
+const STORED = "hotset.settings", PRESETS = "hotset.presets";
+const LONGEST_NAME = 60; // of a preset
 
 // name: of the request's field. Numbers have a range; where an end of it has a meaning, `note` says it.
 export const FIELDS = [
@@ -19,56 +21,126 @@ export const FIELDS = [
 
 /** The settings as the reader left them: {system, stop, temperature, ...}, of what was set only. */
 export class Settings {
-  constructor() {
-    try {
-      this.values = checked(JSON.parse(localStorage.getItem(STORED) ?? "{}"));
-    } catch {
-      this.values = {};
-    }
+  /** changed(): the settings of the conversation itself are others now. */
+  constructor(changed) {
+    this.changed = changed;
+    this.conversation = null; // the one that is open
+    this.shared = checkedSettings(stored(STORED));
+    const presets = Object.entries(stored(PRESETS) ?? {});
+    this.presets = new Map(presets.map(([name, values]) => [name, checkedSettings(values)]));
   }
 
-  /** The fields of a request. */
-  request() {
-    const fields = {};
-    for (const { name } of FIELDS) if (name in this.values) fields[name] = this.values[name];
-    const stop = (this.values.stop ?? "").split("\n").filter((line) => line !== "");
-    if (stop.length) fields.stop = stop;
-    return fields;
-  }
-
-  get system() {
-    return (this.values.system ?? "").trim();
+  /** Those of the conversation that is open. */
+  get values() {
+    return this.conversation?.settings ?? this.shared;
   }
 
   set(name, value) {
     if (value === null || value === "") delete this.values[name];
     else this.values[name] = value;
-    try {
-      localStorage.setItem(STORED, JSON.stringify(this.values));
-    } catch {
-      // They hold until the page is left.
-    }
+    this.keep();
   }
 
-  /** Fills the panel. defaults: the server's, by name, where it has them. */
-  build(root, defaults = {}) {
+  keep() {
+    if (this.conversation?.settings) this.changed();
+    else store(STORED, this.shared);
+  }
+
+  /** Gives the conversation settings of its own, which begin as they are; or those of all again. */
+  separate(is) {
+    if (!this.conversation) return;
+    this.conversation.settings = is ? { ...this.values } : null;
+    this.changed();
+  }
+
+  use(preset) {
+    const values = { ...this.presets.get(preset) };
+    if (this.conversation?.settings) this.conversation.settings = values;
+    else this.shared = values;
+    this.keep();
+  }
+
+  savePreset(name) {
+    this.presets.set(name, { ...this.values });
+    store(PRESETS, Object.fromEntries(this.presets));
+  }
+
+  removePreset(name) {
+    this.presets.delete(name);
+    store(PRESETS, Object.fromEntries(this.presets));
+  }
+
+  /** Fills the panel. defaults: the server's, by name, where it has them. preset: the one that was used just now. */
+  build(root, defaults = {}, preset = "") {
+    const again = (focused, used) => {
+      this.build(root, defaults, used);
+      root.querySelector(focused)?.focus();
+    };
     const text = (name, label, note, rows) => {
       const area = h("textarea", { id: `set-${name}`, rows, value: this.values[name] ?? "", "aria-describedby": `note-${name}` });
       area.addEventListener("input", () => this.set(name, area.value));
       return h("div", { class: "field" }, h("label", { htmlFor: area.id }, label), area, h("p", { id: `note-${name}` }, note));
     };
-    const reset = h("button", { type: "button", class: "quiet" }, "Back to the server's defaults");
+    const own = h("input", { type: "checkbox", id: "set-own", checked: this.conversation?.settings !== null });
+    own.addEventListener("change", () => {
+      this.separate(own.checked);
+      again("#set-own");
+    });
+    const reset = h("button", { type: "button", class: "quiet", id: "set-reset" }, "Back to the server's defaults");
     reset.addEventListener("click", () => {
       for (const { name } of FIELDS) this.set(name, null);
       this.set("stop", null);
-      this.build(root, defaults);
-      root.querySelector("button")?.focus();
+      again("#set-reset");
     });
     root.replaceChildren(
+      h("label", { class: "check" }, own, " Only for this conversation"),
+      this.presetRow(again, preset),
       text("system", "System prompt", "Stands before every conversation, from the next message on.", 4),
       h("div", { class: "fields" }, FIELDS.map((field) => this.number(field, defaults[field.name]))),
       text("stop", "Stop at", "A text in each line: the answer ends before it.", 2),
       reset,
+    );
+  }
+
+  /** Presets: one is used, these settings are kept as one, one is deleted. */
+  presetRow(again, used) {
+    const names = [...this.presets.keys()].sort();
+    const choose = h(
+      "select",
+      { id: "set-preset", disabled: names.length === 0 },
+      h("option", { value: "" }, names.length ? "Choose one" : "None yet"),
+      names.map((name) => h("option", {}, name)),
+    );
+    choose.value = used;
+    choose.addEventListener("change", () => {
+      if (choose.value === "") return;
+      this.use(choose.value);
+      again("#set-preset", choose.value);
+    });
+    const remove = h("button", { type: "button", class: "quiet", disabled: used === "" }, "Delete");
+    remove.addEventListener("click", () => {
+      this.removePreset(used);
+      again("#set-preset-name");
+    });
+    const name = h("input", { id: "set-preset-name", maxLength: LONGEST_NAME, autocomplete: "off" });
+    const save = h("button", { type: "button", class: "quiet" }, "Save");
+    save.addEventListener("click", () => {
+      if (name.value.trim() === "") return name.focus();
+      this.savePreset(name.value.trim());
+      again("#set-preset-name");
+    });
+    name.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter") return;
+      event.preventDefault(); // it would close the dialog
+      save.click();
+    });
+    return h(
+      "div",
+      { class: "field presets" },
+      h("label", { htmlFor: "set-preset" }, "Preset"),
+      h("div", { class: "beside" }, choose, remove),
+      h("label", { htmlFor: "set-preset-name" }, "Save these settings as a preset"),
+      h("div", { class: "beside" }, name, save),
     );
   }
 
@@ -128,8 +200,17 @@ function wrong(field, value) {
   return "";
 }
 
-/** What may be kept of a stored value. */
-function checked(value) {
+/** The fields of a request. */
+export function requestOf(values) {
+  const fields = {};
+  for (const { name } of FIELDS) if (name in values) fields[name] = values[name];
+  const stop = (values.stop ?? "").split("\n").filter((line) => line !== "");
+  if (stop.length) fields.stop = stop;
+  return fields;
+}
+
+/** What may be kept of stored settings. */
+export function checkedSettings(value) {
   const kept = {};
   if (typeof value !== "object" || value === null) return kept;
   for (const name of ["system", "stop"]) if (typeof value[name] === "string") kept[name] = value[name];
@@ -137,4 +218,20 @@ function checked(value) {
     if (typeof value[field.name] === "number" && !wrong(field, value[field.name])) kept[field.name] = value[field.name];
   }
   return kept;
+}
+
+function stored(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name) ?? "{}");
+  } catch {
+    return {};
+  }
+}
+
+function store(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+  } catch {
+    // They hold until the page is left.
+  }
 }

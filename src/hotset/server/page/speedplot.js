@@ -89,9 +89,12 @@ export class SpeedPlot {
     const pen = this.canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const ink = inks(), n = this.activity.length;
-    const speeds = Array.from({ length: Math.max(n - 1, 0) }, (_, i) => this.speedAt(i + 1));
+    // No more points than pixels, however long the answer is.
+    const points = Math.min(Math.max(n - 1, 0), Math.ceil(width)), last = Math.max(n - 2, 0);
+    const places = Array.from({ length: points }, (_, i) => Math.round((i * last) / Math.max(points - 1, 1)));
+    const speeds = places.map((at) => this.speedAt(at + 1));
     const most = niceEnd(Math.max(...speeds, 1)), bottom = HEIGHT - BOTTOM;
-    const x = (i) => LEFT + ((width - LEFT - 2) * i) / Math.max(speeds.length - 1, 1);
+    const x = (at) => LEFT + ((width - LEFT - 2) * at) / Math.max(last, 1);
     const y = (speed) => bottom - ((bottom - TOP) * speed) / most;
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "right";
@@ -104,12 +107,12 @@ export class SpeedPlot {
     }
     if (speeds.length > 1) {
       pen.beginPath();
-      for (const [i, speed] of speeds.entries()) pen.lineTo(x(i), y(speed));
+      for (const [i, speed] of speeds.entries()) pen.lineTo(x(places[i]), y(speed));
       pen.strokeStyle = ink.ember;
       pen.lineWidth = 2;
       pen.lineJoin = "round";
       pen.stroke();
-      pen.lineTo(x(speeds.length - 1), bottom);
+      pen.lineTo(x(last), bottom);
       pen.lineTo(x(0), bottom);
       pen.fillStyle = ink.glow;
       pen.globalCompositeOperation = "destination-over";
@@ -126,7 +129,7 @@ export class SpeedPlot {
       pen.fillStyle = ink.ink;
       pen.fillRect(Math.round(x(this.chosen - 1)), TOP, 1, bottom - TOP);
       pen.beginPath();
-      pen.arc(x(this.chosen - 1), y(speeds[this.chosen - 1]), 3.5, 0, 7);
+      pen.arc(x(this.chosen - 1), y(this.speedAt(this.chosen)), 3.5, 0, 7);
       pen.fill();
     }
   }

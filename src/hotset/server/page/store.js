@@ -1,23 +1,37 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs seldom write the same.
 
+import { checkedSettings } from "./settings.js";
+import { path } from "./tree.js";
+
 const PREFIX = "hotset.chat.";
 const ROLES = new Set(["user", "assistant"]);
 const MAX_TITLE = 60;
+const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
 
-/** A new conversation; it is stored once it has a message. */
+/** A new conversation; it is stored once it has a message. settings: its own; null: those of all. model: the name
+ * that the reader chose for it. */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", updated: Date.now(), messages: [] };
+  return { id, title: "", titled: false, pinned: false, updated: Date.now(), model: null, settings: null, messages: [], leaf: null };
 }
 
-/** What a conversation is called: the beginning of its first message. */
+/** What a conversation is called: by the reader, or the beginning of its first message. */
 export function titleOf(conversation) {
-  const first = conversation.messages.find((message) => message.role === "user")?.content ?? "";
-  const line = first.trim().split("\n")[0];
+  if (conversation.titled) return conversation.title;
+  const first = conversation.messages.find((message) => message.role === "user");
+  const line = (first?.content.trim() || first?.files?.[0]?.name || "").split("\n")[0];
   return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1)}…` : line || "New conversation";
 }
 
-/** All of them, the latest first. What is no conversation (another program's, an older page's) is passed over. */
+/** Gives a conversation a title; an empty one is the beginning of its first message again. */
+export function rename(conversation, title) {
+  conversation.title = title.trim().slice(0, MAX_OWN_TITLE);
+  conversation.titled = conversation.title !== "";
+  conversation.title = titleOf(conversation);
+}
+
+/** All of them, pinned ones first, the latest first. What is no conversation (another program's, an older page's) is
+ * passed over. */
 export function all() {
   const found = [];
   for (let i = 0; i < localStorage.length; i++) {
@@ -30,12 +44,12 @@ export function all() {
       // Not ours to read.
     }
   }
-  return found.sort((a, b) => b.updated - a.updated);
+  return found.sort((a, b) => b.pinned - a.pinned || b.updated - a.updated);
 }
 
-/** Keeps a conversation. Returns whether there was room. */
-export function save(conversation) {
-  conversation.updated = Date.now();
+/** Keeps a conversation. touched: it is the latest now. Returns whether there was room. */
+export function save(conversation, touched = true) {
+  if (touched) conversation.updated = Date.now();
   conversation.title = titleOf(conversation);
   try {
     localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
@@ -54,19 +68,49 @@ export const isOurs = (key) => key === null || key.startsWith(PREFIX);
 function checked(value) {
   if (typeof value !== "object" || value === null || !Array.isArray(value.messages)) return null;
   if (typeof value.id !== "string" || !/^[0-9a-f]{1,32}$/.test(value.id)) return null;
-  const messages = [];
-  for (const message of value.messages) {
-    if (!ROLES.has(message?.role) || typeof message.content !== "string") return null;
-    const kept = { role: message.role, content: message.content };
-    if (typeof message.reasoning === "string") kept.reasoning = message.reasoning;
-    if (typeof message.note === "string") kept.note = message.note;
-    if (typeof message.failed === "string") kept.failed = message.failed;
-    messages.push(kept);
-  }
-  const updated = Number.isFinite(value.updated) ? value.updated : 0;
-  const conversation = { id: value.id, title: "", updated, messages };
+  const messages = checkedMessages(value.messages);
+  if (messages === null) return null;
+  const leaf = messages.find((message) => message.id === value.leaf) ?? messages.at(-1);
+  const titled = value.titled === true && typeof value.title === "string" && value.title.trim() !== "";
+  const conversation = {
+    id: value.id,
+    title: titled ? value.title.trim().slice(0, MAX_OWN_TITLE) : "",
+    titled,
+    pinned: value.pinned === true,
+    updated: Number.isFinite(value.updated) ? value.updated : 0,
+    model: typeof value.model === "string" ? value.model : null,
+    settings: typeof value.settings === "object" && value.settings !== null ? checkedSettings(value.settings) : null,
+    messages,
+    leaf: leaf?.id ?? null,
+  };
   conversation.title = titleOf(conversation);
   return conversation;
+}
+
+/** Messages of a stored list; null where one is none. Ids rise, and parents come first: so there is no circle. A list of
+ * an older page has no ids: each message follows the one before it. */
+function checkedMessages(list) {
+  const messages = [], ids = new Set();
+  for (const [i, value] of list.entries()) {
+    if (!ROLES.has(value?.role) || typeof value.content !== "string") return null;
+    const before = messages.at(-1)?.id ?? 0;
+    const id = value.id ?? i + 1, parent = value.id === undefined ? (before || null) : value.parent;
+    if (!Number.isSafeInteger(id) || id <= before || !(parent === null || ids.has(parent))) return null;
+    ids.add(id);
+    messages.push({ id, parent, ...checkedMessage(value) });
+  }
+  return messages;
+}
+
+function checkedMessage(value) {
+  const kept = { role: value.role, content: value.content };
+  for (const name of ["reasoning", "note", "failed", "model"]) if (typeof value[name] === "string") kept[name] = value[name];
+  if (Number.isSafeInteger(value.pair)) kept.pair = value.pair;
+  if (Array.isArray(value.files)) {
+    const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
+    kept.files = value.files.filter(isFile).map(({ name, text }) => ({ name, text }));
+  }
+  return kept;
 }
 
 /** Conversations of an exported file; throws a message where it is none. One that is here already, by
@@ -84,12 +128,13 @@ export function imported(text) {
 }
 
 export const exported = (conversations) =>
-  JSON.stringify({ from: "hotset", version: 1, conversations }, null, 1);
+  JSON.stringify({ from: "hotset", version: 2, conversations }, null, 1);
 
-/** A conversation as a text to read. */
+/** A conversation as a text to read: what of it is shown. */
 export function asMarkdown(conversation) {
-  const parts = conversation.messages.map(
-    (message) => `**${message.role === "user" ? "You" : "Answer"}**\n\n${message.content}\n`,
-  );
+  const parts = path(conversation).map((message) => {
+    const files = (message.files ?? []).map((file) => `*Attached: ${file.name}*\n\n`).join("");
+    return `**${message.role === "user" ? "You" : "Answer"}**\n\n${files}${message.content}\n`;
+  });
   return `# ${titleOf(conversation)}\n\n${parts.join("\n---\n\n")}`;
 }

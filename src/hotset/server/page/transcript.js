@@ -1,36 +1,51 @@
 // The conversation as it is read: a list of turns, each with what can be done about it.
 
-import { tokenHeat } from "./picture.js";
+import { fileList } from "./attachments.js";
 import { byId, copyFrom, h, icon, ICONS } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import { tokenHeat } from "./picture.js";
+import { path, versions } from "./tree.js";
 
 const LEAST_MS = 40; // between two renderings of an answer that grows; a slow one waits longer
+const THREAD_STOPS = 40;
 
 export class Transcript {
-  /** actions: edit(index, text), again(index), picture(index), each for the turn at the index. */
+  /** actions, each of a message: edit(message, text), again, goOn, remove, show (another version), picture; busy(). */
   constructor(actions) {
     this.actions = actions;
     this.list = byId("messages");
     this.box = byId("scroll");
-    this.turns = [];
+    this.turns = new Map(); // message → what is shown of it
     this.atEnd = true;
     this.box.addEventListener("scroll", () => {
       this.atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 40;
     });
   }
 
-  /** Shows the messages of a conversation. activities: message → its Activity, where there is one. */
-  show(messages, activities, answerName) {
-    this.list.replaceChildren();
-    this.turns = messages.map((message, index) => {
-      const turn = message.role === "user" ? this.question(message, index) : this.answer(index, answerName, message);
-      turn.message = message;
-      turn.activity = activities.get(message);
-      if (turn.view) this.render(turn, false);
-      return turn;
+  /** Shows a conversation. activities: message → its Activity, where there is one. toEnd: and scrolls to its end. */
+  show(conversation, activities, answerName, toEnd = true) {
+    for (const turn of this.turns.values()) window.clearTimeout(turn.timer);
+    this.turns.clear();
+    const shown = path(conversation), last = shown.at(-1);
+    const items = shown.map((message) => {
+      const all = versions(conversation, message);
+      const pair = message.pair === undefined ? [message] : all.filter((other) => other.pair === message.pair);
+      const turns = pair.map((each) => {
+        const isChosen = each === message;
+        const turn = each.role === "user" ? this.question(each) : this.answer(each, answerName, isChosen && each === last);
+        // Of two that stand side by side the versions are those of both.
+        if (isChosen && all.length > pair.length) turn.acts.prepend(this.versions(all, message));
+        if (pair.length > 1) this.choice(turn, isChosen);
+        turn.message = each;
+        turn.activity = activities.get(each);
+        this.turns.set(each, turn);
+        if (turn.view) this.render(turn, false);
+        return turn;
+      });
+      return pair.length === 1 ? h("li", {}, turns[0].element) : h("li", { class: "versus" }, turns.map((turn) => turn.element));
     });
-    this.list.append(...this.turns.map((turn) => turn.element));
-    this.toEnd(true);
+    this.list.replaceChildren(...items);
+    this.toEnd(toEnd);
   }
 
   button(name, label, act) {
@@ -39,50 +54,96 @@ export class Transcript {
     return button;
   }
 
-  question(message, index) {
-    const text = h("div", { class: "said" }, message.content);
-    const element = h(
-      "li",
-      { class: "turn question" },
-      h("h2", { class: "who" }, "You"),
-      text,
-      h(
-        "div",
-        { class: "acts" },
-        this.button("edit", "Edit", () => this.edit(index)),
-        this.button("copy", "Copy", (button) => copyFrom(button, message.content)),
-      ),
-    );
-    return { element, text };
+  /** A button whose name is not written. */
+  small(name, label, act, more = {}) {
+    const button = h("button", { type: "button", class: "quiet act", "aria-label": label, title: label, ...more }, icon(ICONS[name]));
+    button.addEventListener("click", act);
+    return button;
   }
 
-  answer(index, answerName, message) {
+  /** The way to the other versions of a message. */
+  versions(all, message) {
+    const at = all.indexOf(message);
+    const to = (i, name, label) =>
+      this.small(name, label, () => {
+        if (this.actions.busy()) return;
+        this.actions.show(all[i]);
+        const turn = this.turns.get(all[i]);
+        const there = turn?.acts.querySelectorAll(".versions button:not(:disabled)");
+        (turn?.acts.querySelector(`[aria-label="${label}"]:not(:disabled)`) ?? there?.[0])?.focus();
+      }, { disabled: i < 0 || i >= all.length });
+    return h(
+      "span",
+      { class: "versions", role: "group", "aria-label": "Versions of this message" },
+      to(at - 1, "back", "Version before"),
+      h("span", {}, `${at + 1} / ${all.length}`),
+      to(at + 1, "forth", "Version after"),
+    );
+  }
+
+  /** One of two answers side by side: the conversation goes on behind one of them. */
+  choice(turn, isChosen) {
+    turn.element.classList.toggle("chosen", isChosen);
+    const message = () => turn.message;
+    turn.acts.prepend(
+      isChosen
+        ? h("span", { class: "act kept" }, "The conversation goes on here")
+        : this.button("again", "Go on with this", () => this.actions.busy() || this.actions.show(message())),
+    );
+  }
+
+  question(message) {
+    const text = h("div", { class: "said" }, message.content);
+    const acts = h(
+      "div",
+      { class: "acts" },
+      this.button("edit", "Edit", () => this.edit(message)),
+      this.button("copy", "Copy", (button) => copyFrom(button, message.content)),
+      this.small("remove", "Delete your message", () => this.actions.remove(message)),
+    );
+    const element = h(
+      "div",
+      { class: "turn question" },
+      h("h2", { class: "who" }, "You"),
+      message.files?.length ? fileList(message.files) : null,
+      text,
+      acts,
+    );
+    return { element, text, acts };
+  }
+
+  answer(message, answerName, isLast) {
     const text = h("div", { class: "said markdown" });
-    const thought = h("div", { class: "said thought" });
+    const thought = h("div", { class: "said thought" }, document.createTextNode(""));
     const thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Its thoughts"), thought);
     const note = h("p", { class: "note" });
     const failed = h("p", { class: "failed", hidden: true });
     const thread = h("button", { type: "button", class: "thread", "aria-label": "Show the picture of this answer", hidden: true });
-    thread.addEventListener("click", () => this.actions.picture(index));
+    thread.addEventListener("click", () => this.actions.picture(message));
+    const goOn = isLast ? this.button("forth", "Continue", () => this.actions.goOn(message)) : null;
     const acts = h(
       "div",
       { class: "acts" },
-      this.button("again", "Again", () => this.actions.again(index)),
+      this.button("again", "Again", () => this.actions.again(message)),
+      goOn,
       this.button("copy", "Copy", (button) => copyFrom(button, message.content)),
+      this.small("edit", "Edit this answer", () => this.edit(message)),
+      this.small("remove", "Delete this answer", () => this.actions.remove(message)),
       note,
     );
     const element = h(
-      "li",
+      "div",
       { class: "turn answer" },
-      h("h2", { class: "who" }, answerName || "Answer"),
+      h("h2", { class: "who" }, message.model || answerName || "Answer"),
       thread, thinking, text, failed, acts,
     );
-    return { element, text, thought, thinking, note, failed, thread, acts, view: new MarkdownView(text), took: 0, drawn: 0 };
+    return { element, text, thought, thinking, note, failed, thread, acts, goOn, view: new MarkdownView(text), took: 0, drawn: 0 };
   }
 
   /** Shows the answer as far as it is; running: more is to come. */
-  update(index, running, activity) {
-    const turn = this.turns[index];
+  update(message, running, activity) {
+    const turn = this.turns.get(message);
+    if (!turn) return;
     turn.activity = activity;
     if (!running) {
       window.clearTimeout(turn.timer);
@@ -100,13 +161,14 @@ export class Transcript {
 
   render(turn, running) {
     const began = performance.now(), { message } = turn;
-    turn.view.update(message.content);
+    turn.view.update(message.content, !running);
     turn.thinking.hidden = !message.reasoning;
-    if (message.reasoning) turn.thought.textContent = message.reasoning;
+    if (message.reasoning) turn.thought.firstChild.appendData(message.reasoning.slice(turn.thought.firstChild.length));
     turn.element.classList.toggle("running", running);
     turn.element.setAttribute("aria-busy", String(running));
     turn.element.classList.toggle("waiting", running && message.content === "");
     turn.acts.hidden = running;
+    if (turn.goOn) turn.goOn.hidden = message.content === "";
     turn.note.textContent = message.note ?? "";
     turn.failed.hidden = !message.failed;
     turn.failed.textContent = message.failed ?? "";
@@ -121,17 +183,23 @@ export class Transcript {
     const n = turn.activity?.length ?? 0;
     turn.thread.hidden = n < 2;
     if (n < 2) return;
-    const stops = Array.from({ length: Math.min(n, 40) }, (_, i) =>
-      tokenHeat(turn.activity, Math.floor((i * (n - 1)) / Math.max(Math.min(n, 40) - 1, 1))),
+    const stops = Array.from({ length: Math.min(n, THREAD_STOPS) }, (_, i) =>
+      tokenHeat(turn.activity, Math.floor((i * (n - 1)) / Math.max(Math.min(n, THREAD_STOPS) - 1, 1))),
     );
     turn.thread.style.setProperty("--thread", `linear-gradient(${stops.join(", ")})`);
   }
 
-  /** The message becomes a text to write in; sent, it takes the place of itself and of all that follows. */
-  edit(index) {
-    const turn = this.turns[index], { message } = turn;
-    if (this.actions.busy()) return;
-    const area = h("textarea", { value: message.content, rows: Math.min(message.content.split("\n").length + 1, 12), "aria-label": "Edit your message" });
+  /** The message becomes a text to write in. A question is asked anew beside the one before; an answer takes the new
+   * text, and what follows it stays. */
+  edit(message) {
+    const turn = this.turns.get(message);
+    if (this.actions.busy() || turn.element.classList.contains("edited")) return;
+    const asks = message.role === "user";
+    const area = h("textarea", {
+      value: message.content,
+      rows: Math.min(message.content.split("\n").length + 1, 12),
+      "aria-label": asks ? "Edit your message" : "Edit the answer",
+    });
     const close = () => {
       form.replaceWith(turn.text);
       turn.element.classList.remove("edited");
@@ -144,20 +212,20 @@ export class Transcript {
       h(
         "div",
         { class: "row end" },
-        h("span", { class: "hint" }, "What follows it is answered anew."),
+        h("span", { class: "hint" }, asks ? "It is answered anew; the version before stays." : "The model reads it as its own from now on."),
         h("button", { type: "button", class: "quiet", on: { click: close } }, "Cancel"),
-        h("button", { type: "submit", class: "solid" }, "Send"),
+        h("button", { type: "submit", class: "solid" }, asks ? "Send" : "Save"),
       ),
     );
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (area.value.trim() !== "") this.actions.edit(index, area.value);
+      if (area.value.trim() !== "") this.actions.edit(message, area.value);
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
         event.stopPropagation();
         close();
-      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && asks) {
         event.preventDefault();
         form.requestSubmit();
       }

@@ -4,136 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import launched
 from byte_models import TEMPLATE, write_sparse
+from chat_page import (
+    MARKDOWN,
+    answers,
+    done,
+    drawn,
+    luminance,
+    message,
+    questions,
+    say,
+    sent,
+    until,
+    violations,
+)
 from fake_chat_server import Drop, FakeServer, Hold, Refusal, facts, served, token
 from tiny_server import MESSAGES, write_model
-from waiting import WATCHDOG
 
 import hotset
 from hotset.server.app import create_app
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
-
-WAIT = int(1000 * WATCHDOG)  # milliseconds
-
-
-@pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
-def browser() -> Iterator[Any]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    with served(fake.app) as fake.url:
-        yield fake
-
-
-@pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page at an address; afterwards nothing may have failed in it that the test did not expect.
-
-    stored: localStorage before it is opened. ready: whether it waits for the model's name. The rest: of the
-    browser's context.
-    """
-    faults: list[str] = []
-    with ExitStack() as stack:
-
-        def open_page(
-            url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
-        ) -> Any:
-            how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
-            context = browser.new_context(**how)
-            stack.callback(context.close)
-            context.set_default_timeout(WAIT)
-            if stored:
-                # Once: what the page stores itself stays over a reload.
-                context.add_init_script(
-                    "if (!sessionStorage.getItem('began')) { sessionStorage.setItem('began', '1');"
-                    f"Object.assign(localStorage, {json.dumps(stored)}); }}"
-                )
-            page = context.new_page()
-            page.on("pageerror", lambda error: faults.append(str(error)))
-            page.on("dialog", lambda dialog: (faults.append("a dialog: " + dialog.message), dialog.dismiss()))
-            page.on("console", lambda message: _note_fault(message, faults))
-            page.on("request", lambda asked: _note_request(asked.url, url, faults))
-            page.goto(url)
-            if ready:
-                until(page, "document.querySelector('#model').textContent !== ''")
-            return page
-
-        yield open_page
-    assert not faults
-
-
-def _note_fault(message: Any, faults: list[str]) -> None:
-    if message.type == "error" and not message.text.startswith(
-        "Failed to load resource"
-    ):  # a status, or no one
-        faults.append(message.text)
-
-
-def _note_request(asked: str, url: str, faults: list[str]) -> None:
-    if not asked.startswith((url, "data:", "blob:")):
-        faults.append(f"it asked {asked}")
-
-
-def until(page: Any, condition: str) -> None:
-    """Waits until an expression is true. (Playwright's own way needs `eval`, which is forbidden.)"""
-    for _ in range(WAIT // 10):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(10)
-    raise AssertionError(f"it did not become true: {condition}")
-
-
-def drawn(page: Any) -> None:
-    """Waits until what was asked for is drawn."""
-    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
-
-
-def say(page: Any, text: str, wait: bool = True) -> None:
-    page.fill("#ask", text)
-    page.press("#ask", "Enter")
-    if wait:
-        done(page)
-
-
-def done(page: Any) -> None:
-    until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
-
-
-def answers(page: Any) -> list[str]:
-    return [text.strip() for text in page.locator(".answer .markdown").all_inner_texts()]
-
-
-def questions(page: Any) -> list[str]:
-    return [text.strip() for text in page.locator(".question .said").all_inner_texts()]
-
-
-def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
-
-
-def luminance(page: Any, x: float, y: float) -> float:
-    """Of the canvas of the heat map, at a place in it."""
-    red, green, blue = page.evaluate(
-        """([x, y]) => {
-            const canvas = document.querySelector(".heat canvas"), ratio = devicePixelRatio;
-            return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
-        }""",
-        [x, y],
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
 
 # ---- chatting
 
@@ -228,28 +125,6 @@ def test_thoughts_stand_apart(server: FakeServer, opened: Any) -> None:
 
 
 # ---- Markdown
-
-MARKDOWN = """# Title
-
-A *soft* and **loud** line, `code`, ~~gone~~ and [a link](https://example.org/a).
-
-- one
-  1. nested
-- [x] done
-
-| a | b |
-|---|--:|
-| 1 | 2 |
-
-> said
-
-```python
-print("<b>&amp;</b>")
-```
-
----
-last line
-"""
 
 
 def test_markdown(server: FakeServer, opened: Any) -> None:
@@ -427,10 +302,6 @@ def real_server(path: Path, **settings: Any) -> Iterator[str]:
 
 
 GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
-
-
-def message(page: Any, selector: str) -> str:
-    return re.sub(r"\s+", " ", page.locator(selector).inner_text()).strip()
 
 
 def decimal(size: float) -> str:
@@ -745,19 +616,6 @@ def test_a_screen_reader_hears_the_beginning_and_the_end(server: FakeServer, ope
     page.locator(".heat").focus()
     page.keyboard.press("ArrowLeft")
     until(page, "heard.at(-1).startsWith('Token 59')")
-
-
-def violations(page: Any) -> list[str]:
-    """What axe has to say about the page as it is."""
-    from axe_playwright_python.base import AXE_SCRIPT
-
-    if not page.evaluate("'axe' in window"):
-        page.evaluate(AXE_SCRIPT)
-    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-    return [
-        f"{one['id']}: {one['help']}: {[node['html'][:120] for node in one['nodes']]}"
-        for one in found["violations"]
-    ]
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])

@@ -1,0 +1,256 @@
+"""`hotset launch`: a coding agent or an editor that uses a model of this machine.
+
+A server that runs is used; else one is started, and stopped with the tool. What is set is shown. A file of
+the user's own is changed only after a yes, and has its old bytes again when the tool has ended, or at the
+next launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import say
+from hotset.cli.launch_tools import TOOLS, Server, Setup, backup_of, tool_of, with_arguments
+from hotset.cli.serve import check_installed
+from hotset.errors import HotsetError
+from hotset.escaping import clause
+from hotset.files import write_whole
+from hotset.storage import catalogue
+
+_URL = "http://127.0.0.1:8080"
+_ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
+_LARGEST = 8 << 20  # bytes of such an answer
+_LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
+_KEY = "HOTSET_API_KEY"
+
+
+def launch(
+    tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the tool itself.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    url: Annotated[str | None, typer.Option("--url", help=f"A server that runs; default: {_URL}.")] = None,
+    ctx_size: options.ContextSize = None,
+    show: Annotated[bool, typer.Option("--print", help="Show what would be set, and start nothing.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Change files of the tool without asking.")
+    ] = False,
+) -> None:
+    """Start a coding agent or an editor on a model of this machine, and a server where none runs."""
+    chosen = tool_of(tool)
+    program = shutil.which(chosen.program)
+    if program is None and not show:
+        raise HotsetError(f"{chosen.what} ({chosen.program}) is not installed: {chosen.page} says how.")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise typer.BadParameter("it begins with http:// or https://.", param_hint="--url")
+    with contextlib.ExitStack() as stack:
+        found = _running((url or _URL).rstrip("/"), model)
+        if found is None and url is not None:
+            raise HotsetError(
+                f"No server answers at {url}: start it with 'hotset serve', or leave out --url."
+            )
+        if found is None and show:
+            found = Server(url=_URL, model=model or catalogue.DEFAULT, n_ctx=ctx_size, key=_key())
+        if found is None:
+            found = stack.enter_context(_started(model or catalogue.DEFAULT, ctx_size))
+        setup = chosen.setup(found)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotset-launch-")))
+        command = with_arguments(setup, arguments or [], folder)
+        _show(setup, command)
+        if program is None or show:
+            return
+        for name, text in setup.scratch.items():
+            (folder / name).write_text(text, "utf-8")
+        stack.enter_context(_edited(setup, yes=yes))
+        env = {name: value for name, value in (os.environ | setup.env).items() if value is not None}
+        code = _run([program, *command[1:]], env)
+    raise typer.Exit(code)
+
+
+# ---- the server ----
+
+
+def _key() -> str:
+    return os.environ.get(_KEY) or "none"
+
+
+def _running(url: str, model: str | None) -> Server | None:
+    """The server at an address; None where none answers there. Raises HotsetError for one that does not
+    fit."""
+    try:
+        models = _asked(f"{url}/v1/models").get("data") or []
+    except urllib.error.HTTPError as error:
+        error.close()
+        what = "wants an API key: name it in HOTSET_API_KEY" if error.code == 401 else f"answers {error.code}"
+        raise HotsetError(f"The server at {url} {what}.") from None
+    except (OSError, ValueError):
+        return None
+    by_name = {one["id"]: one for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)}
+    if not by_name:
+        raise HotsetError(f"The server at {url} has no models.")
+    loaded = [
+        name for name, one in by_name.items() if one.get("status", {}).get("value", "loaded") == "loaded"
+    ]
+    name = model or (loaded or list(by_name))[0]
+    if name not in by_name:
+        known = clause(", ".join(list(by_name)[:8]))
+        raise HotsetError(
+            f"A server runs at {url}, and has no model {clause(name)!r} but {known}: "
+            "name one of them, or stop it."
+        )
+    say(f"The server at {url} answers, with {name}.")
+    return Server(url=url, model=name, n_ctx=by_name[name].get("max_model_len"), key=_key())
+
+
+def _asked(url: str) -> Any:
+    """Raises urllib's HTTPError, OSError, and ValueError for an answer that is none."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {_key()}"})
+    with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as response:
+        found = json.loads(response.read(_LARGEST))
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+@contextlib.contextmanager
+def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
+    """A server of a model on a free port of this machine, until the tool has ended."""
+    check_installed()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    more = () if ctx_size is None else ("--ctx-size", str(ctx_size))
+    say(f"No server runs: starting one of {model} at {url} ...")
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", "hotset.cli.main", "serve", model, "--port", str(port), *more]
+        # A group of its own: Ctrl-C is the tool's.
+        server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **_OWN_GROUP)
+        try:
+            while not _is_ready(url):
+                if server.poll() is not None:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace").strip().splitlines()
+                    raise HotsetError(f"The server did not start: {said[-1] if said else 'it said nothing'}")
+                time.sleep(_LOOK_SECONDS)
+            found = _running(url, None)
+            assert found is not None
+            yield found
+        finally:
+            server.terminate()
+            server.wait()
+
+
+_OWN_GROUP: dict[str, Any] = (
+    {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
+    if sys.platform == "win32"
+    else {"start_new_session": True}
+)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        _asked(f"{url}/health")
+    except (OSError, ValueError):  # HTTPError is an OSError: it loads its model
+        return False
+    return True
+
+
+# ---- the tool ----
+
+
+def _show(setup: Setup, command: list[str]) -> None:
+    for name, value in setup.env.items():
+        say(f"  {name} is not set" if value is None else f"  {name}={_hidden(value)}")
+    for name, text in setup.scratch.items():
+        say(f"  a file {name}, for this run:")
+        for line in text.splitlines():
+            say(f"    {_hidden(line)}")
+    for path, text in setup.edits.items():
+        say(f"  changes {path}, until the tool ends:")
+        for line in _added(path, text):
+            say(f"    {_hidden(line)}")
+    say(f"  {' '.join(command)}")
+
+
+def _hidden(text: str) -> str:
+    key = os.environ.get(_KEY)
+    return text.replace(key, "(the key)") if key else text
+
+
+def _added(path: Path, new: str) -> list[str]:
+    """What is added to a file of JSON, line by line; of a new file all."""
+    try:
+        old = set(path.read_text("utf-8").splitlines())
+    except OSError:
+        old = set()
+    return [f"+ {line}" for line in new.splitlines() if line not in old]
+
+
+@contextlib.contextmanager
+def _edited(setup: Setup, *, yes: bool) -> Iterator[None]:
+    """The user's files as the tool needs them. Raises HotsetError where that is not wanted."""
+    if not setup.edits:
+        yield
+        return
+    if not yes and not typer.confirm("Change it?", err=True):
+        raise HotsetError("Nothing was changed or started.")
+    for path, text in setup.edits.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        backup = backup_of(path)
+        if not backup.exists():  # else a launch was killed, and this is what the file was before
+            write_whole({backup: path.read_bytes() if path.exists() else b""})
+        write_whole({path: text})
+    try:
+        yield
+    finally:
+        for path, text in setup.edits.items():
+            _restore(path, text)
+
+
+def _restore(path: Path, written: str) -> None:
+    """Gives a file the bytes that it had before. written: what the launch made of it: a file that has been
+    changed since stays."""
+    backup = backup_of(path)
+    if path.exists() and path.read_bytes() != written.encode():
+        say(f"{path} was changed in the meantime and stays as it is; what it was before is in {backup}.")
+    elif backup.stat().st_size:
+        backup.replace(path)
+    else:  # there was no such file
+        path.unlink(missing_ok=True)
+        backup.unlink()
+
+
+def _run(command: list[str], env: dict[str, str]) -> int:
+    """The tool's exit code; Ctrl-C is for the tool alone."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        # The tool gets the signal again.
+        return subprocess.run(command, env=env, check=False, **_GETS_INTERRUPTS).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _take_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+_GETS_INTERRUPTS: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": _take_interrupts}

@@ -1,0 +1,215 @@
+"""How programs are pointed at a server: arguments, variables, and files where nothing else reaches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import read_small_text
+from hotset.parameters import shown
+
+_MAX_SETTINGS = 4 << 20  # bytes of a file of settings
+BACKUP = ".before-hotset"  # behind the name of a file that a launch has changed
+_NAME = "hotset"  # what the server is called in the tools' own settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """url: without a path. model: the name that requests say. n_ctx: tokens of its context, where it is
+    known. key: what clients send; any text where the server wants none."""
+
+    url: str
+    model: str
+    n_ctx: int | None
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a tool is started. env: variables; None: not set. scratch: files that it reads beside those of the
+    user, as they are called in `command` ("{NAME}"). edits: the user's own files, with what they have while
+    the tool runs."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    scratch: Mapping[str, str] = field(default_factory=dict)
+    edits: Mapping[Path, str] = field(default_factory=dict)
+
+
+def _claude(server: Server) -> Setup:
+    models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    return Setup(
+        command=("claude",),
+        env={
+            "ANTHROPIC_BASE_URL": server.url,
+            "ANTHROPIC_AUTH_TOKEN": server.key,
+            "ANTHROPIC_API_KEY": None,  # it would be sent in place of the token
+            **{f"ANTHROPIC_{name}": server.model for name in models},
+            "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
+
+
+def _codex(server: Server) -> Setup:
+    settings = {
+        "model_provider": _NAME,
+        f"model_providers.{_NAME}.name": _NAME,
+        f"model_providers.{_NAME}.base_url": f"{server.url}/v1",
+        f"model_providers.{_NAME}.wire_api": "responses",
+        f"model_providers.{_NAME}.env_key": "HOTSET_API_KEY",
+        "model": server.model,
+        **({} if server.n_ctx is None else {"model_context_window": server.n_ctx}),
+    }
+    # A value is TOML, of which JSON's texts and numbers are a part.
+    arguments = (part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))
+    return Setup(command=("codex", *arguments), env={"HOTSET_API_KEY": server.key})
+
+
+def _opencode(server: Server) -> Setup:
+    limit = {} if server.n_ctx is None else {"limit": {"context": server.n_ctx, "output": server.n_ctx // 2}}
+    settings = {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"{_NAME}/{server.model}",
+        "provider": {
+            _NAME: {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": _NAME,
+                "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+                "models": {server.model: {"name": server.model, **limit}},
+            }
+        },
+    }
+    return Setup(command=("opencode",), env={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
+
+
+def _aider(server: Server) -> Setup:
+    return Setup(
+        command=("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
+        env={"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": server.key},
+    )
+
+
+def _continue(server: Server) -> Setup:
+    model = {
+        "name": server.model, "provider": "openai", "model": server.model, "apiBase": f"{server.url}/v1",
+        "apiKey": server.key, "roles": ["chat", "edit", "apply"],
+    }  # fmt: skip
+    settings = {"name": _NAME, "version": "0.0.1", "schema": "v1", "models": [model]}  # JSON is YAML
+    return Setup(
+        command=("cn", "--config", "{config.yaml}"),
+        scratch={"config.yaml": json.dumps(settings, indent=2) + "\n"},
+    )
+
+
+def _zed(server: Server) -> Setup:
+    path = zed_settings()
+    model = {
+        "name": server.model,
+        "max_tokens": server.n_ctx or 8192,
+        "capabilities": {"tools": True, "images": False},
+    }
+    added = {
+        "language_models": {
+            "openai_compatible": {_NAME: {"api_url": f"{server.url}/v1", "available_models": [model]}}
+        },
+        "agent": {"default_model": {"provider": _NAME, "model": server.model}},
+    }
+    settings = _merged(_read_settings(path), added)
+    # It takes the key of a provider from the variable with the provider's name.
+    return Setup(
+        command=("zed", "--wait"),
+        env={"HOTSET_API_KEY": server.key},
+        edits={path: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"},
+    )
+
+
+@dataclass(frozen=True)
+class Tool:
+    """what: in words. program: its command. page: where it is installed from."""
+
+    what: str
+    program: str
+    page: str
+    setup: Callable[[Server], Setup]
+
+
+TOOLS = {
+    "claude": Tool("Claude Code", "claude", "https://code.claude.com/docs", _claude),
+    "codex": Tool("Codex CLI", "codex", "https://github.com/openai/codex", _codex),
+    "opencode": Tool("OpenCode", "opencode", "https://opencode.ai", _opencode),
+    "aider": Tool("Aider", "aider", "https://aider.chat", _aider),
+    "continue": Tool("Continue's cn", "cn", "https://docs.continue.dev", _continue),
+    "zed": Tool("Zed", "zed", "https://zed.dev", _zed),
+}
+
+
+def zed_settings() -> Path:
+    """Where Zed has its user's settings."""
+    if sys.platform == "win32":
+        return (
+            Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming") / "Zed" / "settings.json"
+        )
+    base = os.environ.get("XDG_CONFIG_HOME") if sys.platform != "darwin" else None
+    return Path(base or Path.home() / ".config") / "zed" / "settings.json"
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A file of JSON with comments and commas at ends, as it was before a launch that did not end; {} where
+    there is none. Raises InvalidRequestError."""
+    backup = backup_of(path)
+    try:
+        text = read_small_text(backup if backup.exists() else path, _MAX_SETTINGS)
+    except FileNotFoundError:
+        return {}
+    try:
+        found = json.loads(without_comments(text) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{path} is not understood ({shown(str(error))}); nothing was changed"
+        ) from None
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{path} has no object of settings; nothing was changed")
+    return found
+
+
+def backup_of(path: Path) -> Path:
+    """Where the bytes of a user's file are while a launch has changed it; without any where there was no
+    file."""
+    return path.with_name(path.name + BACKUP)
+
+
+_PARTS = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=(?:\s|//[^\n]*|/\*.*?\*/)*[}\]])', re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """JSON of JSON with comments, and with commas behind the last element."""
+    return _PARTS.sub(lambda found: found[1] or "", text).strip()
+
+
+def _merged(settings: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for name, value in added.items():
+        old = merged.get(name)
+        merged[name] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def tool_of(name: str) -> Tool:
+    """Raises HotsetError for a name that is none."""
+    if name not in TOOLS:
+        raise HotsetError(f"There is no {shown(name)} to launch; there are {', '.join(TOOLS)}.")
+    return TOOLS[name]
+
+
+def with_arguments(setup: Setup, arguments: Sequence[str], folder: Path) -> list[str]:
+    """The command line, with the scratch files in `folder`."""
+    places = {f"{{{name}}}": str(folder / name) for name in setup.scratch}
+    return [*(places.get(part, part) for part in setup.command), *arguments]

@@ -1,0 +1,221 @@
+"""Modelfiles, as Ollama has them: a model made of another one.
+
+    FROM smollm2-135m
+    SYSTEM \"\"\"Answer in one sentence.\"\"\"
+    PARAMETER temperature 0.2
+    PARAMETER stop "END"
+    MESSAGE user What is water?
+    MESSAGE assistant H2O.
+
+The system message and the example messages become a part of the chat template, so that every API schema, the
+chat and the count of tokens have them: the template begins with lines that put them before the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.formats.gguf import open_gguf
+from hotset.parameters import shown
+from hotset.settings import LoadSettings
+from hotset.storage.created import Created
+from hotset.text.chat import MAX_SOURCE_CHARS
+
+MAX_CHARS = 1 << 20  # of a Modelfile
+_ROLES = ("system", "user", "assistant")
+_INSTRUCTIONS = ("from", "system", "template", "parameter", "message", "adapter", "license")
+# Of a parameter the field of SamplingParams, and what it is.
+_SAMPLING: dict[str, tuple[str, type]] = {
+    "temperature": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float),
+    "min_p": ("min_p", float), "typical_p": ("typical_p", float),
+    "repeat_penalty": ("repetition_penalty", float), "repeat_last_n": ("penalty_last_n", int),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float), "mirostat": ("mirostat", int),
+    "mirostat_tau": ("mirostat_tau", float), "mirostat_eta": ("mirostat_eta", float), "seed": ("seed", int),
+    "num_predict": ("max_tokens", int),
+}  # fmt: skip
+# How another engine loads models: without effect here.
+_LOADING = (
+    "num_keep", "num_batch", "num_gpu", "num_gqa", "num_thread", "main_gpu", "numa", "low_vram", "f16_kv",
+    "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "rope_frequency_base",
+    "rope_frequency_scale", "penalize_newline",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modelfile:
+    """base: of FROM. parameters: name → its values, as texts. messages: (role, text) of the examples."""
+
+    base: str
+    system: str = ""
+    template: str | None = None
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    messages: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Modelfile:
+        """Raises InvalidRequestError, which names the line."""
+        if len(text) > MAX_CHARS:
+            raise InvalidRequestError(
+                f"the Modelfile has {len(text)} characters, and at most {MAX_CHARS} are read"
+            )
+        found: dict[str, Any] = {}
+        parameters: dict[str, tuple[str, ...]] = {}
+        messages: list[tuple[str, str]] = []
+        for number, instruction, value in _instructions(text):
+            if instruction == "parameter":
+                name, _, given = value.partition(" ")
+                parameters[name.lower()] = (*parameters.get(name.lower(), ()), _unquoted(given.strip()))
+            elif instruction == "message":
+                role, _, content = value.partition(" ")
+                if role not in _ROLES:
+                    raise InvalidRequestError(
+                        f"line {number}: MESSAGE is of {', '.join(_ROLES)}, not {shown(role)}"
+                    )
+                messages.append((role, _unquoted(content.strip())))
+            elif instruction == "adapter":
+                raise InvalidRequestError(
+                    f"line {number}: ADAPTER is not read; merge the adapter into a file of its own"
+                )
+            elif instruction != "license":
+                found["base" if instruction == "from" else instruction] = _unquoted(value)
+        if not found.get("base"):
+            raise InvalidRequestError("the Modelfile has no FROM, which names the model that it begins with")
+        return cls(parameters=parameters, messages=tuple(messages), **found)
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether its text says the same again: three quotation marks would end a value."""
+        try:
+            return Modelfile.parse(self.text) == self
+        except InvalidRequestError:
+            return False
+
+    @property
+    def text(self) -> str:
+        """It, as a file."""
+        quoted = '"""{}"""'.format
+        lines = [f"FROM {self.base}"]
+        lines += [f"TEMPLATE {quoted(self.template)}"] if self.template else []
+        lines += [f"SYSTEM {quoted(self.system)}"] if self.system else []
+        lines += [f"PARAMETER {name} {value}" for name, values in self.parameters.items() for value in values]
+        lines += [f"MESSAGE {role} {quoted(text)}" for role, text in self.messages]
+        return "\n".join(lines) + "\n"
+
+
+def _instructions(text: str) -> Iterable[tuple[int, str, str]]:
+    """(line, instruction, value) of each; a value between three quotation marks may have several lines."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    i = 0
+    while i < len(lines):
+        number, line = i + 1, lines[i].strip()
+        i += 1
+        if not line or line.startswith("#"):
+            continue
+        word, _, value = line.partition(" ")
+        if word.lower() not in _INSTRUCTIONS:
+            known = ", ".join(name.upper() for name in _INSTRUCTIONS)
+            raise InvalidRequestError(f"line {number}: there is no {shown(word)}; instructions are {known}")
+        value = value.strip()
+        if value.count('"""') == 1:
+            parts = [value]
+            while i < len(lines) and parts[-1].count('"""') < 1 + (len(parts) == 1):
+                parts.append(lines[i])
+                i += 1
+            value = "\n".join(parts).rstrip()
+            if value.count('"""') < 2:
+                raise InvalidRequestError(f'line {number}: its """ is not closed')
+        yield number, word.lower(), value
+
+
+def _unquoted(value: str) -> str:
+    for quote in ('"""', '"'):
+        if len(value) >= 2 * len(quote) and value.startswith(quote) and value.endswith(quote):
+            return value[len(quote) : -len(quote)]
+    return value
+
+
+def made_of(modelfile: Modelfile, path: Path, *, base: str, source: str) -> Created:
+    """What is kept of a Modelfile. path: the file of its base; base: what is kept as its name; source: its
+    text. Raises InvalidRequestError, and what opening the file raises."""
+    sampling, load = _settings(modelfile.parameters)
+    template = modelfile.template
+    if template is not None and not re.search(r"\{%|\{\{-?\s*messages", template):
+        raise InvalidRequestError(
+            "TEMPLATE is a template of Go, and hotset's are Jinja's: leave it out, and the model's own is "
+            "taken"
+        )
+    before = [("system", modelfile.system)] if modelfile.system else []
+    if before or modelfile.messages:
+        if template is None:
+            with open_gguf(path) as gguf:
+                own = gguf.metadata.get("tokenizer.chat_template")
+            if not isinstance(own, str):
+                raise InvalidRequestError(
+                    f"{base} has no chat template: SYSTEM and MESSAGE need one, of TEMPLATE or the file"
+                )
+            template = own
+        template = with_messages(template, before, modelfile.messages)
+    if template is not None and len(template) > MAX_SOURCE_CHARS:
+        raise InvalidRequestError(
+            f"the template has {len(template)} characters, and at most {MAX_SOURCE_CHARS} are read"
+        )
+    return Created(base=base, template=template, sampling=sampling, load=load, modelfile=source)
+
+
+def with_messages(template: str, system: list[tuple[str, str]], examples: Iterable[tuple[str, str]]) -> str:
+    """A chat template that puts a system message before conversations without one, and examples behind it."""
+
+    def literal(messages: Iterable[tuple[str, str]]) -> str:
+        # Texts of JSON are texts of Jinja, and so are lists and objects.
+        return json.dumps([{"role": role, "content": text} for role, text in messages], ensure_ascii=False)
+
+    return (
+        "{%- if messages and messages[0]['role'] == 'system' -%}"
+        "{%- set _first, messages = (messages | list)[:1], (messages | list)[1:] -%}"
+        "{%- else -%}"
+        f"{{%- set _first = {literal(system)} -%}}"
+        "{%- endif -%}"
+        f"{{%- set messages = _first + {literal(examples)} + (messages | list) -%}}"
+        f"{template}"
+    )
+
+
+def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of SamplingParams and of LoadSettings. Raises InvalidRequestError."""
+    sampling: dict[str, Any] = {}
+    load: dict[str, Any] = {}
+    for name, values in parameters.items():
+        if name == "stop":
+            sampling["stop"] = list(values)
+        elif name == "num_ctx":
+            load["n_ctx"] = _number(name, values[-1], int)
+        elif name in _SAMPLING:
+            field_name, kind = _SAMPLING[name]
+            sampling[field_name] = _number(name, values[-1], kind)
+        elif name not in _LOADING:
+            known = ", ".join(sorted((*_SAMPLING, "num_ctx", "stop")))
+            raise InvalidRequestError(f"there is no PARAMETER {shown(name)}; there are {known}")
+    if sampling.get("max_tokens", 1) < 0:  # as many as there is room for
+        del sampling["max_tokens"]
+    try:
+        SamplingParams(**sampling)
+        LoadSettings(**load)
+    except HotsetError as error:
+        raise InvalidRequestError(f"PARAMETER: {error}") from None
+    return sampling, load
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise InvalidRequestError(f"PARAMETER {name} is {what}, not {shown(text)}") from None

@@ -1,0 +1,158 @@
+// Files that go with a message: their text is read in the browser, and stands before the message.
+
+import { byId, h, icon, ICONS } from "./dom.js";
+import { notice } from "./notices.js";
+import { textOfPdf } from "./pdf.js";
+import { count, size } from "./units.js";
+
+const MOST_BYTES = 1_000_000; // of a file: the server counts the tokens of a text of about so many
+const MOST_PDF_BYTES = 20_000_000;
+const MOST_FILES = 16;
+const LONGEST_NAME = 120;
+
+/** The text of a file: {name, text}. Throws an Error with a message for the reader. */
+async function read(file) {
+  const name = file.name.replace(/[\p{C}`]+/gu, " ").slice(-LONGEST_NAME) || "file";
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  const isPdf = startsWith(bytes, "%PDF-"), most = isPdf ? MOST_PDF_BYTES : MOST_BYTES;
+  const tooLarge = (n, limit) => new Error(`${name} has ${size(n)}, and ${size(limit)} are taken: attach a part of it.`);
+  if (bytes.length > most) throw tooLarge(bytes.length, most);
+  const text = isPdf ? await pdf(name, bytes) : decoded(bytes);
+  if (text === null) throw new Error(`${name} is not text in UTF-8 or UTF-16, and no PDF: the models here read text.`);
+  if (text.length > MOST_BYTES) throw tooLarge(text.length, MOST_BYTES);
+  if (text.trim() === "") throw new Error(`${name} is empty.`);
+  return { name, text };
+}
+
+async function pdf(name, bytes) {
+  try {
+    return await textOfPdf(bytes);
+  } catch (error) {
+    throw new Error(`${name} ${error.message}.`);
+  }
+}
+
+const startsWith = (bytes, text) => [...text].every((letter, i) => bytes[i] === letter.charCodeAt(0));
+
+/** Bytes as text; null where they are none. */
+function decoded(bytes) {
+  const utf16 = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2).join()];
+  try {
+    const text = new TextDecoder(utf16 ?? "utf-8", { fatal: true }).decode(bytes);
+    return text.includes("\0") ? null : text.replace(/\r\n?/g, "\n");
+  } catch {
+    return null;
+  }
+}
+
+/** What the model reads of a message: each file behind its name, between fences that it does not have, then the text. */
+export function contentOf({ content, files = [] }) {
+  const blocks = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+    const fence = "`".repeat(longest + 1), kind = /\.(?!pdf$)(\w{1,10})$/i.exec(name)?.[1] ?? "";
+    return `File ${name}:\n${fence}${kind.toLowerCase()}\n${text.replace(/\n+$/, "")}\n${fence}`;
+  });
+  return [...blocks, content].filter((part) => part !== "").join("\n\n");
+}
+
+/** Files as they stand above a message that was sent. */
+export function fileList(files) {
+  return h(
+    "ul",
+    { class: "files" },
+    files.map(({ name, text }) =>
+      h("li", {}, h("details", {}, h("summary", {}, name), h("pre", { tabIndex: 0, role: "region", "aria-label": name }, text))),
+    ),
+  );
+}
+
+/** Those of the message that is being written. */
+export class Attachments {
+  /** countTokens(text): a promise of their number; null where they are not counted. room(): tokens of the context, or null. */
+  constructor({ countTokens, room }) {
+    this.countTokens = countTokens;
+    this.room = room;
+    this.files = [];
+    byId("attach").addEventListener("click", () => byId("attach-file").click());
+    byId("attach-file").addEventListener("change", (event) => {
+      const chosen = [...event.target.files];
+      event.target.value = "";
+      this.add(chosen);
+    });
+    byId("ask").addEventListener("paste", (event) => {
+      if (!event.clipboardData?.files.length) return;
+      event.preventDefault();
+      this.add([...event.clipboardData.files]);
+    });
+    const chat = byId("chat");
+    chat.addEventListener("dragover", (event) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      chat.classList.add("dropping");
+    });
+    chat.addEventListener("dragleave", (event) => {
+      if (!chat.contains(event.relatedTarget)) chat.classList.remove("dropping");
+    });
+    chat.addEventListener("drop", (event) => {
+      chat.classList.remove("dropping");
+      if (!event.dataTransfer?.files.length) return;
+      event.preventDefault();
+      this.add([...event.dataTransfer.files]);
+    });
+  }
+
+  async add(chosen) {
+    for (const file of chosen) {
+      if (this.files.length === MOST_FILES) {
+        notice("files", `A message takes ${MOST_FILES} files.`);
+        break;
+      }
+      try {
+        const read_ = await read(file);
+        this.files.push(read_);
+        this.draw();
+        this.count(read_);
+      } catch (error) {
+        notice("files", error.message);
+      }
+    }
+    byId("ask").focus();
+  }
+
+  async count(file) {
+    try {
+      file.tokens = await this.countTokens(contentOf({ content: "", files: [file] }));
+    } catch {
+      file.tokens = null; // the server does not say; the request will
+    }
+    this.draw();
+  }
+
+  /** Files for a message that is sent now. */
+  take() {
+    const files = this.files.map(({ name, text }) => ({ name, text }));
+    this.files = [];
+    this.draw();
+    return files;
+  }
+
+  draw() {
+    const sum = this.files.reduce((all, file) => all + (file.tokens ?? 0), 0), room = this.room();
+    byId("files").hidden = this.files.length === 0;
+    byId("files").replaceChildren(
+      ...this.files.map((file, i) => {
+        const remove = h("button", { type: "button", class: "quiet", "aria-label": `Remove ${file.name}` }, icon(ICONS.close));
+        remove.addEventListener("click", () => {
+          this.files.splice(i, 1);
+          this.draw();
+          byId("ask").focus();
+        });
+        const length = file.tokens ? `${count(file.tokens)} tokens` : size(new Blob([file.text]).size);
+        return h("li", {}, h("span", {}, file.name), h("small", {}, length), remove);
+      }),
+    );
+    if (room !== null && sum >= room) {
+      byId("files").append(h("li", { class: "problem" }, `${count(sum)} tokens: the context has ${count(room)}.`));
+    }
+  }
+}

@@ -1,0 +1,288 @@
+// The conversation that is open: what is asked, what is answered, what becomes of its messages.
+
+import { Activity } from "./activity.js";
+import { contentOf } from "./attachments.js";
+import { announce, byId } from "./dom.js";
+import * as figures from "./figures.js";
+import { clearNotice, undoable } from "./notices.js";
+import { openPicture } from "./panels.js";
+import * as server from "./server.js";
+import { requestOf } from "./settings.js";
+import * as store from "./store.js";
+import { Transcript } from "./transcript.js";
+import * as tree from "./tree.js";
+
+export class Chat {
+  /** keep(conversation): it changed. second(): {model, preset} that answers beside the chosen model, or null.
+   * onError(error, retry): the server did not answer as it should. running(is): an answer begins or ends. */
+  constructor({ models, settings, picture, keep, second, onError, running, showEmpty }) {
+    Object.assign(this, { models, settings, picture, keep, second, onError, onRunning: running, showEmpty });
+    this.conversation = store.fresh();
+    this.settings.conversation = this.conversation;
+    this.running = null; // {controller, messages}
+    this.activities = new WeakMap(); // message → Activity
+    this.transcript = new Transcript({
+      edit: (message, text) => this.edit(message, text),
+      again: (message) => this.again(message),
+      goOn: (message) => this.goOn(message),
+      remove: (message) => this.remove(message),
+      show: (message) => this.showVersion(message),
+      picture: (message) => this.showPictureOf(message),
+      busy: () => this.running !== null,
+    });
+  }
+
+  get isEmpty() {
+    return this.conversation.messages.length === 0;
+  }
+
+  // ---- what is shown ----
+
+  open(conversation) {
+    this.stop();
+    clearNotice("message");
+    this.conversation = conversation;
+    this.settings.conversation = conversation;
+    this.models.choose(conversation.model);
+    this.draw();
+    this.findFigures(conversation);
+  }
+
+  /** Those of earlier visits. */
+  async findFigures(conversation) {
+    const answers = conversation.messages.filter((message) => message.role === "assistant" && !this.activities.has(message));
+    const found = await Promise.all(answers.map((message) => figures.find(conversation, message)));
+    for (const [i, activity] of found.entries()) {
+      // An answer that has been generated or edited meanwhile has its own.
+      if (activity && !this.activities.has(answers[i])) this.activities.set(answers[i], activity);
+    }
+    if (conversation === this.conversation && !this.running && found.some(Boolean)) this.draw(false);
+  }
+
+  draw(toEnd = true) {
+    const { conversation, activities } = this;
+    this.transcript.show(conversation, activities, this.models.shortName, toEnd);
+    this.showEmpty();
+    this.picture.show(activities.get(tree.path(conversation).at(-1)) ?? null);
+  }
+
+  showPictureOf(message) {
+    const activity = this.activities.get(message);
+    if (!activity?.length) return;
+    this.picture.show(activity, this.running?.messages.includes(message));
+    openPicture(true);
+  }
+
+  showVersion(message) {
+    if (this.running) return;
+    tree.show(this.conversation, message);
+    this.keep(this.conversation);
+    this.draw(false);
+  }
+
+  // ---- what the reader does ----
+
+  send(text, files = []) {
+    if (this.running || (text.trim() === "" && files.length === 0)) return;
+    clearNotice("message");
+    const last = tree.path(this.conversation).at(-1) ?? null;
+    const message = { role: "user", content: text.trim() };
+    if (files.length) message.files = files;
+    this.answer(tree.add(this.conversation, last, message));
+  }
+
+  /** An edited question is answered beside the one before; an edited answer is the text that it is now. */
+  edit(message, text) {
+    if (this.running) return;
+    clearNotice("message");
+    if (message.role === "assistant") {
+      message.content = text.trim();
+      message.note = "edited";
+      delete message.failed;
+      this.activities.delete(message);
+      figures.forget(this.conversation, message);
+      this.keep(this.conversation);
+      return this.draw(false);
+    }
+    const question = { role: "user", content: text.trim(), ...(message.files ? { files: message.files } : {}) };
+    this.answer(tree.add(this.conversation, this.parentOf(message), question));
+  }
+
+  again(message) {
+    if (this.running) return;
+    clearNotice("message");
+    const question = this.parentOf(message);
+    if (message.content === "" && message.failed) tree.remove(this.conversation, message); // nothing that one would go back to
+    this.answer(question);
+  }
+
+  remove(message) {
+    if (this.running) return;
+    const { conversation } = this;
+    const before = { messages: conversation.messages.map((each) => [each, each.parent]), leaf: conversation.leaf };
+    tree.remove(conversation, message);
+    this.keep(conversation);
+    this.draw(false);
+    undoable("message", "The message is deleted.", () => {
+      for (const [each, parent] of before.messages) each.parent = parent;
+      conversation.messages = before.messages.map(([each]) => each);
+      conversation.leaf = before.leaf;
+      this.keep(conversation);
+      if (conversation === this.conversation) this.draw(false);
+    });
+    byId("ask").focus();
+  }
+
+  parentOf(message) {
+    return this.conversation.messages.find((other) => other.id === message.parent) ?? null;
+  }
+
+  stop() {
+    this.running?.controller.abort();
+  }
+
+  // ---- answers ----
+
+  /** Asks for the answer to a message, of one model or of two. */
+  answer(question) {
+    const { conversation } = this;
+    const asked = this.pathTo(question), sides = this.sides();
+    const jobs = sides.map(({ label, model, values }) => {
+      const message = tree.add(conversation, question, { role: "assistant", content: "", model: label });
+      return { message, body: this.bodyOf(asked, model, values) };
+    });
+    if (jobs.length > 1) for (const { message } of jobs) message.pair = jobs[0].message.id;
+    conversation.leaf = jobs[0].message.id;
+    return this.run(jobs, () => {
+      for (const { message } of jobs) if (message.content === "") tree.remove(conversation, message);
+      this.answer(question);
+    });
+  }
+
+  /** Has an answer continued where it ends. */
+  goOn(message) {
+    if (this.running) return undefined;
+    clearNotice("message");
+    delete message.failed;
+    const job = { message, body: this.bodyOf(this.pathTo(message), this.models.name, this.settings.values) };
+    return this.run([job], () => this.goOn(message));
+  }
+
+  pathTo(message) {
+    return message === null ? [] : tree.path({ ...this.conversation, leaf: message.id });
+  }
+
+  /** Who answers: the chosen model with the settings of the conversation, and the second one where two are compared. */
+  sides() {
+    const { models, settings } = this, second = this.second();
+    const own = { label: models.shortName, model: models.name, values: settings.values };
+    if (!second) return [own];
+    const preset = settings.presets.get(second.preset);
+    const label = [second.label, second.preset].filter(Boolean).join(" · ");
+    return [own, { label, model: second.model, values: preset ?? settings.values }];
+  }
+
+  bodyOf(messages, model, values) {
+    const system = (values.system ?? "").trim();
+    const sent = system ? [{ role: "system", content: system }] : [];
+    // A question without an answer goes with it: many templates refuse two questions in a row. Where the reader deleted
+    // what stood between two messages, they are one.
+    const isEmpty = (message) => message?.role === "assistant" && message.content === "";
+    for (const [i, message] of messages.entries()) {
+      if (isEmpty(message) || isEmpty(messages[i + 1])) continue;
+      const last = sent.at(-1), content = contentOf(message);
+      if (last?.role === message.role) last.content = `${last.content}\n\n${content}`;
+      else sent.push({ role: message.role, content });
+    }
+    return {
+      ...(model === null ? {} : { model }),
+      messages: sent,
+      ...requestOf(values),
+      stream_options: { include_usage: true, include_activity: true },
+    };
+  }
+
+  /** Runs answers side by side, and shows them as they come. retry: does it all again, once the server has a key. */
+  async run(jobs, retry) {
+    const owner = this.conversation, messages = jobs.map((job) => job.message);
+    this.running = { controller: new AbortController(), messages };
+    for (const message of messages) this.activities.set(message, new Activity(this.models.facts));
+    this.keep(owner);
+    this.draw();
+    this.onRunning(true);
+    const [first] = messages;
+    this.picture.show(this.activities.get(first), true);
+    for (const message of messages) this.transcript.update(message, true, this.activities.get(message));
+    announce("Answering");
+    try {
+      await Promise.all(jobs.map((job) => this.stream(job, owner, job.message === first, retry)));
+    } finally {
+      this.running = null;
+      this.onRunning(false);
+    }
+    this.keep(owner);
+    for (const message of messages) figures.keep(owner, message, this.activities.get(message));
+    if (owner !== this.conversation) return;
+    for (const message of messages) this.transcript.update(message, false, this.activities.get(message));
+    this.picture.show(this.activities.get(first), false);
+    if (document.activeElement === document.body || document.activeElement === byId("stop")) byId("ask").focus();
+  }
+
+  async stream({ message, body }, owner, isFirst, retry) {
+    const activity = this.activities.get(message), before = message.content;
+    let reason = null;
+    try {
+      for await (const chunk of server.chat(body, this.running.controller.signal)) {
+        reason = take(chunk, message, activity) ?? reason;
+        if (owner !== this.conversation) continue; // another one was opened, and this is about to end
+        this.transcript.update(message, true, activity);
+        if (activity.length && isFirst) this.picture.show(activity, true);
+      }
+      message.note = noteOf(reason, activity);
+      announce(activity.length ? `The answer is complete. ${activity.line()}` : "The answer is complete.");
+      clearNotice("answer");
+    } catch (error) {
+      this.fail(error, message, activity, () => owner === this.conversation && retry());
+    }
+    if (message.content === before && !message.reasoning && message.failed === undefined) message.failed = "Nothing was answered.";
+  }
+
+  fail(error, message, activity, retry) {
+    if (error.name === "AbortError") {
+      message.note = [activity.length ? activity.line() : "", "stopped"].filter(Boolean).join(" · ");
+      if (message.content === "") message.failed = "Stopped before the first word.";
+      announce("Stopped");
+      return;
+    }
+    if (!(error instanceof server.ServerError)) {
+      message.failed = "The page itself failed; the browser's console says how.";
+      console.error(error);
+      return;
+    }
+    message.failed = error.message;
+    if (error.retryAfter !== null) {
+      message.failed = `${message.failed.replace(/[.;,]$/, "")}. Try again in ${Math.ceil(error.retryAfter)} s.`;
+    }
+    announce(message.failed);
+    this.onError(error, retry);
+  }
+}
+
+/** Adds what a chunk brings; returns why the answer ended, where it did. */
+function take(chunk, message, activity) {
+  const choice = chunk.choices?.[0];
+  if (choice?.delta?.content) message.content += choice.delta.content;
+  if (choice?.delta?.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
+  if (chunk.hotset?.activity) activity.add(chunk.hotset.activity);
+  if (chunk.usage) activity.usage = chunk.usage;
+  return choice?.finish_reason;
+}
+
+function noteOf(reason, activity) {
+  const parts = activity.length ? [activity.line()] : [];
+  const cached = activity.usage?.prompt_tokens_details?.cached_tokens;
+  if (activity.usage) parts.push(`${activity.usage.completion_tokens} tokens`);
+  if (cached) parts.push(`${cached} of the prompt's ${activity.usage.prompt_tokens} tokens remembered`);
+  if (reason === "length") parts.push("cut at the longest length");
+  return parts.join(" · ");
+}

@@ -1,0 +1,131 @@
+// The dialog of models: which one answers, what is loaded, and which two answer side by side.
+
+import { byId, h } from "./dom.js";
+import { isLoaded, progressOf, shortName, stateOf } from "./models.js";
+import * as server from "./server.js";
+import { count, percent, size } from "./units.js";
+
+export class ModelDialog {
+  /** choose(name): the reader chose a model. settings: with presets. */
+  constructor(models, settings, { choose }) {
+    this.models = models;
+    this.settings = settings;
+    this.choose = choose;
+    this.second = null; // {model, preset} beside the chosen model; null: one model answers
+    this.problem = "";
+    this.dialog = byId("models");
+    byId("choose-model").addEventListener("click", () => {
+      this.problem = "";
+      this.dialog.showModal();
+      this.draw();
+    });
+    byId("compare").addEventListener("change", (event) => {
+      this.second = event.target.checked ? { model: this.other(), preset: "" } : null;
+      this.drawCompare();
+      this.nameButton();
+    });
+    byId("second-model").addEventListener("change", (event) => {
+      this.second.model = event.target.value;
+      this.nameButton();
+    });
+    byId("second-preset").addEventListener("change", (event) => (this.second.preset = event.target.value));
+  }
+
+  /** A model other than the chosen one, where there is one. */
+  other() {
+    const { list, name } = this.models;
+    return (list.find((one) => one.id !== name) ?? list[0])?.id ?? null;
+  }
+
+  /** The models are others now, or do something else. */
+  update() {
+    this.nameButton();
+    if (this.dialog.open) this.draw();
+  }
+
+  nameButton() {
+    const { models, second } = this;
+    const text = second ? `${models.shortName} and ${shortName(second.model ?? "")}` : models.describe();
+    byId("model").textContent = text;
+    byId("choose-model").title = text;
+    const progress = progressOf(models.chosen);
+    byId("load").hidden = progress === null;
+    byId("load").value = progress ?? 0;
+  }
+
+  draw() {
+    this.drawList();
+    this.drawCompare();
+  }
+
+  drawList() {
+    const focused = document.activeElement?.dataset?.act;
+    byId("model-list").replaceChildren(...this.models.list.map((model) => this.row(model)));
+    byId("model-problem").textContent = this.problem;
+    byId("model-problem").hidden = this.problem === "";
+    if (focused) this.dialog.querySelector(`[data-act="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  row(model) {
+    const { models } = this;
+    const radio = h("input", { type: "radio", name: "model", checked: model.id === models.name, dataset: { act: `choose ${model.id}` } });
+    radio.addEventListener("change", () => this.choose(model.id));
+    const facts = [
+      stateOf(model),
+      model.status?.memory ? `${size(model.status.memory)} of memory` : model.meta?.size ? size(model.meta.size) : "",
+      model.max_model_len ? `context of ${count(model.max_model_len)} tokens` : "",
+    ];
+    const progress = progressOf(model);
+    return h(
+      "li",
+      {},
+      h("label", {}, radio, h("span", {}, h("b", {}, shortName(model.id)), h("small", {}, facts.filter(Boolean).join(" · ")))),
+      this.act(model),
+      progress === null ? null : h("progress", { value: progress, "aria-label": `${shortName(model.id)} is being loaded: ${percent(progress)}` }),
+      model.status?.error ? h("p", { class: "problem" }, model.status.error) : null,
+    );
+  }
+
+  /** The button that loads a model, or unloads it. */
+  act(model) {
+    if (!model.status) return null;
+    const [does, ask] = isLoaded(model) ? ["Unload", server.unload] : ["Load", server.load];
+    if (!isLoaded(model) && model.status.value !== "unloaded") return null;
+    const button = h(
+      "button",
+      { type: "button", class: "quiet", "aria-label": `${does} ${shortName(model.id)}`, dataset: { act: `load ${model.id}` } },
+      does,
+    );
+    button.addEventListener("click", () => this.run(() => ask(model.id)));
+    return button;
+  }
+
+  /** Asks for a load; one that the server refuses is shown. */
+  async run(request) {
+    this.problem = "";
+    try {
+      await request();
+    } catch (error) {
+      if (!(error instanceof server.ServerError)) throw error;
+      this.problem = error.message;
+    }
+    this.drawList();
+  }
+
+  drawCompare() {
+    const { models, second, settings } = this;
+    byId("compare").checked = second !== null;
+    byId("second").hidden = second === null;
+    if (!second) return;
+    if (!models.find(second.model)) second.model = this.other();
+    byId("second-model").replaceChildren(...models.list.map((one) => h("option", { value: one.id }, shortName(one.id))));
+    byId("second-model").value = second.model;
+    const names = [...settings.presets.keys()].sort();
+    byId("second-preset").replaceChildren(
+      h("option", { value: "" }, "The same settings"),
+      ...names.map((name) => h("option", { value: name }, name)),
+    );
+    if (!settings.presets.has(second.preset)) second.preset = "";
+    byId("second-preset").value = second.preset;
+  }
+}

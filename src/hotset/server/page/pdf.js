@@ -1,0 +1,40 @@
+// The text of a PDF, by PDF.js. It is loaded with the first one, and works in this page's own thread: the page's policy
+// allows no worker. Of pages only their text is read: nothing is drawn, and no script of a file runs.
+
+const MOST_PAGES = 1000;
+
+let library = null;
+
+async function load() {
+  await import("./vendor/pdf.worker.min.mjs"); // PDF.js finds it, and starts no worker
+  return import("./vendor/pdf.min.mjs");
+}
+
+/** The text of each page behind the other. Throws an Error with a message for the reader, which goes on with the name
+ * of the file: "is protected by a password". */
+export async function textOfPdf(bytes) {
+  library ??= await load();
+  library.setVerbosityLevel?.(library.VerbosityLevel.ERRORS);
+  const task = library.getDocument({
+    data: bytes, isEvalSupported: false, disableFontFace: true, useWorkerFetch: false, useWasm: false, enableXfa: false,
+    verbosity: library.VerbosityLevel.ERRORS,
+  });
+  try {
+    const pdf = await task.promise;
+    if (pdf.numPages > MOST_PAGES) throw new Error(`has ${pdf.numPages} pages, and ${MOST_PAGES} are read`);
+    const pages = [];
+    for (let i = 1; i <= pdf.numPages; i++) {
+      const { items } = await (await pdf.getPage(i)).getTextContent();
+      pages.push(items.map((item) => (item.str ?? "") + (item.hasEOL ? "\n" : "")).join(""));
+    }
+    const text = pages.join("\n\n").trim();
+    if (text === "") throw new Error("has no text: its pages may be pictures");
+    return text;
+  } catch (error) {
+    if (error.name === "PasswordException") throw new Error("is protected by a password");
+    if (error.constructor === Error && /^has /.test(error.message)) throw error;
+    throw new Error("is no PDF that can be read");
+  } finally {
+    await task.destroy();
+  }
+}

@@ -1,0 +1,256 @@
+"""`hotset launch`: what each tool gets, which server it is, and what becomes of the user's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import hotset, inside, needs_core
+from tiny_server import Serving, write_model
+
+from hotset.cli.launch_tools import TOOLS, backup_of, without_comments, zed_settings
+
+# Says what it was given, and what it reads.
+PROGRAM = """#!{python}
+import json, os, sys
+from pathlib import Path
+config = sys.argv[sys.argv.index("--config") + 1] if "--config" in sys.argv else ""
+settings = Path(os.environ["HOME"]) / ".config" / "zed" / "settings.json"
+seen = dict(arguments=sys.argv[1:], env=dict(os.environ), config=config and
+json.loads(Path(config).read_text()),
+            settings=settings.read_text() if settings.exists() else None)
+Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+if "edit" in sys.argv:
+    settings.write_text("changed")
+sys.exit(7 if "fail" in sys.argv else 0)
+"""
+
+pytestmark = pytest.mark.skipif(
+    os.name == "nt", reason="the stand-ins for the tools are scripts of a POSIX system"
+)
+
+
+class Tools:
+    """Programs with the names of the tools, before all others."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home, self._seen = folder / "home", folder / "seen.json"
+        (programs := folder / "bin").mkdir()
+        self.home.mkdir()
+        for tool in TOOLS.values():
+            program = programs / tool.program
+            program.write_text(PROGRAM.format(python=sys.executable))
+            program.chmod(0o755)
+        self.settings = self.home / ".config" / "zed" / "settings.json"
+        for name, value in {
+            "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(self._seen), "HOME": str(self.home),
+            "ANTHROPIC_API_KEY": "of the user",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        for name in ("XDG_CONFIG_HOME", "HOTSET_API_KEY"):
+            monkeypatch.delenv(name, raising=False)
+
+    def seen(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._seen.read_text())
+        self._seen.unlink()
+        return found
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
+    return Tools(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    with Serving(path) as serving:
+        yield serving
+
+
+def launched(*arguments: object, stdin: str = "", code: int = 0) -> str:
+    done = inside("launch", *arguments, stdin=stdin)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+@needs_core
+def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> None:
+    url = ("--url", server.url)
+    launched("claude", *url, "--", "-p", "hello")
+    seen = tools.seen()
+    assert seen["arguments"] == ["-p", "hello"]
+    assert seen["env"]["ANTHROPIC_BASE_URL"] == server.url
+    assert seen["env"]["ANTHROPIC_AUTH_TOKEN"] == "none"
+    assert {seen["env"][f"ANTHROPIC_{name}MODEL"] for name in ("", "DEFAULT_OPUS_", "DEFAULT_HAIKU_")} == {
+        "tiny"
+    }
+    assert "ANTHROPIC_API_KEY" not in seen["env"]
+
+    launched("codex", *url, "--", "exec")
+    seen = tools.seen()
+    pairs = dict(one.split("=", 1) for one in seen["arguments"][1:-1:2])
+    assert set(seen["arguments"][:-1:2]) == {"-c"}
+    assert seen["arguments"][-1] == "exec"
+    assert (pairs["model"], pairs["model_provider"]) == ('"tiny"', '"hotset"')
+    assert pairs["model_providers.hotset.base_url"] == f'"{server.url}/v1"'
+    assert pairs["model_providers.hotset.wire_api"] == '"responses"'
+    assert int(pairs["model_context_window"]) == server.service.model.n_ctx
+    assert seen["env"]["HOTSET_API_KEY"] == "none"
+
+    launched("opencode", *url)
+    config = json.loads(tools.seen()["env"]["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == "hotset/tiny"
+    assert config["provider"]["hotset"]["options"]["baseURL"] == f"{server.url}/v1"
+    assert list(config["provider"]["hotset"]["models"]) == ["tiny"]
+
+    launched("aider", *url, "--", "file.py")
+    seen = tools.seen()
+    assert seen["arguments"][:2] == ["--model", "openai/tiny"]
+    assert seen["arguments"][-1] == "file.py"
+    assert (seen["env"]["OPENAI_API_BASE"], seen["env"]["OPENAI_API_KEY"]) == (f"{server.url}/v1", "none")
+
+    launched("continue", *url)
+    seen = tools.seen()
+    assert seen["config"]["models"][0]["apiBase"] == f"{server.url}/v1"
+    assert not Path(seen["arguments"][1]).exists()  # it was for that run
+
+
+@needs_core
+def test_the_exit_code_is_the_tools(tools: Tools, server: Serving) -> None:
+    launched("aider", "--url", server.url, "--", "fail", code=7)
+
+
+@needs_core
+def test_what_is_set_is_shown_without_the_key(
+    tools: Tools, server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTSET_API_KEY", "secret-of-mine")
+    for tool in TOOLS:
+        shown = launched(tool, "--url", server.url, "--print")
+        assert "secret-of-mine" not in shown
+        assert server.url in shown
+        assert not tools._seen.exists()
+    launched("opencode", "--url", server.url)
+    assert "secret-of-mine" in tools.seen()["env"]["OPENCODE_CONFIG_CONTENT"]
+
+
+SETTINGS = """// mine
+{
+  "theme": "One Dark", // "a comment"
+  "agent": { "always_allow": true, /* kept */ },
+  "url": "http://example.org/a",
+}
+"""
+
+
+@needs_core
+def test_settings_of_the_user_are_changed_after_a_yes_and_come_back(tools: Tools, server: Serving) -> None:
+    tools.settings.parent.mkdir(parents=True)
+    tools.settings.write_text(SETTINGS)
+    said = launched("zed", "--url", server.url, stdin="n\n", code=1)
+    assert "Nothing was changed" in said
+    assert tools.settings.read_text() == SETTINGS
+    launched("zed", "--url", server.url, "--", ".", stdin="y\n")
+    seen = tools.seen()
+    assert seen["arguments"] == ["--wait", "."]
+    settings = json.loads(seen["settings"])
+    assert settings["theme"] == "One Dark"
+    assert settings["url"] == "http://example.org/a"
+    assert settings["agent"] == {
+        "always_allow": True,
+        "default_model": {"provider": "hotset", "model": "tiny"},
+    }
+    provider = settings["language_models"]["openai_compatible"]["hotset"]
+    assert provider["api_url"] == f"{server.url}/v1"
+    assert provider["available_models"][0]["name"] == "tiny"
+    assert tools.settings.read_text() == SETTINGS
+    assert not backup_of(tools.settings).exists()
+    # Where there were none there are none again.
+    tools.settings.unlink()
+    launched("zed", "--url", server.url, "--yes")
+    assert tools.seen()["settings"] is not None
+    assert not tools.settings.exists()
+
+
+@needs_core
+def test_a_launch_that_was_killed_loses_nothing(tools: Tools, server: Serving) -> None:
+    tools.settings.parent.mkdir(parents=True)
+    tools.settings.write_text('{"language_models": "of the launch before"}')
+    backup_of(tools.settings).write_text(SETTINGS)
+    launched("zed", "--url", server.url, "--yes")
+    assert json.loads(tools.seen()["settings"])["theme"] == "One Dark"
+    assert tools.settings.read_text() == SETTINGS
+
+
+@needs_core
+def test_what_is_changed_meanwhile_stays(tools: Tools, server: Serving) -> None:
+    tools.settings.parent.mkdir(parents=True)
+    tools.settings.write_text(SETTINGS)
+    said = launched("zed", "--url", server.url, "--yes", "--", "edit")
+    assert "was changed in the meantime" in said
+    assert tools.settings.read_text() == "changed"
+    assert backup_of(tools.settings).read_text() == SETTINGS
+
+
+def test_settings_that_are_not_understood_stay(tools: Tools, server: Serving) -> None:
+    tools.settings.parent.mkdir(parents=True)
+    for text in ("{broken", "[]"):
+        tools.settings.write_text(text)
+        assert "nothing was changed" in launched("zed", "--url", server.url, "--yes", code=1)
+        assert tools.settings.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": "// no", "b": [1, 2,],}', {"a": "// no", "b": [1, 2]}),
+        ('// c\n{"a": "x\\"/*", /* , } */ "b": 1, // end\n}', {"a": 'x"/*', "b": 1}),
+        ('{"a": ",]"}', {"a": ",]"}),
+    ],
+)
+def test_json_with_comments(text: str, expected: object) -> None:
+    assert json.loads(without_comments(text)) == expected
+
+
+@needs_core
+def test_a_server_is_started_and_stopped(tools: Tools, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "own.gguf")
+    done = hotset(
+        "launch", "opencode", "-m", path, "--url", "http://127.0.0.1:9", env={"HOTSET_HOME": str(tmp_path)}
+    )
+    assert done.returncode == 1
+    assert "No server answers at http://127.0.0.1:9" in done.stderr
+    # The default port may have a server of somebody else's: a name that only the own one has.
+    from hotset.cli import launch
+
+    with launch._started(str(path), 64) as server:
+        assert (server.model, server.n_ctx) == ("own", 64)
+        assert launch._is_ready(server.url)
+    assert not launch._is_ready(server.url)
+    with (
+        pytest.raises(Exception, match=r"The server did not start: .*no file"),
+        launch._started("none.gguf", None),
+    ):
+        pass
+
+
+@needs_core
+def test_what_does_not_fit_is_said(tools: Tools, server: Serving) -> None:
+    assert "There is no 'emacs' to launch; there are claude," in launched("emacs", code=1)
+    said = launched("claude", "--url", server.url, "-m", "large", code=1)
+    assert "has no model 'large' but tiny" in said
+    assert "begins with http" in launched("claude", "--url", "localhost:8080", code=2)
+
+
+def test_a_tool_that_is_not_installed(tools: Tools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Aider (aider) is not installed: https://aider.chat says how." in launched("aider", code=1)
+
+
+def test_where_zed_has_its_settings(tools: Tools) -> None:
+    assert zed_settings() == tools.settings

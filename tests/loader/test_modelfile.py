@@ -1,0 +1,181 @@
+"""Modelfiles: what they say, what is refused, and that a template with messages before it says the same as
+the messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import hotset, inside, needs_core, write_model
+
+import hotset as library
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.loader.modelfile import Modelfile, made_of, with_messages
+from hotset.storage import created, resolve
+
+WHOLE = '''# a comment
+FROM model.gguf
+system """Be
+  "brief" and {{ kind }} {% endif %} \\n, é😀."""
+PARAMETER temperature 0.25
+PARAMETER stop "END"
+PARAMETER stop ###
+PARAMETER num_ctx 128
+PARAMETER num_predict -1
+PARAMETER num_gpu 99
+LICENSE """
+Mine.
+"""
+MESSAGE user What is water?
+MESSAGE assistant """H2O
+"""
+'''
+SYSTEM = 'Be\n  "brief" and {{ kind }} {% endif %} \\n, é😀.'
+EXAMPLES = [{"role": "user", "content": "What is water?"}, {"role": "assistant", "content": "H2O\n"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    return write_model(tmp_path / "model.gguf")
+
+
+def test_what_a_modelfile_says() -> None:
+    found = Modelfile.parse(WHOLE)
+    assert (found.base, found.system) == ("model.gguf", SYSTEM)
+    assert found.parameters == {
+        "temperature": ("0.25",), "stop": ("END", "###"), "num_ctx": ("128",), "num_predict": ("-1",),
+        "num_gpu": ("99",),
+    }  # fmt: skip
+    assert [{"role": role, "content": text} for role, text in found.messages] == EXAMPLES
+    assert Modelfile.parse(found.text) == found
+    assert Modelfile.parse(WHOLE.replace("\n", "\r\n")) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("SYSTEM x", "has no FROM"),
+        ("FROM m\nADAPTER ./lora", "line 2: ADAPTER is not read"),
+        ("FROM m\nRUN rm", "line 2: there is no 'RUN'; instructions are FROM"),
+        ('FROM m\n\nSYSTEM """open', 'line 3: its """ is not closed'),
+        ("FROM m\nMESSAGE robot x", "line 2: MESSAGE is of system, user, assistant"),
+        ("FROM m\n" + "#" * (1 << 20), "characters"),
+    ],
+)
+def test_what_is_no_modelfile(text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        Modelfile.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("PARAMETER heat 1", "there is no PARAMETER 'heat'; there are frequency_penalty"),
+        ("PARAMETER top_k many", "PARAMETER top_k is a whole number, not 'many'"),
+        ("PARAMETER top_p 7", "PARAMETER: top_p"),
+        ("PARAMETER num_ctx 0", "PARAMETER: n_ctx"),
+        ("TEMPLATE {{ .Prompt }}", "TEMPLATE is a template of Go"),
+    ],
+)
+def test_what_cannot_be_made(model: Path, lines: str, problem: str) -> None:
+    modelfile = Modelfile.parse(f"FROM {model}\n{lines}")
+    with pytest.raises(InvalidRequestError, match=problem):
+        made_of(modelfile, model, base=str(model), source="")
+
+
+def test_a_system_message_needs_a_template(tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare.gguf", template=False)
+    with pytest.raises(InvalidRequestError, match="bare has no chat template"):
+        made_of(Modelfile(base="bare", system="x"), bare, base="bare", source="")
+    made = made_of(Modelfile(base="bare", parameters={"seed": ("3",)}), bare, base="bare", source="")
+    assert (made.template, made.sampling) == (None, {"seed": 3})
+
+
+@needs_core
+def test_the_template_says_what_the_messages_would(model: Path) -> None:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
+    own = [{"role": "system", "content": "Other."}]
+    with library.load(model, backend="cpu", n_threads=1) as plain:
+        expected = [
+            plain.encode_chat([{"role": "system", "content": SYSTEM}, *EXAMPLES, *asked]),
+            plain.encode_chat([*own, *EXAMPLES, *asked]),
+        ]
+        source = plain.chat_template.source
+    template = with_messages(
+        source, [("system", SYSTEM)], [(one["role"], one["content"]) for one in EXAMPLES]
+    )
+    from hotset.api import load_opened
+    from hotset.loader.build import open_model
+    from hotset.settings import LoadSettings
+
+    opened = open_model(model, LoadSettings(backend="cpu", n_threads=1))
+    opened.gguf.metadata["tokenizer.chat_template"] = template
+    with load_opened(opened) as made:
+        assert [made.encode_chat(asked), made.encode_chat([*own, *asked])] == expected
+
+
+# ---- the command line
+
+
+def test_created_models_are_kept_found_and_deleted(model: Path) -> None:
+    file = model.parent / "Modelfile"
+    file.write_text(WHOLE)
+    assert inside("create", "brief", "-f", file).returncode == 0
+    made = created.find("BRIEF:latest")
+    assert made is not None
+    assert made.base == str(model)  # from the Modelfile's own folder
+    assert made.sampling == {"temperature": 0.25, "stop": ["END", "###"]}
+    assert made.load == {"n_ctx": 128}
+    assert resolve("brief") == model
+    assert "created from" in inside("list").stdout
+    rows = json.loads(inside("list", "--json").stdout)
+    assert [row["name"] for row in rows if row["source"].startswith("created from")] == ["brief"]
+    file.write_text("FROM brief")
+    done = inside("create", "again", "-f", file)
+    assert (done.returncode, "was created itself" in done.stderr) == (1, True)
+    assert inside("rm", "brief").returncode == 0
+    assert created.read() == {}
+    assert model.exists()
+    with pytest.raises(HotsetError):
+        resolve("brief")
+
+
+def test_names_of_created_models(model: Path) -> None:
+    made = created.Created(base="x")
+    with pytest.raises(InvalidRequestError, match="a name has letters"):
+        created.add("../x", made)
+    stored = model.parent / "home" / "models" / "taken.gguf"
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(model.read_bytes())
+    with pytest.raises(InvalidRequestError, match="is called 'taken' already"):
+        created.add("taken", made)
+    (model.parent / "home" / "created.json").write_text("[]")
+    with pytest.raises(HotsetError, match="no list of created models"):
+        created.read()
+
+
+@needs_core
+def test_run_has_the_parameters_and_the_messages(model: Path) -> None:
+    file = model.parent / "Modelfile"
+    file.write_text(
+        "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"
+        "PARAMETER num_predict 7\nPARAMETER num_ctx 96"
+    )
+    assert inside("create", "brief", "-f", file).returncode == 0
+    home = {"HOTSET_HOME": str(model.parent / "home")}
+    made = hotset("run", "brief", "Why?", "--json", env=home)
+    same = hotset(
+        "run", model, "Why?", "--system", "Be brief.", "--temp", 0, "-n", 7, "-c", 96, "--json", env=home
+    )
+    assert made.returncode == same.returncode == 0, made.stderr
+    one, other = json.loads(made.stdout), json.loads(same.stdout)
+    assert (one["text"], one["prompt_tokens"], len(one["tokens"])) == (
+        other["text"],
+        other["prompt_tokens"],
+        7,
+    )
+    longer = json.loads(hotset("run", "brief", "Why?", "-n", 3, "--json", env=home).stdout)
+    assert len(longer["tokens"]) == 3  # an option overrides the parameter

@@ -1,0 +1,75 @@
+"""The page in a real Chromium, in front of a server whose answers a test writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from browser import launched
+from chat_page import WAIT, until
+from fake_chat_server import FakeServer, served
+
+
+@pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
+def browser() -> Iterator[Any]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    with served(fake.app) as fake.url:
+        yield fake
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page at an address; afterwards nothing may have failed in it that the test did not expect.
+
+    stored: localStorage before it is opened. ready: whether it waits for the model's name. The rest: of the
+    browser's context.
+    """
+    faults: list[str] = []
+    with ExitStack() as stack:
+
+        def open_page(
+            url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
+        ) -> Any:
+            how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
+            context = browser.new_context(**how)
+            stack.callback(context.close)
+            context.set_default_timeout(WAIT)
+            if stored:
+                # Once: what the page stores itself stays over a reload.
+                context.add_init_script(
+                    "if (!sessionStorage.getItem('began')) { sessionStorage.setItem('began', '1');"
+                    f"Object.assign(localStorage, {json.dumps(stored)}); }}"
+                )
+            page = context.new_page()
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("dialog", lambda dialog: (faults.append("a dialog: " + dialog.message), dialog.dismiss()))
+            page.on("console", lambda message: _note_fault(message, faults))
+            page.on("request", lambda asked: _note_request(asked.url, url, faults))
+            page.goto(url)
+            if ready:
+                until(page, "document.querySelector('#model').textContent !== ''")
+            return page
+
+        yield open_page
+    assert not faults
+
+
+def _note_fault(message: Any, faults: list[str]) -> None:
+    if message.type == "error" and not message.text.startswith(
+        "Failed to load resource"
+    ):  # a status, or no one
+        faults.append(message.text)
+
+
+def _note_request(asked: str, url: str, faults: list[str]) -> None:
+    if not asked.startswith((url, "data:", "blob:")):
+        faults.append(f"it asked {asked}")

@@ -1,0 +1,157 @@
+"""Branches of a conversation: versions of questions and answers, and what becomes of single messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from chat_page import answers, done, questions, say, sent, until, violations
+from fake_chat_server import FakeServer, Hold, Refusal
+
+
+def stored(page: Any) -> dict[str, Any]:
+    """The conversation that this browser keeps; there is one."""
+    (text,) = page.evaluate(
+        "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
+        ".map(([, text]) => text)"
+    )
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def version(page: Any, which: str) -> list[str]:
+    """What the versions of questions or answers say, such as 1 / 2."""
+    found: list[str] = page.locator(f".{which} .versions span").all_inner_texts()
+    return found
+
+
+def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["Another A."], ["B."], ["C."]]
+    page = opened(server.url)
+    say(page, "first")
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("Another A.", exact=True).wait_for()
+    done(page)
+    assert version(page, "answer") == ["2 / 2"]
+    say(page, "second")
+    assert sent(server) == [("user", "first"), ("assistant", "Another A."), ("user", "second")]
+    page.get_by_role("button", name="Version before").click()
+    assert (questions(page), answers(page)) == (["first"], ["A."])
+    assert page.evaluate("document.activeElement.ariaLabel") == "Version after"
+    say(page, "other")
+    assert sent(server) == [("user", "first"), ("assistant", "A."), ("user", "other")]
+    page.get_by_role("button", name="Version after").click()
+    assert (questions(page), answers(page)) == (["first", "second"], ["Another A.", "B."])
+    page.reload()
+    page.click("#show-history")
+    page.get_by_role("button", name="first", exact=True).click()
+    assert answers(page) == ["Another A.", "B."]  # the branch that was shown
+    assert violations(page) == []
+
+
+def test_a_question_that_is_edited_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."], ["C."]]
+    page = opened(server.url)
+    say(page, "first")
+    say(page, "second")
+    page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Edit your message").fill("changed")
+    page.keyboard.press("Enter")
+    page.get_by_text("C.", exact=True).wait_for()
+    done(page)
+    assert sent(server) == [("user", "first"), ("assistant", "A."), ("user", "changed")]
+    assert version(page, "question") == ["2 / 2"]
+    page.locator(".question").nth(1).get_by_role("button", name="Version before").click()
+    assert (questions(page), answers(page)) == (["first", "second"], ["A.", "B."])
+    assert len(stored(page)["messages"]) == 6
+
+
+def test_an_answer_is_continued(server: FakeServer, opened: Any) -> None:
+    hold = Hold()
+    server.replies += [["One", " two", hold], [" three", "."], Refusal(400, "no more room"), [" Four."]]
+    page = opened(server.url)
+    say(page, "Count", wait=False)
+    page.get_by_text("One two", exact=True).wait_for()
+    page.click("#stop")
+    done(page)
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_text("One two three.", exact=True).wait_for()
+    done(page)
+    assert sent(server) == [("user", "Count"), ("assistant", "One two")]
+    assert version(page, "answer") == []
+    page.get_by_role("button", name="Continue").click()
+    page.locator(".failed", has_text="no more room").wait_for()
+    assert answers(page) == ["One two three."]
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_text("One two three. Four.", exact=True).wait_for()
+    done(page)
+    assert page.locator(".failed").is_hidden()
+
+
+def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."], ["C."]]
+    page = opened(server.url)
+    say(page, "first")
+    say(page, "second")
+    page.get_by_role("button", name="Edit this answer").first.click()
+    area = page.get_by_role("textbox", name="Edit the answer")
+    area.fill("An **edited**\nanswer")
+    page.get_by_role("button", name="Save", exact=True).click()
+    assert answers(page) == ["An edited\nanswer", "B."]
+    assert page.locator(".answer strong").inner_text() == "edited"
+    assert page.locator(".note").first.inner_text() == "edited"
+    say(page, "third")
+    assert sent(server)[1] == ("assistant", "An **edited**\nanswer")
+    assert len(sent(server)) == 5
+
+
+def test_one_message_is_deleted_and_comes_back(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."], ["C."]]
+    page = opened(server.url)
+    say(page, "first")
+    say(page, "second")
+    page.get_by_role("button", name="Delete this answer").first.click()
+    assert (questions(page), answers(page)) == (["first", "second"], ["B."])
+    page.get_by_role("button", name="Undo").click()
+    assert answers(page) == ["A.", "B."]
+    page.get_by_role("button", name="Delete this answer").first.click()
+    say(page, "third")  # two questions in a row are one: many templates refuse them
+    assert sent(server) == [("user", "first\n\nsecond"), ("assistant", "B."), ("user", "third")]
+    assert page.locator(".notice").count() == 0
+    page.locator(".question").last.get_by_role("button", name="Delete your message").click()
+    assert (questions(page), answers(page)) == (["first", "second"], ["B.", "C."])
+    page.get_by_role("button", name="Delete this answer").last.click()
+    assert [message["content"] for message in stored(page)["messages"]] == ["first", "second", "B."]
+
+
+def test_of_versions_one_is_deleted(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["Another A."]]
+    page = opened(server.url)
+    say(page, "first")
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("Another A.", exact=True).wait_for()
+    done(page)
+    page.get_by_role("button", name="Delete this answer").click()
+    assert answers(page) == ["A."]
+    assert version(page, "answer") == []
+
+
+def test_a_conversation_of_an_older_page_is_a_branch(server: FakeServer, opened: Any) -> None:
+    old = {
+        "id": "0a", "updated": 1,
+        "messages": [{"role": "user", "content": "old"}, {"role": "assistant", "content": "answer"}],
+    }  # fmt: skip
+    circle = {
+        "id": "0b", "leaf": 1,
+        "messages": [{"id": 1, "parent": 2, "role": "user", "content": "x"},
+                     {"id": 2, "parent": 1, "role": "assistant", "content": "y"}],
+    }  # fmt: skip
+    server.replies.append(["new"])
+    kept = {"hotset.chat.0a": json.dumps(old), "hotset.chat.0b": json.dumps(circle)}
+    page = opened(server.url, kept)
+    page.click("#show-history")
+    assert page.locator("#conversations .name").all_inner_texts() == ["old"]  # the other one is none
+    page.get_by_role("button", name="old", exact=True).click()
+    say(page, "more")
+    assert sent(server) == [("user", "old"), ("assistant", "answer"), ("user", "more")]
+    until(page, "JSON.parse(localStorage.getItem('hotset.chat.0a')).leaf === 4")

@@ -1,0 +1,152 @@
+"""Several models behind one page: which one answers, how far a load is, and two of them side by side."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from chat_page import answers, done, message, say, sent, until, violations
+from fake_chat_server import FakeServer, Hold, Refusal, token
+
+
+@pytest.fixture
+def several(server: FakeServer) -> FakeServer:
+    """Two models, of which the second is loaded."""
+    server.models = [
+        {
+            "id": "lab/cold.gguf",
+            "max_model_len": 512,
+            "status": {"value": "unloaded"},
+            "meta": {"size": 5_000_000},
+        },
+        {"id": "warm", "max_model_len": 4096, "status": {"value": "loaded", "memory": 9_000_000}},
+    ]
+    return server
+
+
+def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) -> None:
+    several.replies += [["warm"], ["cold"], ["cold again"], ["warm again"]]
+    page = opened(several.url)
+    until(page, "document.querySelector('#model').textContent.startsWith('warm · 3 layers')")
+    say(page, "one")
+    page.click("#choose-model")
+    assert violations(page) == []
+    rows = page.locator("#model-list li")
+    assert "not loaded · 5.0 MB · context of 512 tokens" in message(page, "#model-list li >> nth=0")
+    assert "loaded · 9.0 MB of memory · context of 4,096 tokens" in message(page, "#model-list li >> nth=1")
+    n_asked = several.n_asked_props
+    page.get_by_role("radio", name="cold").check()
+    until(page, "document.querySelector('#model').textContent === 'cold · not loaded'")
+    several.set_state("lab/cold.gguf", value="queued", waiting=1)
+    page.get_by_text("cold: waits to be loaded.").wait_for()
+    progress = {"label": "weights", "done": 43, "total": 100}
+    several.set_state("lab/cold.gguf", value="loading", progress=progress)
+    page.get_by_text("cold: loading, 43%.").wait_for()
+    assert page.locator("#load").get_attribute("value") == "0.43"
+    assert float(rows.first.locator("progress").get_attribute("value")) == 0.43
+    assert violations(page) == []
+    assert several.managed == [("load", "lab/cold.gguf")]
+    assert several.n_asked_props == n_asked  # facts of a model that is not loaded would load it
+    several.set_state("lab/cold.gguf", value="loaded", memory=5_000_000)
+    until(page, "document.querySelector('#model').textContent.startsWith('cold · 3 layers')")
+    assert page.locator(".notice, #load:not([hidden])").count() == 0
+    page.get_by_role("button", name="Unload warm").click()
+    until(page, "document.activeElement.ariaLabel === 'Unload warm'")
+    assert several.managed[-1] == ("unload", "warm")
+    page.keyboard.press("Escape")
+    say(page, "two")
+    assert several.requests[-1]["model"] == "lab/cold.gguf"
+    assert page.locator(".who").all_inner_texts() == ["You", "warm", "You", "cold"]
+    # A later conversation has the model that was chosen last; this one keeps its own.
+    page.reload()
+    until(page, "document.querySelector('#model').textContent.startsWith('cold')")
+    page.click("#choose-model")
+    page.get_by_role("radio", name="warm").check()
+    page.keyboard.press("Escape")
+    page.click("#show-history")
+    page.get_by_role("button", name="one", exact=True).click()
+    say(page, "three")
+    assert several.requests[-1]["model"] == "lab/cold.gguf"
+    page.click("#new-chat")
+    say(page, "four")
+    assert several.requests[-1]["model"] == "warm"
+
+
+def test_a_load_that_fails_says_why(several: FakeServer, opened: Any) -> None:
+    page = opened(several.url)
+    page.click("#choose-model")
+    several.key = "other"  # of one that may manage models
+    page.get_by_role("button", name="Load cold").click()
+    page.locator("#model-problem", has_text="an API key is needed").wait_for()
+    several.key = None
+    several.set_state("lab/cold.gguf", value="unloaded", failed=True, error="it needs 9.0 GB")
+    page.locator("#model-list .problem", has_text="it needs 9.0 GB").wait_for()
+    assert "could not be loaded" in message(page, "#model-list li >> nth=0")
+
+
+def test_a_model_comes_while_the_page_is_open(several: FakeServer, opened: Any) -> None:
+    page = opened(several.url)
+    page.click("#choose-model")
+    assert several.models is not None
+    several.models.append({"id": "new", "status": {"value": "loading"}})
+    several.set_state("new", value="loading")
+    page.locator("#model-list li", has_text="new").wait_for()
+
+
+def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> None:
+    hold = Hold()
+    several.replies_of = {
+        "warm": deque(
+            [[token(0, "Warm", [0.5] * 3), token(1, " one", [0.5] * 3), hold], ["Warm two."], ["W."]]
+        ),
+        "lab/cold.gguf": deque([["Cold one."], Refusal(500, "it broke")]),
+    }
+    page = opened(several.url, viewport={"width": 1440, "height": 800})
+    page.click("#choose-model")
+    page.get_by_label("side by side").check()
+    assert page.get_by_label("The second answer is of").input_value() == "lab/cold.gguf"
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    assert page.locator("#model").inner_text() == "warm and cold"
+    say(page, "one", wait=False)
+    for text in ("Cold one.", "Warm one"):
+        page.locator(".answer").get_by_text(text, exact=True).wait_for()
+    hold.go_on.set()
+    done(page)
+    left, right = page.locator(".versus .answer").all()
+    assert left.bounding_box()["y"] == right.bounding_box()["y"]
+    assert left.bounding_box()["x"] < right.bounding_box()["x"]
+    assert page.locator(".who").all_inner_texts() == ["You", "warm", "cold"]
+    assert "50% of neurons fired" in message(page, "#summary")
+    assert violations(page) == []
+    # The conversation goes on with the one that is chosen.
+    page.get_by_role("button", name="Go on with this").click()
+    assert answers(page) == ["Warm one", "Cold one."]
+    say(page, "two")
+    assert sent(several) == [("user", "one"), ("assistant", "Cold one."), ("user", "two")]
+    assert page.locator(".failed", has_text="it broke").is_visible()
+    page.click("#choose-model")
+    page.get_by_label("side by side").uncheck()
+    page.keyboard.press("Escape")
+    say(page, "three")
+    assert sent(several)[2:] == [("user", "two"), ("assistant", "Warm two."), ("user", "three")]
+    page.reload()  # conversations stand beside the chat at this width
+    page.get_by_role("button", name="one", exact=True).click()
+    assert page.locator(".versus").count() == 2
+    assert answers(page)[:2] == ["Warm one", "Cold one."]
+
+
+def test_one_model_is_compared_with_other_settings(server: FakeServer, opened: Any) -> None:
+    server.replies += [["a"], ["b"]]
+    page = opened(
+        server.url, {"hotset.presets": '{"calm": {"temperature": 0}}', "hotset.settings": '{"top_k": 7}'}
+    )
+    page.click("#choose-model")
+    page.get_by_label("side by side").check()
+    page.get_by_label("with", exact=True).select_option("calm")
+    page.keyboard.press("Escape")
+    say(page, "same?")
+    asked = [(body.get("temperature"), body.get("top_k")) for body in server.requests]
+    assert sorted(asked, key=str) == [(0, None), (None, 7)]
+    assert page.locator(".who").all_inner_texts() == ["You", "tiny", "tiny · calm"]

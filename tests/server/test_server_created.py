@@ -1,0 +1,154 @@
+"""POST /api/create: models made of others, in every API schema as the messages and parameters themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import client_to, write_model
+
+from hotset.server.catalogue import Catalogue
+from hotset.server.models import Models
+from hotset.server.settings import ServerSettings
+from hotset.settings import LoadSettings
+from hotset.storage import created, store
+
+LOAD = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
+EXAMPLES = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two."}]
+CREATE: dict[str, Any] = {
+    "model": "brief", "from": "base", "system": "Be brief.", "messages": EXAMPLES,
+    "parameters": {"temperature": 0, "num_predict": 5, "stop": ["~~", "END"], "num_ctx": 128},
+}  # fmt: skip
+ASKED = [{"role": "user", "content": "Why?"}]
+
+
+def run(home: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        catalogue = Catalogue({}, with_store=True)
+        catalogue.scan()
+        async with client_to(
+            Models(catalogue, ServerSettings(**settings), load=LOAD, budget=1 << 30)
+        ) as client:
+            await work(client)
+
+    asyncio.run(whole())
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with one model."""
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
+    store.models_folder().mkdir(parents=True)
+    write_model(store.models_folder() / "base.gguf")
+    return tmp_path
+
+
+def test_a_created_model_answers_as_the_messages_would(home: Path) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/api/create", json=CREATE | {"stream": False})).json() == {
+            "status": "success"
+        }
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["base", "brief"]
+        before = [{"role": "system", "content": "Be brief."}, *EXAMPLES]
+        greedy = {"temperature": 0, "max_tokens": 5, "stop": ["~~", "END"]}
+
+        async def chat(model: str, messages: list[dict[str, str]], **more: Any) -> tuple[str, int]:
+            reply = await client.post(
+                "/v1/chat/completions", json={"model": model, "messages": messages} | more
+            )
+            body = reply.json()
+            return body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]
+
+        expected = await chat("base", [*before, *ASKED], **greedy)
+        assert await chat("brief", ASKED) == expected
+        ollama = (
+            await client.post("/api/chat", json={"model": "brief:latest", "messages": ASKED, "stream": False})
+        ).json()
+        assert (ollama["message"]["content"], ollama["prompt_eval_count"]) == expected
+        body = {"model": "brief", "messages": ASKED, "max_tokens": 5}
+        reply = (await client.post("/v1/messages", json=body)).json()
+        assert "".join(part["text"] for part in reply["content"]) == expected[0]
+        counted = (
+            await client.post("/v1/messages/count_tokens", json={"model": "brief", "messages": ASKED})
+        ).json()
+        assert counted == {"input_tokens": expected[1]}
+        # A request's own system message and parameters count.
+        own = [{"role": "system", "content": "Sing."}, *ASKED]
+        assert await chat("brief", own, max_tokens=2) == await chat(
+            "base", [own[0], *EXAMPLES, *ASKED], **greedy | {"max_tokens": 2}
+        )
+        props = (await client.get("/props?model=brief")).json()
+        assert props["default_generation_settings"]["n_ctx"] == 128
+        assert props["default_generation_settings"]["params"]["temperature"] == 0
+
+    run(home, work)
+
+
+def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/api/create", json=CREATE)).text == '{"status":"success"}\n'
+        for loaded in (False, True):
+            if loaded:
+                await client.post(
+                    "/v1/chat/completions", json={"model": "brief", "messages": ASKED, "max_tokens": 1}
+                )
+            shown = (await client.post("/api/show", json={"model": "brief"})).json()
+            assert shown["modelfile"].startswith(
+                'FROM base\nSYSTEM """Be brief."""\nPARAMETER temperature 0\n'
+            )
+            assert shown["parameters"].splitlines()[2:4] == ["stop ~~", "stop END"]
+            assert "Be brief." in shown["template"]
+        text = "FROM base\nPARAMETER num_predict 3"
+        assert (
+            await client.post("/api/create", json={"name": "brief", "modelfile": text})
+        ).status_code == 200
+        body = {"model": "brief", "messages": ASKED, "temperature": 0}
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        assert usage["completion_tokens"] <= 3
+        assert usage["prompt_tokens"] < 30  # the messages have gone
+        assert (await client.request("DELETE", "/api/delete", json={"model": "brief"})).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 404
+        assert created.read() == {}
+        assert (store.models_folder() / "base.gguf").exists()
+
+    run(home, work)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"model": "x"}, 400, "from is missing"),
+        ({"model": "x", "from": "none"}, 404, "is not served here"),
+        ({"model": "x", "from": "/etc/passwd"}, 404, "is not served here"),
+        ({"model": "x", "modelfile": "FROM ./base.gguf"}, 404, "is not served here"),
+        ({"model": "../x", "from": "base"}, 400, "a name has letters"),
+        ({"model": "base", "from": "base"}, 400, "is called 'base' already"),
+        ({"model": "x", "from": "base", "parameters": {"heat": 1}}, 400, "there is no PARAMETER 'heat'"),
+        ({"model": "x", "from": "base", "template": "{{ .Prompt }}"}, 400, "template of Go"),
+        ({"model": "x", "from": "base", "system": 'a """\nb'}, 400, "no three quotation marks"),
+        ({"model": "x", "from": "base", "files": {}}, 400, "files"),
+        ({"model": "x", "from": "base", "messages": [{"role": "robot", "content": ""}]}, 400, "role"),
+    ],
+)
+def test_what_is_not_created(home: Path, body: dict[str, Any], status: int, message: str) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/api/create", json=body)
+        assert reply.status_code == status, reply.text
+        assert message in reply.json()["error"]
+        assert created.read() == {}
+
+    run(home, work)
+
+
+def test_creating_needs_a_key_that_manages(home: Path) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/api/create", json=CREATE, headers={"origin": "https://elsewhere.example"})
+        assert reply.status_code == 403
+
+    run(home, work)

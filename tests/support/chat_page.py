@@ -1,0 +1,100 @@
+"""What tests of the server's page do with it: ask, wait, read what it shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fake_chat_server import FakeServer
+from waiting import WATCHDOG
+
+WAIT = int(1000 * WATCHDOG)  # milliseconds
+
+
+def until(page: Any, condition: str) -> None:
+    """Waits until an expression is true. (Playwright's own way needs `eval`, which is forbidden.)"""
+    for _ in range(WAIT // 10):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(10)
+    raise AssertionError(f"it did not become true: {condition}")
+
+
+def drawn(page: Any) -> None:
+    """Waits until what was asked for is drawn."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
+def say(page: Any, text: str, wait: bool = True) -> None:
+    page.fill("#ask", text)
+    page.press("#ask", "Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Any) -> None:
+    until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
+
+
+def answers(page: Any) -> list[str]:
+    return [text.strip() for text in page.locator(".answer .markdown").all_inner_texts()]
+
+
+def questions(page: Any) -> list[str]:
+    return [text.strip() for text in page.locator(".question .said").all_inner_texts()]
+
+
+def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
+
+
+def luminance(page: Any, x: float, y: float) -> float:
+    """Of the canvas of the heat map, at a place in it."""
+    red, green, blue = page.evaluate(
+        """([x, y]) => {
+            const canvas = document.querySelector(".heat canvas"), ratio = devicePixelRatio;
+            return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
+        }""",
+        [x, y],
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def message(page: Any, selector: str) -> str:
+    return re.sub(r"\s+", " ", page.locator(selector).inner_text()).strip()
+
+
+def violations(page: Any) -> list[str]:
+    """What axe has to say about the page as it is."""
+    from axe_playwright_python.base import AXE_SCRIPT
+
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'][:120] for node in one['nodes']]}"
+        for one in found["violations"]
+    ]
+
+
+MARKDOWN = """# Title
+
+A *soft* and **loud** line, `code`, ~~gone~~ and [a link](https://example.org/a).
+
+- one
+  1. nested
+- [x] done
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> said
+
+```python
+print("<b>&amp;</b>")
+```
+
+---
+last line
+"""
