@@ -63,7 +63,10 @@ os.environ["HOTSET_ELSEWHERE"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("hotset", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile(
+    "hotset", derandomize=True, database=None, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of a machine that is busy
+)  # fmt: skip
 hypothesis.settings.load_profile("hotset")
 
 
