@@ -52,6 +52,9 @@ def test_what_a_modelfile_says() -> None:
     assert [{"role": role, "content": text} for role, text in found.messages] == EXAMPLES
     assert Modelfile.parse(found.text) == found
     assert Modelfile.parse(WHOLE.replace("\n", "\r\n")) == found
+    stops = ("\n\n", " a ", '"', "x\ny", '""', "#")
+    of_stops = Modelfile(base="m", parameters={"stop": stops})
+    assert Modelfile.parse(of_stops.text) == of_stops
 
 
 @pytest.mark.parametrize(
@@ -152,9 +155,22 @@ def test_names_of_created_models(model: Path) -> None:
     stored.write_bytes(model.read_bytes())
     with pytest.raises(InvalidRequestError, match="is called 'taken' already"):
         created.add("taken", made)
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        created.add("mine", created.Created(base="x", modelfile="\ud800"))
+    assert created.read() == {}
     (model.parent / "home" / "created.json").write_text("[]")
     with pytest.raises(HotsetError, match="no list of created models"):
         created.read()
+
+
+def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(created, "_MAX_BYTES", 3000)
+    made = created.Created(base="x", modelfile="a" * 1000)
+    created.add("one", made)
+    created.add("two", made)
+    with pytest.raises(InvalidRequestError, match="are kept; delete some of them"):
+        created.add("three", made)
+    assert set(created.read()) == {"one", "two"}
 
 
 @needs_core

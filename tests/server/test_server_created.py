@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 from tiny_server import client_to, write_model
 
 from hotset.server.catalogue import Catalogue
+from hotset.server.keys import NamedKey
 from hotset.server.models import Models
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
-from hotset.storage import created, store
+from hotset.storage import aliases, created, store
 
 LOAD = LoadSettings(backend="cpu", n_threads=1, max_sequences=4, n_ctx=256, max_batch=64)
 EXAMPLES = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two."}]
@@ -132,6 +135,7 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         ({"model": "x", "from": "base", "parameters": {"heat": 1}}, 400, "there is no PARAMETER 'heat'"),
         ({"model": "x", "from": "base", "template": "{{ .Prompt }}"}, 400, "template of Go"),
         ({"model": "x", "from": "base", "system": 'a """\nb'}, 400, "no three quotation marks"),
+        ({"model": "x", "from": "base\nSYSTEM b"}, 400, "a name no line break"),
         ({"model": "x", "from": "base", "files": {}}, 400, "files"),
         ({"model": "x", "from": "base", "messages": [{"role": "robot", "content": ""}]}, 400, "role"),
     ],
@@ -144,6 +148,74 @@ def test_what_is_not_created(home: Path, body: dict[str, Any], status: int, mess
         assert created.read() == {}
 
     run(home, work)
+
+
+def test_what_is_sent_is_what_is_made(home: Path) -> None:
+    body = {
+        "model": "x",
+        "from": "base",
+        "system": "a\r\nb",
+        "parameters": {"stop": ["\n\n", " "], "seed": []},
+    }
+
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/api/create", json=body)
+        assert reply.status_code == 200, reply.text
+        made = created.read()["x"]
+        assert made.sampling == {"stop": ["\n\n", " "]}
+        assert made.modelfile.startswith('FROM base\nSYSTEM """a\nb"""\n')
+        reply = await client.post(
+            "/api/create", content=b'{"model": "y", "from": "base", "system": "\\ud800"}'
+        )
+        assert reply.status_code == 400, reply.text
+
+    run(home, work)
+
+
+def test_no_model_is_lost_that_is_created_beside_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = {module: module.read for module in (created, aliases)}
+    for module, now in read.items():
+
+        def slowly(now: Callable[[], Any] = now) -> Any:
+            found = now()
+            time.sleep(0.02)
+            return found
+
+        monkeypatch.setattr(module, "read", slowly)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        posts = [client.post("/api/create", json={"model": f"m{i}", "from": "base"}) for i in range(5)]
+        posts += [client.post("/api/copy", json={"source": "base", "destination": f"a{i}"}) for i in range(5)]
+        assert {reply.status_code for reply in await asyncio.gather(*posts)} == {200}
+
+    run(home, work)
+    assert set(created.read()) == {f"m{i}" for i in range(5)}
+    assert set(aliases.read()) == {f"a{i}" for i in range(5)}
+
+
+def test_a_key_makes_models_of_those_that_it_may_ask(home: Path) -> None:
+    (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
+    key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base", "mine"))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for base, status in (("other", 403), ("base", 200)):
+            body = {"model": "mine", "from": base}
+            reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
+            assert reply.status_code == status, reply.text
+
+    run(home, work, named_keys=(key,))
+
+
+def test_a_name_that_the_server_has_is_not_given_again(home: Path) -> None:
+    async def whole() -> None:
+        catalogue = Catalogue({"mine": home / "models" / "base.gguf"})
+        catalogue.scan()
+        host = Models(catalogue, ServerSettings(), load=LOAD, budget=1 << 30)
+        async with client_to(host) as client:
+            reply = await client.post("/api/create", json={"model": "MINE", "from": "mine"})
+            assert (reply.status_code, created.read()) == (400, {})
+
+    asyncio.run(whole())
 
 
 def test_creating_needs_a_key_that_manages(home: Path) -> None:

@@ -67,12 +67,12 @@ class Modelfile:
                 f"the Modelfile has {len(text)} characters, and at most {MAX_CHARS} are read"
             )
         found: dict[str, Any] = {}
-        parameters: dict[str, tuple[str, ...]] = {}
+        parameters: dict[str, list[str]] = {}
         messages: list[tuple[str, str]] = []
         for number, instruction, value in _instructions(text):
             if instruction == "parameter":
                 name, _, given = value.partition(" ")
-                parameters[name.lower()] = (*parameters.get(name.lower(), ()), _unquoted(given.strip()))
+                parameters.setdefault(name.lower(), []).append(_unquoted(given.strip()))
             elif instruction == "message":
                 role, _, content = value.partition(" ")
                 if role not in _ROLES:
@@ -88,11 +88,13 @@ class Modelfile:
                 found["base" if instruction == "from" else instruction] = _unquoted(value)
         if not found.get("base"):
             raise InvalidRequestError("the Modelfile has no FROM, which names the model that it begins with")
-        return cls(parameters=parameters, messages=tuple(messages), **found)
+        values = {name: tuple(given) for name, given in parameters.items()}
+        return cls(parameters=values, messages=tuple(messages), **found)
 
     @property
     def can_be_written(self) -> bool:
-        """Whether its text says the same again: three quotation marks would end a value."""
+        """Whether its text says the same again: three quotation marks would end a value, a line break a
+        name."""
         try:
             return Modelfile.parse(self.text) == self
         except InvalidRequestError:
@@ -105,7 +107,9 @@ class Modelfile:
         lines = [f"FROM {self.base}"]
         lines += [f"TEMPLATE {quoted(self.template)}"] if self.template else []
         lines += [f"SYSTEM {quoted(self.system)}"] if self.system else []
-        lines += [f"PARAMETER {name} {value}" for name, values in self.parameters.items() for value in values]
+        for name, values in self.parameters.items():
+            plain = [value if _is_plain(value) else quoted(value) for value in values]
+            lines += [f"PARAMETER {name} {value}" for value in plain]
         lines += [f"MESSAGE {role} {quoted(text)}" for role, text in self.messages]
         return "\n".join(lines) + "\n"
 
@@ -140,6 +144,11 @@ def _unquoted(value: str) -> str:
         if len(value) >= 2 * len(quote) and value.startswith(quote) and value.endswith(quote):
             return value[len(quote) : -len(quote)]
     return value
+
+
+def _is_plain(value: str) -> bool:
+    """Whether a value is read as it is without quotation marks around it."""
+    return value == _unquoted(value.strip()) and not {"\n", '"'} & set(value)
 
 
 def made_of(modelfile: Modelfile, path: Path, *, base: str, source: str) -> Created:

@@ -17,7 +17,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 
 from hotset.errors import HotsetError
-from hotset.loader.modelfile import Modelfile, made_of
+from hotset.loader.modelfile import MAX_CHARS, Modelfile, made_of
 from hotset.server import shapes
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import Offered
@@ -29,7 +29,7 @@ from hotset.server.openai.schema import Body
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
 from hotset.server.shapes import JSON_LINES
-from hotset.server.streams import HOLDER, host_of, listed, while_connected
+from hotset.server.streams import HOLDER, file_of, host_of, listed, while_connected
 from hotset.storage import aliases, created, store
 
 _FORWARDED = ("x-forwarded-for", "forwarded")
@@ -127,17 +127,26 @@ class CreateBody(OllamaModelBody):
                 raise RequestError("from is missing", param="from", code="missing_required_parameter")
             given = self.parameters or {}
             values = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+            messages = self.messages or ()
             modelfile = Modelfile(
                 base=self.base,
-                system=self.system or "",
+                system=_with_plain_newlines(self.system or ""),
                 template=self.template or None,
-                parameters={name.lower(): tuple(map(str, some)) for name, some in values.items()},
-                messages=tuple((one.role, one.content) for one in self.messages or ()),
+                parameters={name.lower(): tuple(map(str, some)) for name, some in values.items() if some},
+                messages=tuple((one.role, _with_plain_newlines(one.content)) for one in messages),
             )
             if not modelfile.can_be_written:
-                raise RequestError('a text of a created model has no three quotation marks (""") in it')
+                raise RequestError(
+                    'a text of a created model has no three quotation marks (""") in it, a name no line '
+                    f"break, and all together have at most {MAX_CHARS} characters"
+                )
             return modelfile, modelfile.text
         return Modelfile.parse(self.modelfile), self.modelfile
+
+
+def _with_plain_newlines(text: str) -> str:
+    """As a Modelfile is read."""
+    return text.replace("\r\n", "\n")
 
 
 # ---- llama-server's ----
@@ -256,9 +265,13 @@ async def copy(body: CopyBody, http: Request) -> Response:
 async def create(body: CreateBody, http: Request) -> Response:
     """Makes a model of another one that is served: a system message, parameters, a template; no file is
     copied."""
-    host, (modelfile, text) = models_of(http), body.parsed()
-    _, base, path = await host.file_of(modelfile.base.removesuffix(":latest"))
-    name = body.named().removesuffix(":latest")
+    host, name = models_of(http), body.named().removesuffix(":latest")
+    modelfile, text = await asyncio.to_thread(body.parsed)
+    # Of a model that the key may ask: the new one has another name.
+    _, base, path = await file_of(http, modelfile.base.removesuffix(":latest"))
+    old = await asyncio.to_thread(created.find, name)
+    if old is None and name.lower() in {model.name.lower() for model in host.catalogue.models}:
+        raise RequestError(f"a model is called {name!r} already; choose another name", param="model")
 
     def kept() -> None:
         if created.find(base) is not None:
@@ -267,7 +280,6 @@ async def create(body: CreateBody, http: Request) -> Response:
             )
         created.add(name, made_of(modelfile, path, base=base, source=text))
 
-    old = created.find(name)
     await asyncio.to_thread(kept)
     if old is not None and host.catalogue.find(name) is not None:
         await while_connected(http, host.unload(name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
@@ -17,6 +18,7 @@ from hotset.storage import store
 MAX_ALIASES = 1024
 MAX_CHARS = 128  # of a name
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.ASCII)
+_changing = threading.Lock()  # requests of a server may change the list at the same time
 
 
 def check_alias(name: str) -> str:
@@ -45,18 +47,20 @@ def read() -> dict[str, str]:
 
 def add(alias: str, model: str) -> None:
     """Raises InvalidRequestError for a bad name, or too many."""
-    found = read() | {check_alias(alias): model}
-    if len(found) > MAX_ALIASES:
-        raise InvalidRequestError(f"there are {MAX_ALIASES} aliases already, the most that are kept")
-    _write(found)
+    with _changing:
+        found = read() | {check_alias(alias): model}
+        if len(found) > MAX_ALIASES:
+            raise InvalidRequestError(f"there are {MAX_ALIASES} aliases already, the most that are kept")
+        _write(found)
 
 
 def remove(alias: str) -> bool:
     """Whether there was one (case does not matter)."""
-    found = read()
-    left = {name: model for name, model in found.items() if name.lower() != alias.lower()}
-    if len(left) < len(found):
-        _write(left)
+    with _changing:
+        found = read()
+        left = {name: model for name, model in found.items() if name.lower() != alias.lower()}
+        if len(left) < len(found):
+            _write(left)
     return len(left) < len(found)
 
 

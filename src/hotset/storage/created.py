@@ -4,6 +4,7 @@ create`, `POST /api/create`), kept in $HOTSET_HOME/created.json. No file of a mo
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +14,12 @@ from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.files import read_small_text, write_whole
 from hotset.storage import store
 from hotset.storage.aliases import check_alias
+from hotset.units import human_size
 
 MAX_CREATED = 1024
 _MAX_BYTES = 64 << 20
 _ANY_TAG = ":latest"
+_changing = threading.Lock()  # requests of a server may change the list at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +56,26 @@ def find(name: str) -> Created | None:
 
 def add(name: str, created: Created) -> str:
     """Keeps one under a name, in place of one of that name. Returns the name. Raises InvalidRequestError for
-    a bad name, for that of a model that is here, and for too many."""
+    a bad name, for that of a model that is here, and for too many or too long ones."""
     name = check_alias(name.removesuffix(_ANY_TAG))
     if any(model.name.lower() == name.lower() for model in store.list_models()):
         raise InvalidRequestError(f"a model is called {name!r} already; choose another name")
-    found = {known: one for known, one in read().items() if known.lower() != name.lower()} | {name: created}
-    if len(found) > MAX_CREATED:
-        raise InvalidRequestError(f"{MAX_CREATED} models were created already, the most that are kept")
-    _write(found)
+    with _changing:
+        found = {known: one for known, one in read().items() if known.lower() != name.lower()}
+        if len(found) >= MAX_CREATED:
+            raise InvalidRequestError(f"{MAX_CREATED} models were created already, the most that are kept")
+        _write(found | {name: created})
     return name
 
 
 def remove(name: str) -> bool:
     """Whether there was one."""
-    found, wanted = read(), name.lower().removesuffix(_ANY_TAG)
-    left = {known: one for known, one in found.items() if known.lower() != wanted}
-    if len(left) < len(found):
-        _write(left)
+    wanted = name.lower().removesuffix(_ANY_TAG)
+    with _changing:
+        found = read()
+        left = {known: one for known, one in found.items() if known.lower() != wanted}
+        if len(left) < len(found):
+            _write(left)
     return len(left) < len(found)
 
 
@@ -83,4 +89,15 @@ def _write(created: Mapping[str, Created]) -> None:
         name: {**asdict(one), "sampling": dict(one.sampling), "load": dict(one.load)}
         for name, one in created.items()
     }
-    write_whole({_path(): json.dumps(rows, ensure_ascii=False, indent=1, sort_keys=True) + "\n"})
+    try:
+        data = (json.dumps(rows, ensure_ascii=False, indent=1, sort_keys=True) + "\n").encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "a text of a created model has half of a surrogate pair in it; send whole characters"
+        ) from None
+    if len(data) > _MAX_BYTES:  # `read` would refuse it
+        raise InvalidRequestError(
+            f"all created models together take {human_size(len(data))}, and at most {human_size(_MAX_BYTES)} "
+            "are kept; delete some of them"
+        )
+    write_whole({_path(): data})
