@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tiny_server import client_of, metrics_of, run
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.server.keys import NamedKey
 from hotset.server.service import Service
 
 PROMPT = "a quick brown fox is " * 10  # 210 tokens, and one that begins a text
@@ -115,6 +117,40 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
         assert "was saved by another model" in reply.json()["error"]["message"]
 
     run(path, again, slot_save_path=str(tmp_path))
+
+
+def test_a_file_of_something_else_is_not_replaced(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        reply = await act(client, "save", filename="model.gguf")
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
+        assert reply.json()["error"]["message"].startswith("model.gguf is a file of something else")
+        for _ in range(2):
+            assert (await act(client, "save", filename="own")).status_code == 200
+
+    run(path, work, slot_save_path=str(tmp_path))
+    assert (tmp_path / "model.gguf").read_bytes() == b"GGUF"
+
+
+def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
+    """Else one key would erase what another one's slot holds, and replace its files."""
+    keys = [
+        NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
+        for name in ("alice", "root")
+    ]
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for name, status in (("alice", 403), ("root", 200)):
+            for action in ("save", "restore", "erase"):
+                reply = await client.post(
+                    f"/slots/0?action={action}",
+                    json={"filename": "x"},
+                    headers={"authorization": f"Bearer {name}"},
+                )
+                assert reply.status_code == status, reply.text
+
+    run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
 
 
 def test_without_a_folder_nothing_is_saved(path: Path) -> None:

@@ -153,6 +153,11 @@ class Record(NamedTuple):
     contents: bytes
 
 
+def is_of_blocks(file: BinaryIO) -> bool:
+    """Whether a file begins as one of records does, or is empty."""
+    return file.read(len(_MAGIC)) in (b"", _MAGIC)
+
+
 def read_record(file: BinaryIO, name: Path, most: int) -> Record:
     """The next record of a file. most: bytes of contents at most. Raises FormatError for what is none, and
     for one that is damaged or cut short; EOFError at the end."""

@@ -21,6 +21,7 @@ from hotset.engine.blocks import (
     Prefix,
     encoded,
     in_memory,
+    is_of_blocks,
     keys_of,
     read_record,
 )
@@ -62,7 +63,9 @@ class SessionFiles:
 
     def save(self, path: Path, prefix: Prefix, about: Mapping[str, Any] | None = None) -> Saved:
         """Writes tokens and, as far as the cache still has them, the blocks of their pages. No step waits for
-        it. about: JSON that is kept beside them. Errors as files.replacing."""
+        it. about: JSON that is kept beside them. Errors as files.replacing; InvalidRequestError too where
+        a file of something else has that name."""
+        _check_replaced(path)
         scheduler = self.thread.engine.scheduler
         digest, keys = self.identity.digest, keys_of(self.identity, prefix)
         first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
@@ -143,6 +146,18 @@ class SessionFiles:
         """Forgets the pages of a prefix that no sequence uses, from its end on."""
         with self.thread.exclusive() as engine:
             engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, prefix.first_thresholded_token)
+
+
+def _check_replaced(path: Path) -> None:
+    try:
+        with open_regular(path) as file:
+            is_own = is_of_blocks(file)
+    except (FileNotFoundError, FormatError):  # `replacing` says what is wrong
+        return
+    if not is_own:
+        raise InvalidRequestError(
+            f"{path} is a file of something else, which is not replaced; choose another name"
+        )
 
 
 def _at(keys: Sequence[bytes], index: int) -> bytes | None:

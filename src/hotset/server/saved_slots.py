@@ -17,13 +17,14 @@ from fastapi import APIRouter, Request, Response
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.blocks import Prefix
 from hotset.engine.saved_prefix import NO_PREFIX, SessionFiles
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, InvalidRequestError
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
+from hotset.server.key_limits import Holder
 from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import SlotReply
-from hotset.server.streams import serving
+from hotset.server.streams import HOLDER, serving
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -46,6 +47,9 @@ async def slots(
     body: SlotBody = SlotBody(),  # noqa: B008
 ) -> Response:
     """action: save, restore or erase. A file that is damaged gives what comes before the damage."""
+    holder: Holder | None = http.scope.get(HOLDER)
+    if holder is not None and not holder.manages:  # slots and files are those of all keys
+        raise RequestError("this key may not save, restore or erase slots", 403, code="not_a_manager")
     service = await serving(http, body.model, required=False)
     model, folder = service.model, service.settings.slot_save_path
     if folder is None:
@@ -92,6 +96,8 @@ class _Slot:
         begun = time.perf_counter()
         try:
             saved = self._files.save(path, self._prefix)
+        except InvalidRequestError as error:
+            raise RequestError(_without_folder(error, path), param="filename") from None
         except HotsetError as error:
             raise RequestError(_without_folder(error, path), 500, code="not_saved") from None
         return SlotReply.written(
