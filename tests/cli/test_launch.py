@@ -22,7 +22,9 @@ config = sys.argv[sys.argv.index("--config") + 1] if "--config" in sys.argv else
 settings = Path(os.environ["HOME"]) / ".config" / "zed" / "settings.json"
 seen = dict(arguments=sys.argv[1:], env=dict(os.environ), config=config and
 json.loads(Path(config).read_text()),
-            settings=settings.read_text() if settings.exists() else None)
+            settings=settings.read_text() if settings.exists() else None,
+            modes={{path.name: path.stat().st_mode & 0o777
+                   for path in settings.resolve().parent.glob("*.json*")}})
 Path(os.environ["SEEN"]).write_text(json.dumps(seen))
 if "edit" in sys.argv:
     settings.write_text("changed")
@@ -182,6 +184,7 @@ def test_a_launch_that_was_killed_loses_nothing(tools: Tools, server: Serving) -
     tools.settings.parent.mkdir(parents=True)
     tools.settings.write_text('{"language_models": "of the launch before"}')
     backup_of(tools.settings).write_text(SETTINGS)
+    os.utime(backup_of(tools.settings), ns=(0, tools.settings.stat().st_mtime_ns))
     launched("zed", "--url", server.url, "--yes")
     assert json.loads(tools.seen()["settings"])["theme"] == "One Dark"
     assert tools.settings.read_text() == SETTINGS
@@ -195,6 +198,30 @@ def test_what_is_changed_meanwhile_stays(tools: Tools, server: Serving) -> None:
     assert "was changed in the meantime" in said
     assert tools.settings.read_text() == "changed"
     assert backup_of(tools.settings).read_text() == SETTINGS
+    # Nor does the next launch put its own in their place.
+    said = launched("zed", "--url", server.url, "--yes", code=1)
+    assert "was changed since an earlier launch" in said
+    assert tools.settings.read_text() == "changed"
+    backup_of(tools.settings).unlink()
+    tools.settings.write_text("{}")
+    launched("zed", "--url", server.url, "--yes")
+    assert tools.settings.read_text() == "{}"
+
+
+@needs_core
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_a_link_and_permissions_stay(tools: Tools, server: Serving, tmp_path: Path, mode: int) -> None:
+    (own := tmp_path / "dotfiles.json").write_text(SETTINGS)
+    own.chmod(mode)
+    tools.settings.parent.mkdir(parents=True)
+    tools.settings.symlink_to(own)
+    launched("zed", "--url", server.url, "--yes")
+    seen = tools.seen()
+    assert json.loads(seen["settings"])["theme"] == "One Dark"
+    assert seen["modes"] == {"dotfiles.json": mode, "dotfiles.json.before-hotset": mode}
+    assert tools.settings.is_symlink()
+    assert (own.read_text(), own.stat().st_mode & 0o777) == (SETTINGS, mode)
+    assert not backup_of(own).exists()
 
 
 def test_settings_that_are_not_understood_stay(tools: Tools, server: Serving) -> None:

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -217,13 +218,26 @@ def _edited(setup: Setup, *, yes: bool) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         backup = backup_of(path)
         if not backup.exists():  # else a launch was killed, and this is what the file was before
-            write_whole({backup: path.read_bytes() if path.exists() else b""})
-        write_whole({path: text})
+            _write_as(path, backup, path.read_bytes() if path.exists() else b"")
+        _write_as(path, path, text.encode())
+        written = path.stat().st_mtime_ns
+        os.utime(backup, ns=(written, written))
     try:
         yield
     finally:
         for path, text in setup.edits.items():
             _restore(path, text)
+
+
+def _write_as(model: Path, path: Path, data: bytes) -> None:
+    """Writes a file with the permissions of another one, where that is there."""
+    try:
+        mode = stat.S_IMODE(model.stat().st_mode)
+    except FileNotFoundError:
+        write_whole({path: data})
+        return
+    write_whole({path: data}, mode=mode)
+    path.chmod(mode)  # what the umask took
 
 
 def _restore(path: Path, written: str) -> None:

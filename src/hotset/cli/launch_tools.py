@@ -110,7 +110,7 @@ def _continue(server: Server) -> Setup:
 
 
 def _zed(server: Server) -> Setup:
-    path = zed_settings()
+    path = zed_settings().resolve()  # a link to it stays one
     model = {
         "name": server.model,
         "max_tokens": server.n_ctx or 8192,
@@ -163,8 +163,13 @@ def zed_settings() -> Path:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """A file of JSON with comments and commas at ends, as it was before a launch that did not end; {} where
-    there is none. Raises InvalidRequestError."""
+    there is none. Raises InvalidRequestError, also where it was changed after that launch."""
     backup = backup_of(path)
+    if backup.exists() and path.exists() and not _is_untouched(path, backup):
+        raise InvalidRequestError(
+            f"{path} was changed since an earlier launch, and {backup.name} beside it is what it was before; "
+            "delete the one that you do not want, and start again"
+        )
     try:
         text = read_small_text(backup if backup.exists() else path, _MAX_SETTINGS)
     except FileNotFoundError:
@@ -180,9 +185,14 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return found
 
 
+def _is_untouched(path: Path, backup: Path) -> bool:
+    """Whether a file is as a launch wrote it, or as it was before."""
+    return path.stat().st_mtime_ns == backup.stat().st_mtime_ns or path.read_bytes() == backup.read_bytes()
+
+
 def backup_of(path: Path) -> Path:
     """Where the bytes of a user's file are while a launch has changed it; without any where there was no
-    file."""
+    file. Its time is that at which the launch wrote the other one."""
     return path.with_name(path.name + BACKUP)
 
 
