@@ -109,6 +109,23 @@ def test_narrow_tables_scroll(server: FakeServer, opened: Any) -> None:
     )
 
 
+def test_formulas_are_sought_as_far_as_the_lexer_goes_on_by_itself(server: FakeServer, opened: Any) -> None:
+    """It asks before each piece: looks at all that follows would make the work that of a square."""
+    texts = {
+        "text": ["a $x$", "` a \\(x\\)", "a", "a *b* $x$", "a\nb $x$", "a \\* $x$"],
+        "paragraphs": ["a\n$$x$$", "a\nb\n  \\[x\\]", "a", "a\n\nb\n$$x$$"],
+    }
+    found = opened(server.url).evaluate(
+        """async (texts) => {
+            const [inText, inParagraph] = (await import("/page/math.js")).mathExtensions;
+            return [texts.text.map((text) => inText.start(text) ?? null),
+                    texts.paragraphs.map((text) => inParagraph.start(text) ?? null)];
+        }""",
+        texts,
+    )
+    assert found == [[2, 4, None, None, None, None], [1, 3, None, None]]
+
+
 # ---- work per event
 
 PROSE = (

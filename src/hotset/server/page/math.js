@@ -14,12 +14,17 @@ const INLINE =
   /^\$\$([^$]{1,5000}?)\$\$|^\$(?!\s)((?:\\[^\n]|[^\\$\n`]){1,5000}?)(?<!\s)\$(?!\d)|^\\\(([^\n]{1,5000}?)\\\)|^\\\[([\s\S]{1,5000}?)\\\]/;
 const BLOCK = /^ {0,3}(?:\$\$([^$]{1,5000}?)\$\$|\\\[([\s\S]{1,5000}?)\\\])[ \t]*(?:\n|$)/;
 
+// The lexer asks before each piece of text where a formula may begin in it. It stops by itself at the next character
+// that may mean something, and at an empty line: a look at all that follows would cost the square of the text's length.
+const IN_TEXT = /^([`~]*[^\\<![`*~_\n$]*)(?:\$|\\[([])/;
+const IN_PARAGRAPH = /^((?:(?!\n\n)[^])*?)\n {0,3}(?:\$\$|\\\[)/;
+
 /** What the lexer of marked gets: tokens {type: "math", text, display}. */
 export const mathExtensions = [
   {
     name: "math",
     level: "inline",
-    start: (text) => text.match(/\$|\\[([]/)?.index,
+    start: (text) => IN_TEXT.exec(text)?.[1].length,
     tokenizer: (text) => {
       const found = INLINE.exec(text);
       if (!found) return undefined;
@@ -30,7 +35,7 @@ export const mathExtensions = [
   {
     name: "math-block",
     level: "block",
-    start: (text) => text.match(/\n {0,3}(?:\$\$|\\\[)/)?.index,
+    start: (text) => IN_PARAGRAPH.exec(text)?.[1].length,
     tokenizer: (text) => {
       const found = BLOCK.exec(text);
       return found ? { type: "math-block", raw: found[0], text: (found[1] ?? found[2]).trim(), display: true } : undefined;
