@@ -48,6 +48,8 @@ HOSTILE_MATH = [
     r"$$\begin{align} x \label{ask} \\ y \tag{<img src=x onerror=window.pwned=2>} \end{align}$$",
     r"$\text{<script>window.pwned=3</script>}$",
     r"$\def\a{\a\a}\a$",
+    r"$\newcommand{\a}[1]{" + "#1" * 200 + r"}\a{" + "x" * 200 + "}$",  # 40,000 elements
+    r"$\global\long\def\b{xx}\b$ $\let\c=x\c$",
     r"$\rule{9999999em}{9999999em}$",
     "$" + "{" * 2000 + "}" * 2000 + "$",
     r"$\unknown{x}$",
@@ -67,6 +69,7 @@ def test_hostile_formulas_stay_harmless(server: FakeServer, opened: Any) -> None
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     heights = page.evaluate("[...document.querySelectorAll('.math')].map((e) => e.clientHeight)")
     assert max(heights) < 3000
+    assert page.evaluate("document.querySelectorAll('.answer math *').length") < 1000
 
 
 CODE = {

@@ -5,6 +5,8 @@ import { h } from "./dom.js";
 
 const MOST_EXPANSIONS = 500; // of macros
 const LARGEST = [20, 100]; // em, of rules and spaces
+// A definition may stand for a thousand times its length: a formula of 5,000 characters would have millions of elements.
+const DEFINES = /\\(?:[egx]?def|let|futurelet|global|long|(?:re)?newcommand|providecommand)(?![a-zA-Z])/;
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const NAMED = /^(?:id|href|src|name|xlink.*|on.*)$/i; // attributes that reach beyond a formula
 
@@ -58,6 +60,7 @@ async function load() {
 }
 
 function draw(node, { text, display }) {
+  if (DEFINES.test(text)) return;
   const drawn = h("span");
   try {
     const options = { displayMode: display, throwOnError: true, trust: false, maxExpand: MOST_EXPANSIONS, maxSize: LARGEST };
