@@ -32,7 +32,7 @@ from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
-from hotset.model.operations import Activate, Value
+from hotset.model.operations import Activate, Route, Value
 from hotset.placement.cards import CARDS
 
 # The suite compiles for one of each maker, `make test-triton` for all.
@@ -385,6 +385,23 @@ def test_experts_of_prompts_compile(target: str, monkeypatch: pytest.MonkeyPatch
             assert re.search(r"mma\S*\.s32\.s8\.s8|v_wmma_i32_16x16x16_iu8", text), constants
         if maker == "cuda":
             assert not re.search(r"div\.(full|approx)|mul\.ftz|fma\.rn\.ftz", text), constants
+
+
+@each_target
+def test_routers_and_sums_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 experts, eight of a token, some of which the device computed."""
+    parts, weights_, asked = new(1, 8, D), new(1, 8), new(1, 8, dtype=torch.int32)
+
+    def run() -> None:
+        value = Value(0, 128, "")
+        for scoring in ("softmax", "sigmoid", "softmax_chosen"):
+            op = Route(value, value, 8, scoring, normalised=True)  # type: ignore[arg-type]
+            experts_kernel.route(new(1, 128), op, new(128), new(128))
+        experts_kernel.sum_experts(parts, weights_, new(1, D), parts, asked)
+
+    rows = compile_all(run, TARGETS[target], monkeypatch)
+    assert [row["kernel"] for row in rows] == [*["_route_kernel"] * 3, "_sum_kernel"]
+    check(rows, target)
 
 
 @each_target
