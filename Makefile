@@ -101,7 +101,7 @@ TRITONS ?= 3.6.0 3.9.0
 test-triton: build $(VENV)/.dev
 	for version in $(TRITONS); do folder=$(abspath build/triton)/$$version; \
 	  [ -d $$folder ] || $(BIN)/python -m pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
-	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest tests/backends/gpu/test_gpu_aot.py || exit 1; done
+	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest -m '' tests/backends/gpu/test_gpu_aot.py || exit 1; done
 
 # The PTX of the GPU's kernels executed by an interpreter (tests/support/ptx), as it was compiled for Ampere and for
 # Hopper: results, bounds, alignment, races. A quarter of an hour; needs no GPU. ARCHS=80 for one of them.

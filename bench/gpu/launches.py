@@ -43,6 +43,7 @@ D, FF, N_HEAD, RANK, N_VOCAB, N_PAGES = 4096, 11008, 32, 1024, 32000, 64  # 7B: 
 N_LAYER = 2  # the first has what is computed once for all
 ACTIVE, HOT = 0.1, 0.5  # of the neurons: those that fire, those on the device where a layer is split
 KEPT = 0.5  # of the inputs of every matrix, where small ones are zeroed
+N_EXPERT, N_USED, EXPERT_FF = 64, 8, 1408  # of a layer with experts, all of them on the CPU
 TYPE = GGMLType.Q4_0
 META = torch.device("meta")
 
@@ -77,21 +78,31 @@ def rows() -> Iterator[Row]:
         yield _row(f"predicted, half of the neurons hot, {kind}", "predicted", kind)
     yield _row("dense, SiLU", "dense", None, silu=True)
     yield _row("threshold, SiLU, half of all inputs zeroed", "dense", None, silu=True, thresholded=True)
+    yield _row("8 of 64 experts, all on the CPU, spin", "dense", "spin", silu=True, has_experts=True)
 
 
-def _row(name: str, mode: FFNMode, kind: str | None, *, silu: bool = False, thresholded: bool = False) -> Row:
-    source = Source(mode, silu=silu)
+def _row(
+    name: str, mode: FFNMode, kind: str | None, *, silu: bool = False, thresholded: bool = False,
+    has_experts: bool = False,
+) -> Row:  # fmt: skip
+    source = Source(mode, silu=silu, has_experts=has_experts)
     every = LayerThresholds(attn_in=1.0, attn_out=1.0, ffn_in=1.0, down_in=1.0)
     layer_thresholds = [every] * N_LAYER if thresholded else ()
     config = config_from_gguf(source)  # type: ignore[arg-type]
     graph = describe(config, source.tensors, source.predictor, layer_thresholds)
-    launches = _launches(source, graph, sparse=thresholded or mode != "dense", kind=kind)
+    is_sparse = thresholded or mode != "dense"
+    launches = _launches(source, graph, sparse=is_sparse, kind=kind, has_experts=has_experts)
     (first, *_, last), once = [launches.get(i, 0) for i in range(N_LAYER)], launches.get(-1, 0)
     facts = model_facts(graph, source.tensors, mode=mode, kv_type="f16", n_pages=N_PAGES, max_batch=512)
     sent = 0 if kind is None else 4 * D * 2 + FF // 8
     read = _read(facts.layers[-1], 1.0 if kind is None else HOT)
     if thresholded:
         read = int(KEPT * facts.layers[-1].fixed_bytes + facts.layers[-1].kv_read_bytes)
+    if has_experts:
+        read, sent = (
+            int(facts.layers[-1].fixed_bytes + facts.layers[-1].kv_read_bytes),
+            4 * (D + N_USED * (D + 1)),
+        )
     return Row(name, last, once + first - last, read, sent)
 
 
@@ -102,7 +113,9 @@ def _read(layer: LayerFacts, hot: float) -> int:
     )
 
 
-def _launches(source: Source, graph: Graph, *, sparse: bool, kind: str | None) -> dict[int, int]:
+def _launches(
+    source: Source, graph: Graph, *, sparse: bool, kind: str | None, has_experts: bool
+) -> dict[int, int]:
     """Of one token, by layer; -1: outside of the layers."""
     log: list[object] = []
     counted: dict[int, int] = {}
@@ -114,14 +127,14 @@ def _launches(source: Source, graph: Graph, *, sparse: bool, kind: str | None) -
         counted[layer] = counted.get(layer, 0) + len(log) - before
 
     original = GpuStage._call
-    hot = None if kind is None else {i: np.arange(FF) < HOT * FF for i in range(N_LAYER)}
+    hot = None if kind is None or has_experts else {i: np.arange(FF) < HOT * FF for i in range(N_LAYER)}
     with ExitStack() as patches:
         patches.enter_context(patch.object(launch, "launch", lambda *args, **options: log.append(args[0])))
         patches.enter_context(patch("hotset.backends.gpu.stage.find_device", lambda name: META))
         patches.enter_context(patch.object(DeviceMatrix, "from_bytes", without_memory))
         stage = GpuStage(
             source, graph, "meta", n_pages=N_PAGES, max_batch=1, kernels=Kernels(META, triton=True),
-            hot=hot, cold=None if kind is None else Cold(kind, log), sparse=sparse,
+            hot=hot, cold=None if kind is None else Cold(kind, log, has_experts=has_experts), sparse=sparse,
             input_major=[op.weight for op in thresholded_products(graph)],
         )  # fmt: skip
         patches.enter_context(patch.object(GpuStage, "_call", call))
@@ -167,10 +180,13 @@ class Cold:
 
     max_batch, capturable = 1, True
 
-    def __init__(self, kind: str, log: list[object]) -> None:
+    def __init__(self, kind: str, log: list[object], *, has_experts: bool) -> None:
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=META)  # noqa: E731
+        out, bits = new(1, D), new(1, FF // 8, dtype=torch.uint8)
+        if has_experts:
+            out, bits = new(1, N_USED * D), new(1, N_USED, dtype=torch.int32)
         shared = SimpleNamespace(
-            h=new(1, D), out=[new(1, D)] * N_LAYER, bits=[new(1, FF // 8, dtype=torch.uint8)] * N_LAYER,
+            h=new(1, D), out=[out] * N_LAYER, bits=[bits] * N_LAYER,
             submitted=[0] * N_LAYER, request=0, done=4 * N_LAYER,
         )  # fmt: skip
         kinds: dict[str, Any] = {"memops": cpu_offload._MemOps, "spin": cpu_offload._Spin}
@@ -199,7 +215,7 @@ class Driver:
 class Source:
     """The weights of a sparse model, or of one with SiLU, as a file would have them, all zero."""
 
-    def __init__(self, mode: FFNMode, *, silu: bool) -> None:
+    def __init__(self, mode: FFNMode, *, silu: bool, has_experts: bool) -> None:
         self.metadata = {
             "general.architecture": "llama", "llama.block_count": N_LAYER, "llama.embedding_length": D,
             "llama.feed_forward_length": FF, "llama.attention.head_count": N_HEAD,
@@ -209,8 +225,15 @@ class Source:
         }  # fmt: skip
         self.dialect = "powerinfer"
         self.tensors: dict[str, TensorInfo] = {}
-        for name, n_cols, n_rows in _matrices(mode, silu=silu):
-            self._add(name, (n_cols, n_rows), TYPE, n_rows * row_bytes(TYPE, n_cols))
+        if has_experts:
+            self.metadata |= {
+                "llama.expert_count": N_EXPERT, "llama.expert_used_count": N_USED,
+                "llama.feed_forward_length": EXPERT_FF,
+            }  # fmt: skip
+        for name, n_cols, n_rows in _matrices(mode, silu=silu, has_experts=has_experts):
+            n_each = (N_EXPERT,) if name.endswith("_exps.weight") else ()
+            n_bytes = n_rows * row_bytes(TYPE, n_cols) * (N_EXPERT if n_each else 1)
+            self._add(name, (n_cols, n_rows, *n_each), TYPE, n_bytes)
         norms = [f"blk.{i}.{part}_norm" for i in range(N_LAYER) for part in ("attn", "ffn")]
         for name in (*norms, "output_norm"):
             self._add(f"{name}.weight", (D,), GGMLType.F32, 4 * D)
@@ -226,13 +249,19 @@ class Source:
         pass
 
 
-def _matrices(mode: FFNMode, *, silu: bool) -> Iterator[tuple[str, int, int]]:
+def _matrices(mode: FFNMode, *, silu: bool, has_experts: bool) -> Iterator[tuple[str, int, int]]:
     """Name, inputs, outputs."""
     yield "token_embd.weight", D, N_VOCAB
     yield "output.weight", D, N_VOCAB
     for i in range(N_LAYER):
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             yield f"blk.{i}.{name}.weight", D, D
+        if has_experts:
+            yield f"blk.{i}.ffn_gate_inp.weight", D, N_EXPERT
+            yield f"blk.{i}.ffn_gate_exps.weight", D, EXPERT_FF
+            yield f"blk.{i}.ffn_up_exps.weight", D, EXPERT_FF
+            yield f"blk.{i}.ffn_down_exps.weight", EXPERT_FF, D
+            continue
         for name in ("ffn_gate", "ffn_up") if silu else ("ffn_gate", "ffn_up", "ffn_down_t"):
             yield f"blk.{i}.{name}.weight", D, FF
         if silu:

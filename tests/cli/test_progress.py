@@ -193,6 +193,6 @@ def test_a_pull_says_how_long(tmp_path: Path) -> None:
 def test_every_subcommand_that_takes_long_is_tested() -> None:
     from hotset.cli.main import SUBCOMMANDS
 
-    quick = {"serve", "mcp", "list", "show", "rm", "plan", "doctor"}
+    quick = {"serve", "mcp", "list", "show", "rm", "plan", "doctor", "create", "launch"}
     quick |= {"rerank"}  # which shows what embed shows, and needs a reranker
     assert {command.split()[0] for command, _ in LONG} | {"pull"} == SUBCOMMANDS.keys() - quick

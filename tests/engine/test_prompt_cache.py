@@ -415,7 +415,11 @@ def test_two_processes_share_a_directory(tmp_path: Path):
                     each.scheduler.pool.clear()
                     if turn:
                         each.scheduler.prompt_cache.flush()
-        assert one.counters().restored_tokens + other.counters().restored_tokens > 0
+        generate(one, prompt(300, 0))
+        one.scheduler.prompt_cache.flush()
+        restored = other.counters().restored_tokens
+        assert generate(other, prompt(300, 0)).tokens == expected[0]
+        assert other.counters().restored_tokens > restored
         assert counts(one).blocks_damaged == counts(other).blocks_damaged == 0
 
 

@@ -23,7 +23,13 @@ tiny_models = pytest.importorskip("tiny_models")
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 3
 OWN_LAYERS = {"nemotron-h": [1, 3], "nemotron-h-moe": [1, 3]}  # those with an FFN
-RECIPES = ["nemotron-h", "nemotron-h-moe", "gemma3n", "bitnet", "rwkv6", "rwkv7", "plm", "jais2"]
+RECIPES = [
+    "nemotron-h-moe",  # layers without an FFN, and experts
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("nemotron-h", "gemma3n", "bitnet", "rwkv6", "rwkv7", "plm", "jais2")
+    ),
+]
 
 
 @pytest.fixture

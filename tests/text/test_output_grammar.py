@@ -114,7 +114,10 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
 # Harmony's marks are tokens in every vocabulary, and a random model does not spell the end of its reasoning.
 @pytest.mark.parametrize(
     ("name", "special"),
-    [*((name, True) for name in TEMPLATES), *((name, False) for name in TEMPLATES if name != "harmony")],
+    [
+        *((name, True) for name in TEMPLATES),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in TEMPLATES if name != "harmony"),
+    ],
 )
 def test_a_required_call_is_one_of_the_tools(name: str, special: bool):
     tokenizer, grammars = vocabulary(special)

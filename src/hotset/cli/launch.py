@@ -78,8 +78,7 @@ def launch(
         _show(setup, command)
         if program is None or show:
             return
-        for name, text in setup.scratch.items():
-            (folder / name).write_text(text, "utf-8")
+        write_whole({folder / name: text for name, text in setup.scratch.items()}, sync=False)
         stack.enter_context(_edited(setup, yes=yes))
         env = {name: value for name, value in (os.environ | setup.env).items() if value is not None}
         code = _run([program, *command[1:]], env)

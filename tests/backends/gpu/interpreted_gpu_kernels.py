@@ -33,7 +33,7 @@ from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, Ho
 from hotset.backends.torch import functions
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
-from hotset.model.operations import Activate, Rope, Value
+from hotset.model.operations import Activate, Rope, Route, Value
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -857,6 +857,44 @@ def test_the_cpu_and_a_device_pass_vectors(n_bits: int) -> None:
     spin_on_device.collect(flag, host_h * 2, out)
     assert flag.item() == 0
     assert torch.equal(out, h * 2)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_chosen"])
+@pytest.mark.parametrize(("n_expert", "n_used", "is_biased"), [(5, 2, False), (64, 8, True), (40, 1, False)])
+def test_experts_are_routed(scoring: Any, n_expert: int, n_used: int, is_biased: bool) -> None:
+    """Of equal scores the lower id comes first; what is not a number comes last, and spoils its token."""
+    x = rng_of(n_expert, n_used).permuted(np.tile(np.arange(n_expert) // 2, (4, 1)), axis=1) / 8
+    x[1, 3], x[2, 0], x[3, 1] = np.nan, np.inf, -np.inf
+    value = Value(0, n_expert, "")
+    op = Route(
+        value, value, n_used, scoring, normalised=scoring == "sigmoid", scale=1.5 if is_biased else 1.0
+    )
+    bias = t(rng_of(1).permutation(n_expert).astype(np.float32)) if is_biased else None
+    scales = t(randn(n_expert)) if is_biased else None
+    ids, weights = experts_on_device.route(t(x.astype(np.float32)), op, bias, scales)
+    expected_ids, expected = fallback.route(t(x.astype(np.float32)), op, bias, scales)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, expected_ids)
+    assert weights[1].isnan().all()
+    assert torch.equal(weights.isnan(), expected.isnan())
+    magnitude = 1 + expected.nan_to_num().abs()
+    agree(weights.nan_to_num(), expected.nan_to_num(), magnitude, n_expert)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_used", "has_own"), [(1, 3, True), (3, 2, False), (2, 1, True)])
+def test_experts_are_summed_in_order(n_tokens: int, n_used: int, has_own: bool) -> None:
+    """Bit for bit, and what another computes is not read."""
+    n = 530
+    parts, own = (t(randn(n_tokens, n_used, n, seed=seed)) for seed in (1, 2))
+    weights, residual = t(randn(n_tokens, n_used, seed=3)), t(randn(n_tokens, n, seed=4)) if has_own else None
+    asked = t(np.where(rng_of(5).random((n_tokens, n_used)) < 0.5, 7, -8).astype(np.int32))
+    parts[asked < 0], own[asked >= 0] = float("nan"), float("nan")
+    given = (own, asked) if has_own else ()
+    if not has_own:
+        parts = parts.nan_to_num()
+    found = experts_on_device.sum_experts(parts, weights, residual, *given)
+    assert torch.equal(found, fallback.sum_experts(parts, weights, residual, *given))
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])

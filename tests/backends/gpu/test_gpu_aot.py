@@ -32,12 +32,14 @@ from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.keys import MAX_GROUP, MAX_HEAD_DIM
-from hotset.model.operations import Activate, Value
+from hotset.model.operations import Activate, Route, Value
 from hotset.placement.cards import CARDS
 
-# The suite compiles for one of each maker, `make test-triton` for all.
+# The suite compiles for one target, with what is slow for one of each maker, `make test-triton` for all.
 CHOSEN = list(TARGETS) if os.environ.get("HOTSET_AOT") == "all" else ["sm_90", "gfx1100"]
-each_target = pytest.mark.parametrize("target", CHOSEN)
+each_target = pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.slow) for name in CHOSEN]
+)
 D, N_FF, N_PAGES = 4096, 11008, 64
 F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
 
@@ -313,7 +315,10 @@ WIDE_HEADS = {
 }
 HEADS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # Every target has the tiles of one of these two, or more room; `make test-triton` compiles all of all.
-WIDE = [("sm_86", (256, 256), 1), ("sm_90", (256, 256), 1), ("sm_86", (64, 64), 71)]
+WIDE = [
+    ("sm_90", (256, 256), 1),
+    *(pytest.param("sm_86", *heads, marks=pytest.mark.slow) for heads in (((256, 256), 1), ((64, 64), 71))),
+]
 if os.environ.get("HOTSET_AOT") == "all":
     WIDE = [(name, dims, group) for name in TARGETS for dims in (*HEADS, (512, 512)) for group in (1, 8, 71)]
 
@@ -388,6 +393,23 @@ def test_experts_of_prompts_compile(target: str, monkeypatch: pytest.MonkeyPatch
 
 
 @each_target
+def test_routers_and_sums_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 experts, eight of a token, some of which the device computed."""
+    parts, weights_, asked = new(1, 8, D), new(1, 8), new(1, 8, dtype=torch.int32)
+
+    def run() -> None:
+        value = Value(0, 128, "")
+        for scoring in ("softmax", "sigmoid", "softmax_chosen"):
+            op = Route(value, value, 8, scoring, normalised=True)  # type: ignore[arg-type]
+            experts_kernel.route(new(1, 128), op, new(128), new(128))
+        experts_kernel.sum_experts(parts, weights_, new(1, D), parts, asked)
+
+    rows = compile_all(run, TARGETS[target], monkeypatch)
+    assert [row["kernel"] for row in rows] == [*["_route_kernel"] * 3, "_sum_kernel"]
+    check(rows, target)
+
+
+@each_target
 def test_fetching_experts_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few = (F16, Q4_0, GGMLType.Q6_K, GGMLType.MXFP4)
     types = EXPERT_TYPES if list(TARGETS) == CHOSEN else few
@@ -406,6 +428,7 @@ def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None
     check(rows, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_threads_of_small_tiles_have_the_same_sums(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
@@ -564,11 +587,13 @@ def test_more_numbers_than_an_int32_counts_are_reached(monkeypatch: pytest.Monke
 OTHERS = [type_ for type_ in SUPPORTED if type_ != Q4_0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_every_type_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(compile_all(other_types(OTHERS), TARGETS[target], monkeypatch), target)
 
 
+@pytest.mark.slow
 def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(eight_tokens, TARGETS["sm_80"], monkeypatch)
     rows += compile_all(exact_ffn, TARGETS["sm_90"], monkeypatch)

@@ -43,7 +43,7 @@ from hotset.model.graph import thresholded_products  # noqa: E402
 from hotset.model.operations import Activate, Value  # noqa: E402
 from hotset.offload.misses import Fetching  # noqa: E402
 
-OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
+OF_EXPERTS = ("experts", "choose_experts", "fetch_experts", "route", "sum_experts")
 OF_STEPS = (
     "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",

@@ -93,7 +93,11 @@ def assert_same_bits(found: Iterator[tuple[ChainBackend, StoredWeights | None]])
     return seen
 
 
-@pytest.mark.parametrize("type_", [T.F32, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "type_",
+    [*(pytest.param(t, marks=pytest.mark.slow) for t in (T.F32, T.Q8_0)), T.Q4_0],
+    ids=lambda t: t.name,
+)
 @pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
 @pytest.mark.parametrize("model", ["llama", "bamboo", "opt", "falcon-40b"])
 def test_cold_neurons_come_through_the_store(tmp_path: Path, model: str, dialect: Any, type_: T) -> None:

@@ -15,7 +15,7 @@ decide what is launched. Products and sums must not be fused here but where it i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -49,8 +49,9 @@ from hotset.backends.gpu.triton_kernels import (
     _zero_small,
     is_amd,
 )
+from hotset.backends.torch import functions
 from hotset.formats.quants import GGMLType
-from hotset.model.operations import Activate
+from hotset.model.operations import Activate, Route, Scoring
 
 MXFP4 = tl.constexpr(8)
 TYPES = FORMATS | {GGMLType.MXFP4: 8}
@@ -470,6 +471,113 @@ def fetch_experts(part: HostRows, fetched: Tensor, to: DeviceMatrix | Tensor, fi
         _fetch_kernel, (-(-n_units // FETCH_UNITS), len(fetched)), part.addresses, fetched, *views, n_units,
         first, UNIT=size, BLOCK=n_block // size, N=FETCH_UNITS, warps=4, fused=True, **constants,
     )  # fmt: skip
+
+
+SCORINGS: dict[str, int] = {scoring: i for i, scoring in enumerate(get_args(Scoring))}
+SOFTMAX = tl.constexpr(SCORINGS["softmax"])
+OF_SIGMOID = tl.constexpr(SCORINGS["sigmoid"])
+SOFTMAX_CHOSEN = tl.constexpr(SCORINGS["softmax_chosen"])
+
+
+@triton.jit
+def _route_kernel(
+    x, bias, scales, ids, weights, n_expert, scale,
+    SCORING: tl.constexpr, NORMALISED: tl.constexpr, USED: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """operations.Route, without groups, of one token: ids, weights [T, USED]. E, U: experts, and those used,
+    rounded up."""
+    t = tl.program_id(0).to(tl.int64)
+    i, u = tl.arange(0, E), tl.arange(0, U)
+    there = i < n_expert
+    score = tl.load(x + t * n_expert + i, mask=there, other=float("-inf"))
+    is_none = tl.max((score != score).to(tl.int32), axis=0) != 0
+    p = score
+    if SCORING == SOFTMAX:
+        p = tl.exp(score - tl.max(score, axis=0))
+        p = p / tl.sum(p, axis=0)
+    elif SCORING == OF_SIGMOID:
+        p = 1.0 / (1.0 + tl.exp(-score))
+    wanted = score
+    if bias is not None:
+        wanted = p + tl.load(bias + i, mask=there, other=0.0)
+    wanted = tl.where(there & (wanted == wanted), wanted, float("-inf"))
+    free = there
+    chosen, value = tl.zeros([U], tl.int32), tl.full([U], float("-inf"), tl.float32)
+    for k in range(USED):
+        best = tl.max(tl.where(free, wanted, float("-inf")), axis=0)
+        id = tl.min(tl.where(free & (wanted == best), i, E), axis=0)
+        free = free & (i != id)
+        chosen = tl.where(u == k, id, chosen)
+        value = tl.where(u == k, tl.sum(tl.where(i == id, p, 0.0), axis=0), value)
+    if SCORING == SOFTMAX_CHOSEN:
+        value = tl.exp(value - tl.max(value, axis=0))
+        value = value / tl.sum(value, axis=0)
+    used = u < USED
+    if NORMALISED:
+        value = value / tl.maximum(tl.sum(tl.where(used, value, 0.0), axis=0), 0.00006103515625)  # 2^-14
+    value = value * scale
+    if scales is not None:
+        value = value * tl.load(scales + chosen, mask=used, other=0.0)
+    tl.store(ids + t * USED + u, chosen, mask=used)
+    tl.store(weights + t * USED + u, tl.where(is_none, float("nan"), value), mask=used)
+
+
+def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """fallback.route; in one launch, but for experts in groups."""
+    if op.n_groups > 1 or not len(x):
+        return functions.route(x, op, bias, scales)
+    x = x.contiguous()
+    n_tokens, n_expert = x.shape
+    ids = torch.empty((n_tokens, op.n_used), dtype=torch.int32, device=x.device)
+    weights = torch.empty((n_tokens, op.n_used), device=x.device)
+    launcher.launch(
+        _route_kernel, (n_tokens,), x, bias, scales, ids, weights, n_expert, float(op.scale),
+        SCORING=SCORINGS[op.scoring], NORMALISED=op.normalised, USED=op.n_used, E=pow2(n_expert),
+        U=pow2(op.n_used), warps=1,
+    )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def _sum_kernel(parts, own, asked, weights, residual, out, n_used, n, N: tl.constexpr):
+    """out [T, n]: fallback.sum_experts of N numbers of a token."""
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * N + tl.arange(0, N)
+    acc = tl.zeros([N], tl.float32)
+    for j in range(n_used):
+        pair = t * n_used + j
+        inside = i < n
+        if (
+            own is not None
+        ):  # two loads, one of which reads: a choice of pointers is one of parameters' places
+            is_own = i * 0 + tl.load(asked + pair) < 0
+            found = tl.load(own + pair * n + i, mask=inside & is_own, other=0.0)
+            inside = inside & (is_own == 0)
+        part = tl.load(parts + pair * n + i, mask=inside, other=0.0)
+        if own is not None:
+            part = tl.where(is_own, found, part)
+        acc = acc + part * tl.load(weights + pair)
+    if residual is not None:
+        acc = acc + tl.load(residual + t * n + i, mask=i < n, other=0.0)
+    tl.store(out + t * n + i, acc, mask=i < n)
+
+
+def sum_experts(
+    parts: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    own: Tensor | None = None,
+    asked: Tensor | None = None,
+) -> Tensor:
+    """fallback.sum_experts."""
+    parts, (n_tokens, n_used, n) = parts.contiguous(), parts.shape
+    out = torch.empty((n_tokens, n), device=parts.device)
+    if n_tokens:
+        launcher.launch(
+            _sum_kernel, (n_tokens, -(-n // 512)), parts, None if own is None else own.contiguous(), asked,
+            weights, residual, out, n_used, n, N=512, warps=4, fused=False,
+        )  # fmt: skip
+    return out
 
 
 def experts(

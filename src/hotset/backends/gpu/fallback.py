@@ -341,12 +341,22 @@ def _biased(x: Tensor, bias: Tensor | None, slot: int) -> Tensor:
     return x if bias is None else x + bias[slot]
 
 
-def sum_experts(parts: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+def sum_experts(
+    parts: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    own: Tensor | None = None,
+    asked: Tensor | None = None,
+) -> Tensor:
     """The sum of weight * part in the order of the route, + residual: [T, width].
 
-    parts: [T, n_used, width]; weights: [T, n_used]. Each product is rounded before it is added: the CPU's
-    bits, and the same ones for parts from anywhere.
+    parts: [T, n_used, width]; weights: [T, n_used]. own: as parts, those of the device, which count where
+    asked, int32 [T, n_used], is below 0 (`choose_experts`). Each product is rounded before it is added: the
+    CPU's bits, and the same ones for parts from anywhere.
     """
+    if own is not None:
+        assert asked is not None
+        parts = torch.where(asked[:, :, None] >= 0, parts, own)
     y = torch.zeros_like(parts[:, 0])
     for j in range(parts.shape[1]):
         y = y + parts[:, j] * weights[:, j, None]
@@ -369,6 +379,7 @@ def layer_norm(
 
 
 gaussian_top_k = functions.gaussian_top_k
+route = functions.route
 
 ANGLE_STEP = 256  # positions: table rows of RopeTable.near
 

@@ -29,12 +29,12 @@ class Kernels:
         self.activate = functions.activate
         self.zero_small = ops.zero_small
         self.angles = ops.angles
-        self.route = functions.route
         experts = _expert_kernels() if self.triton else fallback
         self.experts = experts.experts
         self.choose_experts = experts.choose_experts
         self.fetch_experts = experts.fetch_experts
-        self.sum_experts = fallback.sum_experts
+        self.route = experts.route
+        self.sum_experts = experts.sum_experts
         self.linear = ops.linear
         self.linear_bits = ops.linear_bits
         self.linear_t = ops.linear_t

@@ -590,10 +590,10 @@ class Program:
         def finish(f: Frame) -> None:
             parts = cold.collect(layer)
             parts = parts.view(len(parts), n_used, -1)
-            if layer in f.choices:
-                parts = torch.where(f.choices.pop(layer).asked[:, :, None] >= 0, parts, f.own.pop(layer))
+            choice, own = f.choices.pop(layer, None), f.own.pop(layer, None)
             added = None if added_id is None else f.values[added_id]
-            f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added)
+            asked = None if choice is None else choice.asked
+            f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added, own, asked)
 
         part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
         given = tuple(value for value in ffn.inputs if value != op.x)
