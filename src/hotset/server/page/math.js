@@ -19,7 +19,7 @@ const BLOCK = /^ {0,3}(?:\$\$([^$]{1,5000}?)\$\$|\\\[([\s\S]{1,5000}?)\\\])[ \t]
 // The lexer asks before each piece of text where a formula may begin in it. It stops by itself at the next character
 // that may mean something, and at an empty line: a look at all that follows would cost the square of the text's length.
 const IN_TEXT = /^([`~]*[^\\<![`*~_\n$]*)(?:\$|\\[([])/;
-const IN_PARAGRAPH = /^((?:(?!\n\n)[^])*?)\n {0,3}(?:\$\$|\\\[)/;
+const IN_PARAGRAPH = /^((?:(?!\n\n)[\s\S])*?)\n {0,3}(?:\$\$|\\\[)/;
 
 /** What the lexer of marked gets: tokens {type: "math", text, display}. */
 export const mathExtensions = [
