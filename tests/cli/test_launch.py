@@ -31,9 +31,7 @@ if "edit" in sys.argv:
 sys.exit(7 if "fail" in sys.argv else 0)
 """
 
-pytestmark = pytest.mark.skipif(
-    os.name == "nt", reason="the stand-ins for the tools are scripts of a POSIX system"
-)
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake tools are scripts of a POSIX system")
 
 
 class Tools:
@@ -252,7 +250,7 @@ def test_a_server_is_started_and_stopped(tools: Tools, tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
-    # The default port may have a server of somebody else's: a name that only the own one has.
+    # The default port may have another server: this name is of a model that only the started one has.
     from hotset.cli import launch
 
     with launch._started(str(path), 64) as server:

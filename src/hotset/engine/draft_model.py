@@ -26,18 +26,26 @@ _CLASSES = 10  # of how sure a draft is: tenths of the probability that the mode
 _LEARNED = 0.1  # of a step's time, in what is known of them
 
 
-class _StepSeconds:
-    """What a step that drafts one token for each sequence takes, as learned from those that there were."""
+class _OfModel:
+    """What drafters by a model share. backend: of the model. close: frees it."""
 
-    def __init__(self) -> None:
-        self._known = 0.0
+    def __init__(self, backend: Backend, close: Callable[[], None]) -> None:
+        self._backend = backend
+        self._close: Callable[[], None] | None = close
+        self._seconds = 0.0
 
     @property
-    def known(self) -> float:
-        return self._known or 1e-6  # before the first, drafting is tried
+    def seconds_per_token(self) -> float:
+        return self._seconds or 1e-6  # before the first, drafting is tried
 
-    def note(self, seconds: float) -> None:
-        self._known += (seconds - self._known) * (_LEARNED if self._known else 1.0)
+    def close(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def _note_step(self, seconds: float) -> None:
+        """Takes in a step that drafted one token for each sequence."""
+        self._seconds += (seconds - self._seconds) * (_LEARNED if self._seconds else 1.0)
 
 
 def _draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
@@ -77,7 +85,7 @@ class _Round:
     draft: Draft
 
 
-class ModelDrafter:
+class ModelDrafter(_OfModel):
     """Drafts with a model that has a KV cache of its own.
 
     It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
@@ -98,16 +106,11 @@ class ModelDrafter:
         n_vocab: tuple[int, int],
         close: Callable[[], None],
     ) -> None:
-        self._backend, self._n_ctx, self._n_vocab = backend, n_ctx, n_vocab[0]
+        super().__init__(backend, close)
+        self._n_ctx, self._n_vocab = n_ctx, n_vocab[0]
         self._row = np.full(n_vocab[1], -math.inf, np.float32)
-        self._close: Callable[[], None] | None = close
         self._table = np.full((max_sequences, -(-n_ctx // PAGE_SIZE)), -1, np.int32)
-        self._seconds = _StepSeconds()
         self.reset()
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self._seconds.known
 
     @property
     def n_pages(self) -> int:
@@ -129,11 +132,6 @@ class ModelDrafter:
         if own is not None:
             self._pool.release(own.pages)
             self._slots.append(own.slot)
-
-    def close(self) -> None:
-        close, self._close = self._close, None
-        if close is not None:
-            close()
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         rounds = [self._begin(sequence, n) for sequence, n in wanted]
@@ -206,7 +204,7 @@ class ModelDrafter:
         begun = time.perf_counter()
         result = self._backend.step(Batch(ids, at, rows, self._table, np.array(outputs, np.int32)))
         if draws and len(tokens) == len(parts):
-            self._seconds.note(time.perf_counter() - begun)
+            self._note_step(time.perf_counter() - begun)
         for i, (each, n) in enumerate(parts):
             each.own.tokens += each.missing[:n]
             del each.missing[:n]
@@ -219,7 +217,7 @@ class ModelDrafter:
                 each.n = len(each.draft.tokens)
 
 
-class SelfDrafter:
+class SelfDrafter(_OfModel):
     """Drafts with the model itself in a sparser mode, and with its KV cache.
 
     What its steps write there is of tokens that are not verified yet: the step that verifies them computes
@@ -232,24 +230,14 @@ class SelfDrafter:
     name = "self"
 
     def __init__(self, backend: Backend, thresholded: bool, close: Callable[[], None]) -> None:
-        self._backend, self._thresholded = backend, thresholded
-        self._close: Callable[[], None] | None = close
-        self._seconds = _StepSeconds()
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self._seconds.known
+        super().__init__(backend, close)
+        self._thresholded = thresholded
 
     def reset(self) -> None:
         """It keeps nothing of sequences."""
 
     def forget(self, sequence: Sequence) -> None:
         """It keeps nothing of sequences."""
-
-    def close(self) -> None:
-        close, self._close = self._close, None
-        if close is not None:
-            close()
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         drafts = [Draft([], []) for _ in wanted]
@@ -286,5 +274,5 @@ class SelfDrafter:
                 thresholded=np.ones(len(active), np.bool_) if self._thresholded else None,
             )
         )  # fmt: skip
-        self._seconds.note(time.perf_counter() - begun)
+        self._note_step(time.perf_counter() - begun)
         return result

@@ -143,12 +143,11 @@ class PagePool:
         """How many pages `match` would find now."""
         n_whole, serial = 0, ROOT
         for i in range(max_pages):
-            page = np.asarray(tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], dtype=np.int32)
-            n_unthresholded = n_unthresholded_in_page(first_thresholded_token, i)
-            found = self._pages.get((serial, n_unthresholded, page.tobytes()))
+            page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            found = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))
             if found is None:
                 break
-            serial = self._serials[found]
+            serial = found[1]
             if self.states is None or self.states.has(serial):
                 n_whole = i + 1
         return n_whole

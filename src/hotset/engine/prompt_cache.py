@@ -129,7 +129,7 @@ class PromptCache:
         """Threads, of this process: a forked one has none of its parent's."""
         self._process = os.getpid()
         self._guard = threading.Lock()
-        self._hurry = threading.Event()  # somebody waits for what is stored
+        self._hurry = threading.Event()  # set while `flush` or `close` waits for the writer
         self._n_queued = 0
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "hotset-cache-write")

@@ -118,15 +118,12 @@ class SessionFiles:
                 record = read_record(file, path, most)
             except (EOFError, FormatError):
                 break
-            own = record.identity == self.identity.digest
-            kind, key, n = record.kind, record.key, len(pages)
-            if own and (kind, key, len(record.contents)) == (Kind.kv, _at(keys, n), memory.page_nbytes):
+            if record.identity != self.identity.digest:
+                break
+            n, given = len(pages), (record.kind, record.key, len(record.contents))
+            if given == (Kind.kv, _at(keys, n), memory.page_nbytes):
                 pages.append(record.contents)
-            elif own and (kind, key, len(record.contents)) == (
-                Kind.state,
-                _at(keys, n - 1),
-                memory.state_nbytes,
-            ):
+            elif given == (Kind.state, _at(keys, n - 1), memory.state_nbytes):
                 end, state = n, record.contents
             else:
                 break

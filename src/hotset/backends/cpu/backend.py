@@ -107,9 +107,10 @@ class CpuBackend:
         self._cache: dict[int, tuple[np.ndarray | None, ...]] = {}
         if cache_of is not None:
             self._cache = cache_of._cache  # noqa: SLF001
-        for op in self.graph.ops if cache_of is None else ():
-            if isinstance(op, Attention) and op.source is None:
-                self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
+        else:
+            for op in self.graph.ops:
+                if isinstance(op, Attention) and op.source is None:
+                    self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
         self._states = {

@@ -547,9 +547,8 @@ def _sum_kernel(parts, own, asked, weights, residual, out, n_used, n, N: tl.cons
     for j in range(n_used):
         pair = t * n_used + j
         inside = i < n
-        if (
-            own is not None
-        ):  # two loads, one of which reads: a choice of pointers is one of parameters' places
+        # Two loads, one of which reads: a choice between pointers would be one between places of parameters.
+        if own is not None:
             is_own = i * 0 + tl.load(asked + pair) < 0
             found = tl.load(own + pair * n + i, mask=inside & is_own, other=0.0)
             inside = inside & (is_own == 0)

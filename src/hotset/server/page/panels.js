@@ -20,7 +20,7 @@ export function openHistory(is) {
   if (is) byId("hide-history").focus();
 }
 
-/** Closes it where it lies over the chat. */
+/** Closes it where it covers the chat. */
 export function leaveHistory() {
   if (!WIDE.matches) openHistory(false);
 }
