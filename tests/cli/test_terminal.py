@@ -423,8 +423,8 @@ WRITERS: list[list[str]] = [
 @pytest.mark.parametrize(
     ("redirection", "arguments", "unbuffered"),
     quick_if(
-        lambda redirection, arguments, unbuffered: arguments[:1] == ["run"] or (
-            redirection == ">/dev/full" and not unbuffered
+        lambda _, arguments, unbuffered: (
+            (arguments == ["list"] and not unbuffered) or (arguments[-1] == "--json" and unbuffered != "")
         ),
         [">/dev/full", ">&-"], WRITERS, ["", "1"],
     ),

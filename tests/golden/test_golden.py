@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import quick_are
 
 if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [
         str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "", "../bench")
     ]
 
+from cases import quick_are
 from golden import files, machines, replies
 
 from hotset.server.app import create_app
