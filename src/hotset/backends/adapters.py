@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from hotset.backends.base import NO_ADAPTERS, Batch, Mix
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.lora import LoraAdapter, LowRankPair
 from hotset.model.graph import Graph
 from hotset.model.low_rank import adaptable, adapted
 from hotset.model.operations import LowRank
 
 if TYPE_CHECKING:
+    from hotset.backends.base import Backend
     from hotset.formats.gguf import TensorInfo
+    from hotset.formats.source import WeightSource
 
+ADAPTER_GONE = "an adapter of the request is not loaded any more; name another"
 MOST_ADAPTERS = 100  # of a model at once
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -55,6 +58,10 @@ class AdapterSet:
         """The model's with what the adapters add."""
         return adapted(self._plain, {name for adapter in self.adapters for name in adapter.pairs})
 
+    def has(self, mix: Mix) -> bool:
+        """Whether all adapters of a mix are here."""
+        return all(digest in self._columns for digest, _ in mix)
+
     def pairs_of(self, op: LowRank) -> list[tuple[int, LowRankPair]]:
         """What adapters add at an operation: their columns of `scales`, in order."""
         pairs = ((i, adapter.pairs.get(op.matrix)) for i, adapter in enumerate(self.adapters))
@@ -81,8 +88,26 @@ class AdapterSet:
         for digest, scale in mix:
             column = self._columns.get(digest)
             if column is None:
-                raise InvalidRequestError("an adapter of the request is not loaded any more; name another")
+                raise InvalidRequestError(ADAPTER_GONE)
             if not abs(scale) <= _LARGEST:
                 raise InvalidRequestError(f"the scale of an adapter is a finite number, not {scale}")
             row[column] = scale
         return row
+
+
+class TakesAdapters(Protocol):
+    """A backend that computes what adapters add."""
+
+    graph: Graph
+    weights: WeightSource
+    adapters: AdapterSet
+
+
+def taking_adapters(backend: Backend) -> TakesAdapters:
+    """The same backend. Raises UnsupportedModelError for one that takes no adapters."""
+    if not hasattr(backend, "adapters"):
+        raise UnsupportedModelError(
+            "adapters (LoRA) need a model that this machine's CPU computes alone, and this one is computed "
+            f"by {backend.name!r}; leave them out, or use --no-gpu (backend='cpu') and no --stages"
+        )
+    return cast("TakesAdapters", backend)
