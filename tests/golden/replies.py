@@ -178,6 +178,17 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case({"filename": "a"}, "/slots/0?action=save"), Case({}, "/slots/x?action=erase"),
         Case({"model": "other"}, "/slots/0?action=erase", **_SLOTS),
     ],
+    ("GET", "/lora-adapters"): [Case(), Case(path="/lora-adapters?model=other")],
+    ("POST", "/lora-adapters"): [
+        Case([]), Case([{"id": 0, "scale": 1}]), Case([{"scale": 1}]), Case({"id": 0, "scale": 1}),
+    ],
+    ("POST", "/v1/load_lora_adapter"): [
+        Case({"lora_name": "style", "lora_path": "/none/style.gguf"}), Case({"lora_name": "style"}),
+        Case({"lora_path": "/none", "lora_name": "a b"}), *_wrong({"lora_path": "/none"}),
+    ],
+    ("POST", "/v1/unload_lora_adapter"): [
+        Case({"lora_name": "style"}), Case({"lora_int_id": 0}), Case({}), *_wrong({"lora_name": "style"}),
+    ],
     ("GET", "/tokenizer_info"): [Case()],
     ("GET", "/props"): [Case()],
     ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],

@@ -71,12 +71,13 @@ class Adapters:
             self._set((*self.loaded, made))
         return made
 
-    def unload(self, which: int | str) -> None:
+    def unload(self, which: int | str) -> LoadedAdapter:
         """Forgets an adapter, by its number or name; sequences that have it go on. Raises
         InvalidRequestError for one that is not loaded."""
         with self._thread.exclusive():
             gone = self.find(which)
             self._set(each for each in self.loaded if each is not gone)
+        return gone
 
     def set_scales(self, scales: Mapping[int | str, float]) -> None:
         """Of sequences that choose no adapters and come from now on; those that are not named get 0. Raises
