@@ -384,7 +384,7 @@ def _body(kind: str, reply: httpx.Response) -> Any:
 
 def _with_numbers(body: Any) -> Any:
     """With the numbers of embeddings that are in base64: in their last bits they may differ."""
-    for one in body.get("data", ()):
+    for one in body.get("data", ()) if isinstance(body, dict) else ():
         if isinstance(one.get("embedding"), str):
             numbers = np.frombuffer(base64.b64decode(one["embedding"], validate=True), "<f4")
             one["embedding"] = {"base64 of": numbers.tolist()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -95,6 +95,7 @@ class AdapterSet:
         return row
 
 
+@runtime_checkable
 class TakesAdapters(Protocol):
     """A backend that computes what adapters add."""
 
@@ -105,9 +106,9 @@ class TakesAdapters(Protocol):
 
 def taking_adapters(backend: Backend) -> TakesAdapters:
     """The same backend. Raises UnsupportedModelError for one that takes no adapters."""
-    if not hasattr(backend, "adapters"):
+    if not isinstance(backend, TakesAdapters):
         raise UnsupportedModelError(
             "adapters (LoRA) need a model that this machine's CPU computes alone, and this one is computed "
             f"by {backend.name!r}; leave them out, or use --no-gpu (backend='cpu') and no --stages"
         )
-    return cast("TakesAdapters", backend)
+    return backend

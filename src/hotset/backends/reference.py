@@ -242,10 +242,8 @@ class ReferenceBackend:
                 return routed(values[op.x.id], bias, op, scales)
             case ExpertLinear():
                 x = values[op.x.id]
-                if op.of_parts:
-                    x = x.reshape(len(x), op.n_used, -1)
-                else:
-                    x = np.repeat(x[:, None], op.n_used, axis=1)
+                of_all = x[:, None].repeat(op.n_used, axis=1)
+                x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ExpertSum():
                 x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
