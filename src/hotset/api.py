@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from hotset.backends.base import Backend, StepStats
+from hotset.backends.base import Backend, Mix, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread, in_turns
@@ -32,6 +32,7 @@ from hotset.generation import (
     sampling_params,
     template_variables,
 )
+from hotset.loader.adapters import adapter_bytes, open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
@@ -69,7 +70,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=draft_bytes(opened.settings))
+        decided = plan_model(opened, reserved=draft_bytes(opened.settings) + adapter_bytes(opened.settings))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -86,7 +87,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=draft_bytes(settings))
+        decided = plan_model(opened, reserved=draft_bytes(settings) + adapter_bytes(settings))
         decided.weights.close()
         return decided.placement
 
@@ -96,7 +97,7 @@ class Model:
 
     decided: how it was loaded, with its settings. config: facts of the architecture. backend, engine, thread:
     what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
-    and values are stored.
+    and values are stored. adapters: those (LoRA) that it has.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a message each.
     placement: what is on which device; None where the CPU computes alone. ram, stored: what of memory is for
     what under a budget, and the weights that are read under it; None where files are mapped.
@@ -122,6 +123,7 @@ class Model:
             speculator=open_speculator(decided, backend, lambda: self.tokenizer),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
+        self.adapters = open_adapters(decided, self.thread)
         self._closed = False
 
     # ---- text ----
@@ -259,25 +261,23 @@ class Model:
         shown: Collection[int] = (),
         around: str | None = None,
         owner: Owner | None = None,
+        mix: Mix | None = None,
     ) -> Generation:
         """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
         events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
+        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py). mix: of
+        `adapters`; None: those that answers have by default.
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
         self._check_open()
         sequence = self.engine.prepare(
-            tokens,
-            params,
-            stop_ids=self.tokenizer.stop_ids,
-            reuse_prefix=reuse_prefix,
+            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
-            breakers=self.tokenizer.sequences_with(params.breakers),
-            owner=owner,
-        )
+            breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, mix=mix,
+        )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 
     def _stream(self, generation: Generation) -> Iterator[Chunk]:

@@ -76,7 +76,7 @@ PYTHON_NOT_RUN = {  # and why; imports are run all the same
     "class SoftCap(Operation)": "a class of another module",
     'device="cuda"': "a GPU",
 }
-OF_OTHERS = {"convert-hf-to-powerinfer-gguf.py"}  # source files of other projects
+OF_OTHERS = {"convert-hf-to-powerinfer-gguf.py", "convert_lora_to_gguf.py"}  # source files of other projects
 LANGUAGES = ("sh", "python", "yaml", "cpp", "")
 
 

@@ -122,6 +122,16 @@ LookupFile = Annotated[
     _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
 ]
 
+LoraFiles = Annotated[
+    list[str] | None,
+    _option(
+        "--lora",
+        "An adapter, FILE[:SCALE]: a GGUF file or a folder of PEFT's; repeatable.",
+        _ENGINE,
+        metavar="FILE[:SCALE]",
+    ),
+]
+
 CacheDir = Annotated[
     Path | None,
     _option(
@@ -454,12 +464,22 @@ class PromptCacheOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(SpeculationOptions, GPUOptions, SparsityOptions):
+class LoraOptions(LoadOptions):
+    """Which adapters a model has."""
+
+    lora: LoraFiles = None
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"lora": self.lora}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(SpeculationOptions, LoraOptions, GPUOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(SparsityOptions, GPUOptions):
+class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
     """How a model is loaded, but for the size of its context."""
 
     threads: Threads = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import Batch
+from hotset.backends.base import NO_ADAPTERS, Batch, Mix
 from hotset.engine.scheduler import Chunks
 
 
@@ -17,6 +17,8 @@ class BatchBuilder:
 
     def __init__(self, max_batch: int, max_sequences: int, *, has_thresholds: bool, has_states: bool) -> None:
         self._has_thresholds, self._has_states = has_thresholds, has_states
+        self.has_adapters = False  # whether sequences may have some
+        self._max_sequences = max_sequences
         self._tokens = np.zeros(max_batch, np.int32)
         self._positions = np.zeros(max_batch, np.int32)
         self._sequences = np.zeros(max_batch, np.int32)
@@ -30,6 +32,7 @@ class BatchBuilder:
         max_pages], by slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
+        mixes: list[Mix] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
         for sequence, n in chunks:
             start = sequence.n_computed
             if n == 1:
@@ -50,6 +53,8 @@ class BatchBuilder:
                 for end, slot in sequence.states.items():
                     if end > start:
                         self._saves[n_tokens + end - start - 1] = slot
+            if self.has_adapters:
+                mixes[sequence.slot] = sequence.mix
             n_rows = sequence.n_rows(n)
             if n_rows == 1:
                 outputs[n_outputs] = n_tokens + n - 1
@@ -67,4 +72,5 @@ class BatchBuilder:
             self._thresholded[:n_tokens] if self._has_thresholds else None,
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,
+            mixes if self.has_adapters else None,
         )

@@ -58,6 +58,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -81,7 +82,8 @@ from hotset.model.operations import (
 )
 
 if TYPE_CHECKING:
-    from hotset.formats.source import WeightSource
+    from hotset.errors import UnsupportedModelError
+from hotset.formats.source import WeightSource
 
 
 @dataclass
@@ -270,6 +272,8 @@ class TorchGraph:
                 return torch.cat(route(step[op.x], op, self.bias(op.bias), self.bias(op.scales)), dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
+            case LowRank():
+                raise UnsupportedModelError("a graph with adapters (LoRA) is computed by the CPU alone")
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
             case _:
