@@ -161,6 +161,7 @@ def test_renders_as_transformers_does(name, messages):
         "transformers.utils.chat_template_utils", reason="the oracle is transformers"
     )
     source = TEMPLATES[name]
+    template = ChatTemplate(source, "<s>", "</s>")
     for tools in (None, TOOLS):
         for prompt in (True, False):
             try:
@@ -175,9 +176,8 @@ def test_renders_as_transformers_does(name, messages):
                 )[0][0]
             except Exception:
                 with pytest.raises(TokenizerError):
-                    ChatTemplate(source, "<s>", "</s>").render(messages, prompt, tools)
+                    template.render(messages, prompt, tools)
             else:
-                template = ChatTemplate(source, "<s>", "</s>")
                 assert template.render(messages, prompt, tools, enable_thinking=False) == expected
 
 

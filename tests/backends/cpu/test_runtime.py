@@ -112,7 +112,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_ctrl_c_ends_a_step_in_its_middle(n_threads: int, alarm: None) -> None:
-    chain = Chain(_core.Runtime(n_threads), n_ops=200)
+    chain = Chain(_core.Runtime(n_threads), n_ops=60)
     chain.run(0)
     before = chain.result()
 
