@@ -109,8 +109,7 @@ class Model:
         self.gguf, self.weights, self.config = decided.gguf, decided.weights, decided.config
         self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
-        self.n_ctx = decided.n_ctx
-        self.kv_type = decided.settings.kv_type
+        self.n_ctx, self.kv_type = decided.n_ctx, decided.settings.kv_type
         self.sparsity = decided.choice
         self.notes = decided.notes
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
