@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_agent(model: Path, name: str, 
         (request(1, "tools/call", name="rm"), -32602, 1),
         (request(1, "tools/call", name={"x": []}), -32602, 1),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_is_no_request_is_an_error_and_the_next_is_answered(
     model: Path, message: Any, code: int, id: Any
