@@ -36,7 +36,7 @@ from hotset.loader.adapters import adapter_bytes, open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
-from hotset.loader.speculate import draft_bytes, open_speculator
+from hotset.loader.speculate import drafting_bytes, open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -70,7 +70,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=draft_bytes(opened.settings) + adapter_bytes(opened.settings))
+        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(opened.settings))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -87,7 +87,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=draft_bytes(settings) + adapter_bytes(settings))
+        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(settings))
         decided.weights.close()
         return decided.placement
 
@@ -110,17 +110,17 @@ class Model:
         self.gguf, self.weights, self.config = decided.gguf, decided.weights, decided.config
         self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
-        self.n_ctx = decided.n_ctx
-        self.kv_type = decided.settings.kv_type
+        self.n_ctx, self.kv_type = decided.n_ctx, decided.settings.kv_type
         self.sparsity = decided.choice
         self.notes = decided.notes
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
+        speculator = open_speculator(decided, backend, lambda: self.tokenizer)
         self.engine = Engine(
             backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
-            is_encoder=self.graph.is_encoder, prompt_cache=open_prompt_cache(decided, backend),
-            speculator=open_speculator(decided, backend, lambda: self.tokenizer),
+            is_encoder=self.graph.is_encoder, speculator=speculator,
+            prompt_cache=open_prompt_cache(decided, backend, speculator),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
         self.adapters = open_adapters(decided, self.thread)

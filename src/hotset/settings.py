@@ -21,7 +21,7 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
-Speculate = Literal["off", "ngram", "draft", "self"]
+Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # of an adapter, with its scale
 _MAX_SEQUENCES = 4096  # each has a row of the page table
@@ -67,7 +67,8 @@ class LoadSettings:
     speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
     stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
     "draft", those that a smaller model draws; "self", those that the model draws in a sparser mode, which
-    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count.
+    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count;
+    "mtp", those that the file's layer for multi-token prediction draws.
     draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
     to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
 
@@ -181,11 +182,6 @@ class LoadSettings:
 
     def _check_speculation(self) -> None:
         asked = self.drafter
-        if asked == "mtp":  # type: ignore[comparison-overlap]
-            raise InvalidRequestError(
-                "speculate mtp needs the multi-token prediction layers (MTP, nextn) of a file, which this "
-                "version does not load; use ngram, draft or self"
-            )
         if asked not in get_args(Speculate):
             raise InvalidRequestError(
                 f"speculate must be one of {', '.join(get_args(Speculate))}, not {shown(asked)}"

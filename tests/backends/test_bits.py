@@ -28,12 +28,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from cases import quick_are
 
 if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import published
+from cases import quick_are
 from fuzz import fuzz_reads
 from golden.files import PLATFORM
 from logit_bits import DENSE_CASES, N_VOCAB, RELU_CASES, TABLE, bits_of, write_case, written_bits

@@ -91,6 +91,7 @@ class ReferenceBackend:
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.adapters = AdapterSet(graph, weights.tensors)
+        self._entering = graph.split(0, len(graph.ops))[1]
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
@@ -125,8 +126,9 @@ class ReferenceBackend:
         self._values.clear()
         self._states.clear()
 
-    def step(self, batch: Batch) -> StepResult:
-        """Runs one step. Raises InvalidRequestError for a batch that breaks the contract of Batch."""
+    def step(self, batch: Batch, x: np.ndarray | None = None) -> StepResult:
+        """Runs one step. x: float32 [n_tokens, width], what enters a graph that begins with rows. Raises
+        InvalidRequestError for a batch that breaks the contract of Batch."""
         self._cancelled = False
         slots = self._slots(batch)
         scales = self.adapters.scales(batch)
@@ -136,6 +138,8 @@ class ReferenceBackend:
             if tap not in names:
                 raise InvalidRequestError(f"the model has no value named {tap!r} to tap")
         values: dict[int, np.ndarray] = {}
+        if self._entering is not None and x is not None:
+            values[self._entering.id] = x
         taps: dict[str, np.ndarray] = {}
         last_use = _last_use(graph)
         counts = np.zeros((self.graph.n_layer, len(COUNTS)), np.int64)
@@ -424,7 +428,7 @@ def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tu
     for token, sequence in enumerate(batch.sequences.tolist()):
         own = len(slots[token]) - 1
         if op.causal:
-            seen, first = slots[token], max(own + 1 - op.window, 0) if op.window else 0
+            seen, first = slots[token], max(own + 1 - op.window if op.window else 0, op.first_seen)
         else:
             reach = op.window // 2 if op.window else len(whole[sequence])
             seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)

@@ -106,7 +106,7 @@ BackendName = Annotated[
 
 Speculate = Annotated[
     str | None,
-    _option("--speculate", "What drafts tokens: off (the default), ngram, draft or self.", _SPECULATION),
+    _option("--speculate", "What drafts tokens: off (the default), ngram, draft, self or mtp.", _SPECULATION),
 ]
 DraftModel = Annotated[
     str | None,

@@ -12,10 +12,19 @@ class BatchBuilder:
     """Fills arrays that live as long as it does; a Batch is a view of them, valid until the next one.
 
     max_batch: tokens. max_sequences: rows of the page table. has_thresholds: whether the graph has activation
-    thresholds. has_states: whether it has recurrent layers.
+    thresholds. has_states: whether it has recurrent layers. taps: values that are wanted of every step.
     """
 
-    def __init__(self, max_batch: int, max_sequences: int, *, has_thresholds: bool, has_states: bool) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        max_sequences: int,
+        *,
+        has_thresholds: bool,
+        has_states: bool,
+        taps: tuple[str, ...] = (),
+    ) -> None:
+        self._taps = frozenset(taps)
         self._has_thresholds, self._has_states = has_thresholds, has_states
         self.has_adapters = False  # whether sequences may have some
         self._max_sequences = max_sequences
@@ -68,7 +77,7 @@ class BatchBuilder:
             sequences[:n_tokens],
             page_tables,
             outputs[:n_outputs],
-            tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
+            tuple(sorted(self._taps.union(sequence.tap for sequence, _ in chunks if sequence.tap))),
             self._thresholded[:n_tokens] if self._has_thresholds else None,
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,

@@ -125,9 +125,11 @@ class Engine:
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
         self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
         self.default_mix = NO_ADAPTERS  # of sequences that name none
+        reader = None if speculator is None else speculator.reader
         self._batches = BatchBuilder(
-            max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
-        )
+            max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states),
+            taps=() if reader is None else (reader.reads,),
+        )  # fmt: skip
         self._forget_requests()
 
     def reset(self) -> None:
@@ -420,6 +422,9 @@ class Engine:
                 sequence.sampler.look_ahead()
         try:
             result = self.backend.step(batch)
+            now = time.perf_counter()
+            if self.speculator is not None and (reader := self.speculator.reader) is not None:
+                reader.note_step(chunks, result.taps[reader.reads])
         except StepCancelledError:
             self.step_stats = None
             self._counted.cancelled_steps += 1
@@ -436,7 +441,6 @@ class Engine:
         finally:
             self._in_flight, self._flight = frozenset(), None
         self._was_preempted = False
-        now = time.perf_counter()
         self._counted.steps += 1
         self._counted.step_seconds += now - begun
         if self.speculator is not None and n_answers == len(chunks):

@@ -330,7 +330,7 @@ class Scheduler:
         if not pages:
             return
         self.pool.release(sequence.pages[n:])  # of a step that was cancelled
-        sequence.pages[n:] = pages
+        sequence.pages = sequence.pages[:n] + pages  # a new list: drafters see that these are others
         sequence.chain = chain
         sequence.n_registered = n + len(pages)
         if self.states is not None:

@@ -334,7 +334,8 @@ class Attention(Operation):
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
     causal: a token sees itself and those before it, `window` > 0: the window - 1 tokens before it; else all
-    tokens of its sequence, which are in one batch, or those at most window / 2 away.
+    tokens of its sequence, which are in one batch, or those at most window / 2 away. first_seen: the first
+    position that has keys and values: a causal token before it is in no batch.
     sinks: a score for each head that takes part in its softmax, with a value of zero. source: the layer whose
     keys and values these are, which has stored them; None: its own. slopes: of each head, by which a score
     falls with each token between (ALiBi, arXiv 2108.12409); None: it does not.
@@ -355,6 +356,7 @@ class Attention(Operation):
     source: int | None = None
     slopes: tuple[float, ...] | None = None
     causal: bool = True
+    first_seen: int = 0
 
     mixes_tokens: ClassVar[bool] = True
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from byte_models import TEMPLATE, write_sparse
-from cases import quick_if
+from cases import quick_are, quick_if
 from chat_page import (
     MARKDOWN,
     answers,
@@ -646,7 +646,7 @@ def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: 
 # ---- keys, errors, connections
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", quick_are((True,), [False, True]))
 def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) -> None:
     server.key = "secret-1"
     server.replies += [["hi"], ["again"]]

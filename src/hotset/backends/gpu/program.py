@@ -516,8 +516,9 @@ class Program:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
-        if main.slopes is not None:
-            raise UnsupportedModelError("attention with ALiBi is computed on the CPU; use --no-gpu")
+        if main.slopes is not None or main.first_seen:
+            what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
+            raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
         sinks = self._weights.bias(main.sinks)
         q, key = main.q, main.k
         rope: Rope | None = None

@@ -325,6 +325,7 @@ class TorchGraph:
         return self._turns[key]
 
     def _attended(self, op: Attention, step: Step) -> Tensor:
+        assert not op.first_seen, "a layer for multi-token prediction"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
