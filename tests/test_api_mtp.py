@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from byte_models import write_model
 from made_once import made_once
+from tiny_adapters import random_pairs, write_adapter
 
 import hotset
 from hotset.backends.base import PAGE_SIZE, Batch
@@ -26,10 +27,12 @@ from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
 from hotset.loader.build import open_model
 from hotset.loader.speculate import drafting_bytes, open_speculator
-from hotset.model.decoder import NEXTN_INPUT, describe_nextn
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import NEXTN_INPUT, describe, describe_nextn
 from hotset.settings import LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
@@ -91,6 +94,23 @@ def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> Non
             assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
         counted = drafting.thread.counters()
         assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
+
+
+def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The layer drafts without them; recurrent states and pages are those of each answer's own adapters."""
+    path = path_of("qwen35")
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors, names=lambda name: name != "output.weight")
+        lora = write_adapter(tmp_path / "a.gguf", pairs, architecture=gguf.architecture, alpha=0.2)
+    found = []
+    for speculate in ("off", "mtp"):
+        with hotset.load(path, lora=lora, speculate=speculate, **SMALL) as model:
+            with_it = essence(answers(model, KINDS[0]))
+            model.adapters.set_scales({})
+            found.append((with_it, essence(answers(model, KINDS[0]))))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 class Recorded:
