@@ -263,6 +263,20 @@ def test_pages_on_the_disk_have_the_layers_part(
         assert model.thread.counters().restored_tokens == 0
 
 
+def test_beside_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """They change the hidden states that the layer reads, and nothing of the layer."""
+    path = path_of("glm4moe")
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors)
+        write_adapter(tmp_path / "one.gguf", pairs, architecture=gguf.architecture, alpha=0.1)
+    settings = SMALL | {"lora": tmp_path / "one.gguf"}
+    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
+        for kind in KINDS[:2]:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        assert drafting.thread.counters().accepted_tokens > 0
+
+
 def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
     path, settings = path_of("glm4moe"), SMALL | {"ram_budget": 3.0}
     with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
