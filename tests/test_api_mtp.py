@@ -96,6 +96,23 @@ def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> Non
         assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
 
 
+def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The layer drafts without them; recurrent states and pages are those of each answer's own adapters."""
+    path = path_of("qwen35")
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors, names=lambda name: name != "output.weight")
+        lora = write_adapter(tmp_path / "a.gguf", pairs, architecture=gguf.architecture, alpha=0.2)
+    found = []
+    for speculate in ("off", "mtp"):
+        with hotset.load(path, lora=lora, speculate=speculate, **SMALL) as model:
+            with_it = essence(answers(model, KINDS[0]))
+            model.adapters.set_scales({})
+            found.append((with_it, essence(answers(model, KINDS[0]))))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
 class Recorded:
     """The logits of which a drafter drew, by the tokens that there were; its sequences are greedy."""
 

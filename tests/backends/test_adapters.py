@@ -16,6 +16,7 @@ from stored_weights import stored, streaming
 from tiny_adapters import give, mix_of, random_adapter, write_merged
 from tiny_gguf import write_llama
 
+from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import Batch, Mix
 from hotset.backends.reference import ReferenceBackend
@@ -190,6 +191,17 @@ def test_logits_depend_on_nothing_but_the_own_mix(model: GGUFFile) -> None:
             for rows, own in zip(logits, expected, strict=True):
                 np.testing.assert_array_equal(rows, own[at:end])
             at = end
+
+
+def test_every_instruction_set_gives_the_same_bits(model: GGUFFile) -> None:
+    expected = None
+    for isa in _core.available_isas():
+        backend = cpu(model, isa=isa)
+        adapters = [adapter_of(backend, rank=rank, seed=rank, type=T.F16) for rank in (5, 16)]
+        give(backend, adapters, mix_of(*adapters))
+        logits = logits_of(backend, IDS[:12], [9, 10], [0])
+        expected = logits if expected is None else expected
+        np.testing.assert_array_equal(logits, expected)
 
 
 def test_a_model_without_adapters_is_the_same(model: GGUFFile) -> None:

@@ -101,6 +101,7 @@ def test_a_file_of_models_is_read(folder: Path, begun: list[Any], tmp_path: Path
         (("{folder}", "-a", "mine"), "write mine=MODEL"),
         (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
         (("{folder}", "--keep-alive", "soon"), "keep_alive"),
+        (("{folder}", "--lora", "style.gguf"), "for one model"),
         (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
         (("{folder}", "--alias", "x=none"), "no model that is here"),

@@ -256,6 +256,11 @@ def _serve_several(
     from hotset.server.model_settings import KEEP_ALIVE_SECONDS, ModelsFile, duration
     from hotset.server.models import Models
 
+    if settings.lora is not None:
+        raise typer.BadParameter(
+            "an adapter is for one model: name it in a --models-file, or load it over HTTP.",
+            param_hint="--lora",
+        )
     file = ModelsFile.read(server.models_file) if server.models_file is not None else ModelsFile()
     file = with_aliases(file, _aliases(alias))
     folder = _folder(given)

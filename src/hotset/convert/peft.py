@@ -25,6 +25,7 @@ from hotset.convert.hf_rope import neighbours
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.escaping import clause
 from hotset.formats.lora import FloatMatrix, LoraAdapter, checked_pairs
+from hotset.formats.mapped import MappedFile
 from hotset.formats.quants import GGMLType
 from hotset.formats.torch_file import BFLOAT16, map_torch
 from hotset.model.architectures import ARCHITECTURES
@@ -67,7 +68,8 @@ def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAda
     names = _Names(folder, architecture)
     halves: dict[tuple[str, str], FloatMatrix] = {}
     modules: dict[str, str] = {}
-    for name, values in _tensors(folder).items():
+    tensors, mapped = _tensors(folder)
+    for name, values in tensors.items():
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise UnsupportedModelError(
@@ -84,6 +86,7 @@ def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAda
             raise FormatError(f"{folder} has two tensors for {target}, one of them {clause(name)}")
         halves[target, half] = matrix
         modules[target] = match[1]
+    mapped.check()
     factors = {
         target: _factor(config, modules[target], matrix.shape[0], folder)
         for (target, half), matrix in halves.items()
@@ -141,10 +144,10 @@ def _target(module: str, hf: HFClass) -> str | None:
     return None if outside is None else f"{outside}.weight"
 
 
-def _tensors(folder: Path) -> Mapping[str, np.ndarray]:
+def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
     for name, mapped in (("adapter_model.safetensors", map_safetensors), ("adapter_model.bin", map_torch)):
         if (folder / name).exists():
-            return mapped(folder / name)[0]
+            return mapped(folder / name)
     raise ModelNotFoundError(f"{folder} holds no adapter_model.safetensors; the adapter is not complete")
 
 

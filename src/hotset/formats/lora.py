@@ -85,7 +85,7 @@ class LoraAdapter:
 
     @cached_property
     def digest(self) -> str:
-        """Says what it adds, whatever its name: 32 hexadecimal digits."""
+        """Says what it adds, whatever its name: 64 hexadecimal digits."""
         sha = hashlib.sha256()
         for name in sorted(self.pairs):
             pair = self.pairs[name]
@@ -93,7 +93,7 @@ class LoraAdapter:
             for matrix in (pair.a, pair.b):
                 sha.update(f" {int(matrix.type)} {matrix.shape}".encode())
                 sha.update(matrix.data.tobytes())
-        return sha.hexdigest()[:32]
+        return sha.hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +185,7 @@ def read_gguf_adapter(path: Path) -> LoraAdapter:
                 )
             halves[matrix, half] = _matrix(gguf, name)
         architecture = gguf.architecture
+        gguf.check()
     factors = {
         name: alpha / m.shape[0] if alpha else 1.0 for (name, half), m in halves.items() if half == "a"
     }
