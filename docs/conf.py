@@ -28,6 +28,7 @@ NAVIGATION = {
         "docs/guides/chat",
         "docs/SERVER",
         "docs/PROMPT-CACHE",
+        "docs/KV-CACHE",
         "docs/guides/clients",
         "docs/EMBEDDINGS",
         "docs/guides/sparsity",
