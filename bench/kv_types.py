@@ -3,9 +3,9 @@
 usage: python bench/kv_types.py MODEL [--depth N] [--tokens N] [--types A,B,...] [--rounds N] [--threads N]
 
 All caches are open at once, over the same weights and threads, and each round runs one step of each in turn,
-so that a busy machine slows all alike: compare the ratios, which are medians over rounds. A step has one token
-(decode), or --tokens of a prompt. The tokens at the depth are copies of one computed page in pages of their
-own; attention reads them as it would read others. Prints a Markdown table and one line of JSON.
+so that a busy machine slows all alike: compare the ratios, which are medians over rounds. A step has one
+token (decode), or --tokens of a prompt. The tokens at the depth are copies of one computed page in pages of
+their own; attention reads them as it would read others. Prints a Markdown table and one line of JSON.
 """
 
 from __future__ import annotations

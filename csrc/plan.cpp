@@ -97,7 +97,8 @@ void Plan::finish() {
 
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
                int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-               int n_outputs, const uint8_t* thresholded, const int32_t* states, const int32_t* saves) {
+               int n_outputs, const uint8_t* thresholded, const int32_t* states, const int32_t* saves,
+               const float* scales) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -122,6 +123,8 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     }
     t.set_thresholded(thresholded);
     t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
+    t.n_adapters = limits_.n_adapters;
+    if (scales) t.scales.assign(scales, scales + size_t(n_sequences) * t.n_adapters);
     if (states) t.states.assign(states, states + n_sequences);
     if (saves) t.saves.assign(saves, saves + n_tokens);
     for (size_t i = 0; i < ropes_.size(); i++) {

@@ -59,6 +59,8 @@ struct StepTokens {
         thresholded;  // of each token, where the model has thresholds: its small values count as zero
     std::vector<int32_t> states;  // per sequence: the slot with its state, -1: it begins
     std::vector<int32_t> saves;   // per token: the slot that takes the state after it, -1: none
+    std::vector<float> scales;    // [sequences][n_adapters], 0: the sequence does not have the adapter
+    int n_adapters = 0;
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
@@ -218,6 +220,7 @@ class Plan {
         int64_t n_vocab = 0;      // tokens
         int64_t n_positions = 0;  // of learned position embeddings
         int n_states = 0;         // slots for the states of sequences
+        int n_adapters = 0;       // columns of the scales of sequences
     };
     Limits& limits() { return limits_; }
     const Limits& limits() const { return limits_; }
@@ -226,15 +229,15 @@ class Plan {
     void finish();
 
     // Runs one step. Arrays as in backends/base.py; thresholded: null for none; states, saves: null where no
-    // operation has a state. Every index must have been checked. poll: null, or asked every 10 ms by this
-    // thread, whether to cancel. False: the step was cancelled. Then the buffers hold anything, the cache
-    // holds anything at the step's own positions and in the states that it saves, and the next step runs as
-    // ever. Throws std::logic_error, before anything is computed, if an operation breaks its contract (see
-    // Op).
+    // operation has a state; scales: [n_sequences][limits().n_adapters], null where that is 0. Every index
+    // must have been checked. poll: null, or asked every 10 ms by this thread, whether to cancel. False: the
+    // step was cancelled. Then the buffers hold anything, the cache holds anything at the step's own
+    // positions and in the states that it saves, and the next step runs as ever. Throws std::logic_error,
+    // before anything is computed, if an operation breaks its contract (see Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
              int n_outputs, const uint8_t* thresholded = nullptr, const int32_t* states = nullptr,
-             const int32_t* saves = nullptr);
+             const int32_t* saves = nullptr, const float* scales = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
     // thresholded: as for `run`.

@@ -29,6 +29,7 @@ NAVIGATION = {
         "docs/SERVER",
         "docs/PROMPT-CACHE",
         "docs/KV-CACHE",
+        "docs/LORA",
         "docs/guides/clients",
         "docs/EMBEDDINGS",
         "docs/guides/sparsity",

@@ -59,9 +59,12 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # What other programs have on this machine is none of the tests' models (tests/storage/test_elsewhere.py).
 os.environ["HOTSET_ELSEWHERE"] = "0"
 
-# A job in a shell's background ignores Ctrl-C, and so does what it starts: tests that send it would wait.
+# A job in a shell's background ignores Ctrl-C, one of nohup the end of its terminal, and so does what they
+# start: tests that send these signals would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.name == "posix" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile(
     "hotset", derandomize=True, database=None, deadline=None,

@@ -16,8 +16,9 @@ from hotset.engine.speculation import Speculator, StepTimes
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
+from hotset.loader.build import open_model
 from hotset.loader.decide import ram_limit
-from hotset.loader.speculate import draft_bytes
+from hotset.loader.speculate import drafting_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.thresholds import LayerThresholds
 from hotset.settings import MOST_DRAFTED, LoadSettings
@@ -166,12 +167,13 @@ def test_a_draft_model_has_the_same_vocabulary(tmp_path: Path) -> None:
 
 def test_a_budget_of_memory_is_shared_with_the_draft_model(tmp_path: Path) -> None:
     draft = write_model(tmp_path / "draft.gguf")
-    reserved = draft_bytes(LoadSettings(draft=draft, n_ctx=256))
+    with open_model(draft, LoadSettings(draft=draft, n_ctx=256)) as opened:
+        reserved = drafting_bytes(opened)
+        assert drafting_bytes(opened.with_settings(draft=None)) == 0
     assert draft.stat().st_size < reserved < draft.stat().st_size + (64 << 20)
-    assert draft_bytes(LoadSettings()) == 0
     settings = LoadSettings(ram_budget=1.0)
     assert ram_limit(settings, 1 << 40, 2**40, reserved) == 2**30 - reserved
-    with pytest.raises(OutOfMemoryError, match="draft model needs"):
+    with pytest.raises(OutOfMemoryError, match="what drafts needs"):
         ram_limit(settings, 1 << 40, 2**40, 2**30)
 
 
@@ -246,7 +248,6 @@ def test_timings_say_how_many_tokens_a_step_gave(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculate": "mtp"}, "multi-token prediction"),
         ({"speculate": "often"}, "must be one of off, ngram"),
         ({"speculate": "draft"}, "name it with draft"),
         ({"speculate": "ngram", "draft": "a.gguf"}, "serves speculate draft, not ngram"),

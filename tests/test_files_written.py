@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ import pytest
 from byte_models import write_sparse
 from cli_runs import REFERENCE, TEXT, inside
 from killed import kill_while_it_writes, needs_unnamed_files
+from waiting import WATCHDOG
 
 import hotset
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.files import appending, check_folder, check_target, replacing, write_whole
+from hotset.files import appending, changing, check_folder, check_target, replacing, write_whole
 from hotset.formats.torch_file import write_torch
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
@@ -160,6 +162,39 @@ def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
     check_folder(tmp_path / "missing")
     with pytest.raises(InvalidRequestError, match=r"m\.gguf is no folder"):
         check_folder(tmp_path / "m.gguf")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from hotset.files import changing
+with changing(Path(sys.argv[1])):
+    print("has it", flush=True)
+    sys.stdin.read()
+    Path(sys.argv[1]).write_text("changed")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files are locked between processes by POSIX")
+def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
+    path, found = tmp_path / "new" / "list.json", []
+
+    def change() -> None:
+        with changing(path):
+            found.append(path.read_text() if path.exists() else "nothing")
+
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    thread = threading.Thread(target=change)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stdout.readline() == "has it\n"
+        thread.start()
+        thread.join(0.2)  # it would have found nothing by now
+        holder.stdin.close()
+        thread.join(WATCHDOG)
+    assert holder.returncode == 0
+    assert found == ["changed"]
 
 
 @needs_unnamed_files

@@ -48,7 +48,7 @@ void PlanBuilder::finish() {
 void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& sequences,
                       const IntMatrix& pages, const Ints& outputs, const std::optional<FloatMatrix>& x,
                       const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
-                      const std::optional<Ints>& saves) {
+                      const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
     const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
@@ -93,6 +93,10 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     }
     require(!thresholded || int(thresholded->size()) == n,
             "one flag per token says whether it is thresholded");
+    require(
+        bool(limits.n_adapters) == scales.has_value() &&
+            (!scales || (int(scales->shape(0)) == n_sequences && int(scales->shape(1)) == limits.n_adapters)),
+        "a plan with adapters, and no other, needs a scale of each for each sequence");
     n_tokens_ = n;
     n_outputs_ = n_outputs;
     bool done;
@@ -107,7 +111,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         done =
             plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences,
                        max_pages, outputs.data(), n_outputs, thresholded ? thresholded->data() : nullptr,
-                       limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr);
+                       limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr,
+                       scales ? scales->data() : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -208,7 +213,7 @@ void bind_plan(nb::module_& m) {
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
              "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
-             "saves"_a.none() = nb::none())
+             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

@@ -29,7 +29,7 @@ class PlanBuilder {
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
              const Ints& outputs, const std::optional<FloatMatrix>& x,
              const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
-             const std::optional<Ints>& saves);
+             const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales);
 
     // A view of the buffer's rows of the last step.
     nb::ndarray<nb::numpy, float, nb::ndim<2>> rows(nb::handle self, int id);

@@ -24,6 +24,7 @@ struct AttentionFacts {
     float scale = 1.0f;
     float softcap = 0.0f;       // 0: none
     int window = 0;             // 0: none
+    int first_seen = 0;         // the first position with keys and values
     bool causal = true;         // else a token sees all tokens of its sequence, which are in one step
     int rope = -1;              // index of a rope of the plan, -1: none (already rotated)
     Norm q_norm, k_norm;        // per head; empty weight: none
@@ -249,7 +250,7 @@ class Attention : public Op {
                 q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
                 at[row] = position;
                 if (f_.causal) {
-                    first[row] = f_.window ? std::max(0, position + 1 - f_.window) : 0;
+                    first[row] = std::max(f_.first_seen, f_.window ? position + 1 - f_.window : 0);
                     last[row] = position + 1;
                 } else {
                     const int reach = f_.window ? f_.window / 2 : tile.end;
@@ -440,6 +441,7 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.scale = facts.real("scale");
     f.softcap = facts.real("softcap");
     f.window = facts.integer("window", 0, INT32_MAX);
+    if (facts.has("first_seen")) f.first_seen = facts.integer("first_seen", 0, INT32_MAX);
     f.causal = facts.flag("causal", true);
     f.rope = facts.has("rope") ? facts.rope("rope") : -1;
     require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "a rope fits its head");

@@ -125,9 +125,10 @@ static std::unique_ptr<Op> make_activation(Facts& facts, Activation kind, float 
     facts.same_shape(x, out);
     const Buffer& in = facts.plan().buffer(x);
     const Kernels& kernels = facts.plan().kernels();
-    return make_row_op(facts.plan(), out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
+    auto activated = [=, &in, &kernels](const StepTokens&, int r, float* result) {
         kernels.activate(kind, threshold, in.row(r), in.width, result);
-    });
+    };
+    return make_row_op(facts.plan(), out, std::move(activated), facts.flag("counts", false));
 }
 
 static const Registered kActivate("activate", [](Facts& facts) -> std::unique_ptr<Op> {

@@ -12,7 +12,8 @@ namespace hotset {
 template <class F>
 class RowOp : public Op {
   public:
-    RowOp(const Plan& plan, int out, F f) : plan_(plan), out_(plan.buffer(out)), f_(std::move(f)) {}
+    RowOp(const Plan& plan, int out, F f, bool counts)
+        : plan_(plan), out_(plan.buffer(out)), f_(std::move(f)), counts_(counts) {}
 
     int n_phases(const StepTokens&) const override { return 1; }
     int n_chunks(int, const StepTokens& step) const override {
@@ -22,8 +23,13 @@ class RowOp : public Op {
         const RowRange rows(chunk, n_chunks(0, step), step.rows(out_));
         float* results = worker.results.as<float>();
         for (int r = rows.first; r < rows.last; r++) f_(step, r, results + (r - rows.first) * out_.width);
+        FfnCounts counts;
+        if (counts_)
+            counts.active = std::count_if(results, results + rows.count() * out_.width,
+                                          [](float value) { return value != 0.0f; });
         if (!worker.begin_commit()) return;
         std::copy_n(results, rows.count() * out_.width, out_.row(rows.first));
+        if (counts_) counters.add(counts, worker.index());
         worker.end_commit();
     }
     Needs needs() const override {
@@ -42,11 +48,13 @@ class RowOp : public Op {
     const Plan& plan_;
     const Buffer& out_;
     const F f_;
+    const bool counts_;
 };
 
+// counts: the results are neurons, of which those that are not zero are counted.
 template <class F>
-std::unique_ptr<Op> make_row_op(const Plan& plan, int out, F f) {
-    return std::make_unique<RowOp<F>>(plan, out, std::move(f));
+std::unique_ptr<Op> make_row_op(const Plan& plan, int out, F f, bool counts = false) {
+    return std::make_unique<RowOp<F>>(plan, out, std::move(f), counts);
 }
 
 }  // namespace hotset

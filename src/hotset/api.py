@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from hotset.backends.base import Backend, StepStats
+from hotset.backends.base import Backend, Mix, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread, in_turns
@@ -32,10 +32,11 @@ from hotset.generation import (
     sampling_params,
     template_variables,
 )
+from hotset.loader.adapters import adapter_bytes, open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
-from hotset.loader.speculate import draft_bytes, open_speculator
+from hotset.loader.speculate import drafting_bytes, open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -69,7 +70,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=draft_bytes(opened.settings))
+        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(opened.settings))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -86,7 +87,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     needs them, as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=draft_bytes(settings))
+        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(settings))
         decided.weights.close()
         return decided.placement
 
@@ -96,7 +97,7 @@ class Model:
 
     decided: how it was loaded, with its settings. config: facts of the architecture. backend, engine, thread:
     what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
-    and values are stored.
+    and values are stored. adapters: those (LoRA) that it has.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a message each.
     placement: what is on which device; None where the CPU computes alone. ram, stored: what of memory is for
     what under a budget, and the weights that are read under it; None where files are mapped.
@@ -109,19 +110,20 @@ class Model:
         self.gguf, self.weights, self.config = decided.gguf, decided.weights, decided.config
         self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
-        self.n_ctx = decided.n_ctx
-        self.kv_type = decided.settings.kv_type
+        self.n_ctx, self.kv_type = decided.n_ctx, decided.settings.kv_type
         self.sparsity = decided.choice
         self.notes = decided.notes
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
+        speculator = open_speculator(decided, backend, lambda: self.tokenizer)
         self.engine = Engine(
             backend, self.n_ctx, decided.settings.max_sequences,
             collect_stats=self.config.leaves_out or self.graph.has_thresholds,
             thresholded=decided.thresholded, flops=self.cost.flops_per_token,
-            is_encoder=self.graph.is_encoder, prompt_cache=open_prompt_cache(decided, backend),
-            speculator=open_speculator(decided, backend, lambda: self.tokenizer),
+            is_encoder=self.graph.is_encoder, speculator=speculator,
+            prompt_cache=open_prompt_cache(decided, backend, speculator),
         )  # fmt: skip
         self.thread = EngineThread(self.engine)
+        self.adapters = open_adapters(decided, self.thread)
         self._closed = False
 
     # ---- text ----
@@ -259,25 +261,23 @@ class Model:
         shown: Collection[int] = (),
         around: str | None = None,
         owner: Owner | None = None,
+        mix: Mix | None = None,
     ) -> Generation:
         """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
         events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
+        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py). mix: of
+        `adapters`; None: those that answers have by default.
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
         self._check_open()
         sequence = self.engine.prepare(
-            tokens,
-            params,
-            stop_ids=self.tokenizer.stop_ids,
-            reuse_prefix=reuse_prefix,
+            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
-            breakers=self.tokenizer.sequences_with(params.breakers),
-            owner=owner,
-        )
+            breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, mix=mix,
+        )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 
     def _stream(self, generation: Generation) -> Iterator[Chunk]:

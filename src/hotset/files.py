@@ -16,12 +16,20 @@ import io
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.units import human_size
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_in_process = threading.Lock()
 
 # Above the largest of published tokenizers and listings of tensors by a factor of ten.
 SMALL_FILE = 256 << 20
@@ -172,6 +180,30 @@ def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     check_target(path)
     with _file_errors(path, "choose another folder"), path.open("ab") as file:
         yield file
+
+
+def lock(file: BinaryIO, *, wait: bool) -> bool:
+    """Keeps every other process from this lock until the file is closed: POSIX, and file systems that have
+    locks; elsewhere nothing is kept. wait: for one that has it; False: returns False where one has."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """For a file that is read, changed and written whole: no other thread or process that asks so too changes
+    it meanwhile. The lock is a file beside it, for it is not the same file afterwards."""
+    beside = path.with_name(f".{path.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _in_process, appending(beside) as file:
+        lock(file, wait=True)
+        yield
 
 
 @contextlib.contextmanager

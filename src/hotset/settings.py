@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -20,10 +21,12 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
-Speculate = Literal["off", "ngram", "draft", "self"]
+Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
+Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # of an adapter, with its scale
 _MAX_SEQUENCES = 4096  # each has a row of the page table
 MOST_DRAFTED = SAVED_TOKENS - 1  # tokens of a draft
+LARGEST_SCALE = 1e6  # of an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,14 @@ class LoadSettings:
     speculate: which tokens are drafted, to be verified several in a step (speculative decoding; the text
     stays the same): "off"; "ngram", those that followed the latest ones earlier in prompt or answer;
     "draft", those that a smaller model draws; "self", those that the model draws in a sparser mode, which
-    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count.
+    sparsity, predictor and thresholds then name, while it verifies them with all of its neurons that count;
+    "mtp", those that the file's layer for multi-token prediction draws.
     draft: that model, as `load` takes one; implies "draft". draft_max: how many tokens at a time at most, up
     to 16. lookup: a file of text in which n-grams are looked up too; implies "ngram".
+
+    lora: adapters (LoRA) for the model, one or several: GGUF files or folders of PEFT's, each with ":SCALE"
+    behind it where that is not 1, or as (path, scale); Model.adapters loads and unloads others
+    (docs/LORA.md).
 
     cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
     (docs/PROMPT-CACHE.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text such as
@@ -100,6 +108,7 @@ class LoadSettings:
     draft: str | os.PathLike[str] | None = None
     draft_max: int = 8
     lookup: str | os.PathLike[str] | None = None
+    lora: Lora | Sequence[Lora] | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_disk: float | str = 20.0
     max_batch: int = 512
@@ -122,6 +131,7 @@ class LoadSettings:
         self._check("vram_budget", _budget)
         self._check("ram_budget", _ram_budget)
         self._check("cache_disk", _disk_size)
+        self._check("lora", _loras)
         self._check("device", _devices)
         for name, known in (("kv_type", get_args(KVType)), ("backend", get_args(BackendName))):
             if getattr(self, name) not in known:
@@ -149,6 +159,10 @@ class LoadSettings:
             raise InvalidRequestError(
                 "cache_dir keeps what the CPU has computed (backend auto or cpu); leave it out, or the device"
             )
+        if self.lora and (self.on_vulkan or self.asks_for_a_device):
+            raise InvalidRequestError(
+                "adapters (LoRA) are computed by the CPU alone; leave out lora, or what is asked of a device"
+            )
         self._check_speculation()
         self._check_vulkan()
         if self.ram_budget is not None and self.backend == "reference":
@@ -162,13 +176,13 @@ class LoadSettings:
         if value is not None or type(self).__dataclass_fields__[name].default is not None:
             object.__setattr__(self, name, checked(name, value, *bounds))
 
+    @property
+    def loras(self) -> tuple[tuple[Path, float], ...]:
+        """The adapters, each with its scale."""
+        return self.lora or ()  # type: ignore[return-value]  # made so when it was checked
+
     def _check_speculation(self) -> None:
         asked = self.drafter
-        if asked == "mtp":  # type: ignore[comparison-overlap]
-            raise InvalidRequestError(
-                "speculate mtp needs the multi-token prediction layers (MTP, nextn) of a file, which this "
-                "version does not load; use ngram, draft or self"
-            )
         if asked not in get_args(Speculate):
             raise InvalidRequestError(
                 f"speculate must be one of {', '.join(get_args(Speculate))}, not {shown(asked)}"
@@ -288,6 +302,30 @@ def _ram_budget(name: str, value: Any) -> float:
     if not budget > 0:
         raise InvalidRequestError(f"{name} is a number of GiB above 0, not {shown(value)}")
     return budget
+
+
+def _loras(name: str, value: Any) -> tuple[tuple[Path, float], ...] | None:
+    """None for an empty list: nothing is named."""
+    is_one = isinstance(value, str | os.PathLike) or (isinstance(value, tuple) and _is_scaled(value))
+    each = (value,) if is_one else tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(_lora(name, one) for one in each) or None
+
+
+def _is_scaled(value: tuple[Any, ...]) -> bool:
+    return len(value) == 2 and isinstance(value[1], int | float)
+
+
+def _lora(name: str, value: Any) -> tuple[Path, float]:
+    scale: Any = 1.0
+    if isinstance(value, tuple | list) and len(value) == 2:
+        value, scale = value
+    elif isinstance(value, str) and not os.path.exists(value):
+        path, _, behind = value.rpartition(":")
+        with contextlib.suppress(ValueError):
+            value, scale = (path, float(behind)) if path else (value, scale)
+    if value == "":
+        raise InvalidRequestError(f"{name} must be a path, not ''")
+    return _path(name, value), real_number(f"the scale of {name}", scale, -LARGEST_SCALE, LARGEST_SCALE)
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)

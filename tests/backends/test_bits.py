@@ -33,6 +33,7 @@ if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import published
+from cases import quick_are
 from fuzz import fuzz_reads
 from golden.files import PLATFORM
 from logit_bits import DENSE_CASES, N_VOCAB, RELU_CASES, TABLE, bits_of, write_case, written_bits
@@ -62,9 +63,12 @@ KV_TYPES = ("f16", "q8_0")
 RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
 ENCODERS = {f"encoder/{name}": name for name in tiny_models.ENCODERS}
 FIRST = tiny_models.first_of_each_architecture()
-OF_RECIPES = [
-    pytest.param(name, marks=() if recipe in FIRST else pytest.mark.slow) for name, recipe in RECIPES.items()
-]
+ONE_OF_EACH_KIND = (  # of attention, recurrence, FFN and experts
+    "llama", "bamboo", "opt", "bitnet", "gemma3", "gemma3n", "gpt-oss", "deepseek2-lite", "deepseek32",
+    "turbosparse-mixtral", "smallthinker", "mamba2", "rwkv7", "qwen3next", "lfm2moe", "falcon-h1",
+    "nemotron-h-moe", "kimi-linear",
+)  # fmt: skip
+OF_RECIPES = quick_are([f"recipe/{name}" for name in FIRST], RECIPES)
 REAL = {
     "real/smollm2-135m": ("smollm2-135m", {}),
     "real/smollm2-135m/q8_0 cache": ("smollm2-135m", {"kv_type": "q8_0"}),
@@ -150,7 +154,7 @@ def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_fo
     assert compute(name, tmp_path, file=file) == known_bits()[name]
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", quick_are(set(REAL) - {"real/smollm2-135m-relu/dense"}, REAL))
 def test_bits_of_larger_files(name: str, tmp_path: Path, run_folder: Path) -> None:
     file = real(REAL[name][0], run_folder)
     if file.parent == run_folder:
@@ -277,7 +281,7 @@ def bits_of_recipe(
     return found
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", quick_are(ONE_OF_EACH_KIND, FIRST))
 def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
     """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
     found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import ISAS
+from cases import quick_are
 from drafters import Guesser
 
 import hotset
@@ -352,7 +353,7 @@ class Unsteady:
         return result
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", quick_are((True,), [False, True]))
 def test_cancelled_and_failed_steps_leave_states_to_go_on_from(gguf: GGUFFile, fails: bool) -> None:
     unsteady = Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
     unsteady.fails = fails
@@ -493,7 +494,7 @@ def test_layers_without_an_ffn_have_no_statistics_and_no_predictor(run_folder: P
 # ---- drafted tokens
 
 
-@pytest.mark.parametrize("n_states", [40, 13])
+@pytest.mark.parametrize("n_states", quick_are((13,), [40, 13]))
 def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile, n_states: int) -> None:
     """Three requests side by side, whose drafts are right for some tokens: each goes on from the state behind
     the last right one. With few slots drafts are cut."""

@@ -2,13 +2,15 @@
 
 usage: python tests/fuzz/fuzz_sidecars.py [--seconds 60] [--seed 0] [--keep FOLDER]
 
-Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, and a bundled one
-mapped and under a budget of memory. Each may work, or fail with one error message. What does anything else
-(another exception, more than 10 s) is kept in a folder whose name is printed; the exit status is 1.
+Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, one goes on with a
+session, a bundled one runs mapped and under a budget of memory, and Modelfiles are read. Each may work, or
+fail with one error message. What does anything else (another exception, more than 10 s) is kept in a folder
+whose name is printed; the exit status is 1.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,13 @@ if __name__ == "__main__":  # as pytest does for the tests
 from fuzz import fuzz_gguf, fuzz_models
 from tiny_gguf import write_llama, write_relu
 
+import hotset
+from hotset.cli.session import Session
 from hotset.convert.reorder import reorder
 from hotset.errors import HotsetError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.loader.modelfile import Modelfile
 from hotset.memory import own_memory
 from hotset.model.thresholds import LayerThresholds
 from hotset.report.replay import replay
@@ -44,6 +50,15 @@ SLOW_S = 10.0
 ROOM = 400 << 20  # beyond what this process has already
 RUN = ("he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu")
 SIZES: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
+PROMPT = "a text of more than two pages of the cache; " * 4
+MODELFILE = """FROM cut.gguf
+SYSTEM \"\"\"Answer
+in one sentence.\"\"\"
+PARAMETER temperature 0.2
+PARAMETER stop "END"
+MESSAGE user What is water?
+MESSAGE assistant H2O.
+"""
 
 
 def write_traces(folder: Path) -> None:
@@ -81,6 +96,8 @@ def write_seeds(folder: Path) -> None:
     moe_layer = write_llama(
         folder / "moe_layer.gguf", keys=fuzz_models.BPE, head_dim=16, experts=(4, 2), type_of=q8, **SIZES
     )
+    answer(model, folder / "cut.session", keep=True)
+    (folder / "Modelfile").write_text(MODELFILE)
     reorder(relu, folder / "bundle.gguf", None, bundle=True)
     reorder(moe_layer, folder / "bundle-experts.gguf", None, bundle=True)
 
@@ -111,6 +128,28 @@ def exercise_thresholds(path: Path) -> None:
     run("run", model, *RUN, "--sparsity", "threshold", "--thresholds", path)
 
 
+def answer(path: Path, session: Path | None, *, keep: bool = False) -> list[int]:
+    """What a model answers to PROMPT, its cache being that of a session. keep: writes the session."""
+    with hotset.load(path, n_ctx=256, n_threads=1, backend="cpu") as model, redirect_stderr(io.StringIO()):
+        kept = None if session is None else Session(model, session)
+        found = model.generate(PROMPT, max_tokens=2, temperature=0).tokens
+        if kept is not None and keep:
+            kept.save([{"role": "user", "content": PROMPT}])
+    return found
+
+
+def exercise_session(path: Path) -> None:
+    """The answer is that without a session: what is damaged is not found."""
+    model = path.with_name("cut.gguf")
+    assert answer(model, path) == answer(model, None)
+
+
+def exercise_modelfile(path: Path) -> None:
+    """Reads it; what is written of it says the same."""
+    read = Modelfile.parse(path.read_text(errors="replace"))
+    assert not read.can_be_written or Modelfile.parse(read.text) == read
+
+
 def exercise_bundle(path: Path) -> None:
     """Runs the model with the file mapped, and under a budget; shows it."""
     run("run", path, *RUN)
@@ -128,8 +167,8 @@ def run(*arguments: object) -> None:
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "experts.gguf": exercise_trace, "neurons.gguf": exercise_trace, "profile.gguf": exercise_profile,
-    "cut.thresholds.json": exercise_thresholds, "bundle.gguf": exercise_bundle,
-    "bundle-experts.gguf": exercise_bundle,
+    "cut.thresholds.json": exercise_thresholds, "cut.session": exercise_session,
+    "Modelfile": exercise_modelfile, "bundle.gguf": exercise_bundle, "bundle-experts.gguf": exercise_bundle,
 }  # fmt: skip
 
 
@@ -180,7 +219,7 @@ def attack(
         while more(n_cases):
             case.mkdir()
             of = list(KINDS)[int(rng.integers(len(KINDS)))]
-            if of == "cut.thresholds.json":
+            if of.startswith("cut."):
                 shutil.copy(seeds / "cut.gguf", case)
             change = mutate(seeds / of, case / of, rng)
             problem = exercise(case / of, of)

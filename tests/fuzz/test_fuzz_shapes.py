@@ -18,7 +18,10 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
 
-@pytest.mark.parametrize(("seed", "number"), [(0, 0), (0, 1), (0, 2), (0, 4), (0, 6), (2, 16)])  # small ones
+@pytest.mark.parametrize(  # small ones
+    ("seed", "number"),
+    [(0, 1), (0, 4), (2, 16), *(pytest.param(0, number, marks=pytest.mark.slow) for number in (0, 2, 6))],
+)
 def test_models_of_random_shapes(tmp_path: Path, seed: int, number: int) -> None:
     run_case(seed, number, tmp_path)
 

@@ -178,6 +178,17 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case({"filename": "a"}, "/slots/0?action=save"), Case({}, "/slots/x?action=erase"),
         Case({"model": "other"}, "/slots/0?action=erase", **_SLOTS),
     ],
+    ("GET", "/lora-adapters"): [Case(), Case(path="/lora-adapters?model=other")],
+    ("POST", "/lora-adapters"): [
+        Case([]), Case([{"id": 0, "scale": 1}]), Case([{"scale": 1}]), Case({"id": 0, "scale": 1}),
+    ],
+    ("POST", "/v1/load_lora_adapter"): [
+        Case({"lora_name": "style", "lora_path": "/none/style.gguf"}), Case({"lora_name": "style"}),
+        Case({"lora_path": "/none", "lora_name": "a b"}), *_wrong({"lora_path": "/none"}),
+    ],
+    ("POST", "/v1/unload_lora_adapter"): [
+        Case({"lora_name": "style"}), Case({"lora_int_id": 0}), Case({}), *_wrong({"lora_name": "style"}),
+    ],
     ("GET", "/tokenizer_info"): [Case()],
     ("GET", "/props"): [Case()],
     ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],
@@ -373,7 +384,7 @@ def _body(kind: str, reply: httpx.Response) -> Any:
 
 def _with_numbers(body: Any) -> Any:
     """With the numbers of embeddings that are in base64: in their last bits they may differ."""
-    for one in body.get("data", ()):
+    for one in body.get("data", ()) if isinstance(body, dict) else ():
         if isinstance(one.get("embedding"), str):
             numbers = np.frombuffer(base64.b64decode(one["embedding"], validate=True), "<f4")
             one["embedding"] = {"base64 of": numbers.tolist()}

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 from cli_runs import hotset, inside, needs_core, write_model
+from tiny_adapters import random_pairs, write_adapter
 
 import hotset as library
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.formats.gguf import open_gguf
 from hotset.loader.modelfile import Modelfile, made_of, with_messages
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 from hotset.storage import created, resolve
 
 WHOLE = '''# a comment
@@ -53,7 +57,7 @@ def test_what_a_modelfile_says() -> None:
     assert Modelfile.parse(found.text) == found
     assert Modelfile.parse(WHOLE.replace("\n", "\r\n")) == found
     stops = ("\n\n", " a ", '"', "x\ny", '""', "#")
-    of_stops = Modelfile(base="m", parameters={"stop": stops})
+    of_stops = Modelfile(base="m", parameters={"stop": stops}, adapters=("a b", "c"))
     assert Modelfile.parse(of_stops.text) == of_stops
 
 
@@ -61,7 +65,6 @@ def test_what_a_modelfile_says() -> None:
     ("text", "problem"),
     [
         ("SYSTEM x", "has no FROM"),
-        ("FROM m\nADAPTER ./lora", "line 2: ADAPTER is not read"),
         ("FROM m\nRUN rm", "line 2: there is no 'RUN'; instructions are FROM"),
         ('FROM m\n\nSYSTEM """open', 'line 3: its """ is not closed'),
         ("FROM m\nMESSAGE robot x", "line 2: MESSAGE is of system, user, assistant"),
@@ -81,6 +84,8 @@ def test_what_is_no_modelfile(text: str, problem: str) -> None:
         ("PARAMETER top_p 7", "PARAMETER: top_p"),
         ("PARAMETER num_ctx 0", "PARAMETER: n_ctx"),
         ("TEMPLATE {{ .Prompt }}", "TEMPLATE is a template of Go"),
+        ("ADAPTER ./lora", "ADAPTER is a whole path on the server, not './lora'"),
+        ("ADAPTER /no/lora", "there is no adapter /no/lora"),
     ],
 )
 def test_what_cannot_be_made(model: Path, lines: str, problem: str) -> None:
@@ -144,6 +149,29 @@ def test_created_models_are_kept_found_and_deleted(model: Path) -> None:
     assert model.exists()
     with pytest.raises(HotsetError):
         resolve("brief")
+
+
+@needs_core
+def test_an_adapter_of_a_created_model(model: Path) -> None:
+    with open_gguf(model) as gguf:
+        pairs = random_pairs(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
+    write_adapter(model.parent / "style.gguf", pairs)
+    file = model.parent / "Modelfile"
+    file.write_text("FROM model.gguf\nADAPTER style.gguf\nPARAMETER temperature 0\nPARAMETER num_predict 7")
+    assert inside("create", "styled", "-f", file).returncode == 0
+    given = ["Why?", "--temp", 0, "-n", 7, "--json"]
+    style = model.parent / "style.gguf"
+    done = [
+        inside("run", "styled", "Why?", "--json"),
+        inside("run", model, *given, "--lora", style),
+        inside("run", model, *given),
+        inside("run", "styled", "Why?", "--json", "--lora", f"{style}:0"),
+    ]
+    texts = [json.loads(each.stdout)["text"] for each in done]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    file.write_text("FROM model.gguf\nADAPTER model.gguf")
+    done = inside("create", "wrong", "-f", file)
+    assert (done.returncode, "is not an adapter" in done.stderr) == (1, True)
 
 
 def test_names_of_created_models(model: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import quick_are
 from cli_runs import inside
 from html_page import check_self_contained
 from random_traces import EXPERTS, moe_layer, random_trace, traced
@@ -164,7 +165,7 @@ def test_short_texts_can_be_drawn(n_tokens: int) -> None:
 # ---- the command line ----
 
 
-@pytest.mark.parametrize("keys", [{}, RELU])
+@pytest.mark.parametrize("keys", quick_are((RELU,), [{}, RELU]))
 def test_profile_and_report_of_a_mixture(
     tmp_path: Path, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

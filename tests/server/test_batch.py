@@ -312,6 +312,7 @@ def test_answers_of_other_requests_are_left_alone(tmp_path: Path):
         BatchRun(requests, requests, 64)  # the answers behind the requests
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
     n = 60
     requests = write(tmp_path / "in.jsonl", [chat(i, max_tokens=100) for i in range(n)])

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import quick_are
 from pydantic import ValidationError
 from tiny_server import MESSAGES, run
 
@@ -52,7 +53,7 @@ def counted(given: bytes) -> tuple[int, int, int, int]:
     return deepest, lists, texts, commas
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("chunk", quick_are((2, 1000), [1, 2, 3, 7, 1000]))
 def test_parts_are_counted_as_a_reader_counts_them(chunk: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(json_limits, "_CHUNK", chunk)
     draw = random.Random(chunk)

@@ -39,6 +39,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -330,6 +331,8 @@ class Oracle(ReferenceBackend):
         """The exact result, and how far the kernel may be from it."""
         if isinstance(op, Linear):
             return self._expected_linear(op, taps, batch, slots)
+        if isinstance(op, LowRank):
+            return self._expected_low_rank(op, taps, batch)
         if isinstance(op, ExpertLinear | ExpertSum):
             return self._expected_of_experts(op, taps)
         if isinstance(op, ShortConv):
@@ -420,6 +423,23 @@ class Oracle(ReferenceBackend):
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         return expected, bound
+
+    def _expected_low_rank(self, op: LowRank, taps: dict[int, np.ndarray], batch: Batch) -> tuple[Any, Any]:
+        """A product of two sums, multiplied by a scale between them, and a rounding of the sum for each
+        adapter."""
+        scales = self.adapters.scales(batch)
+        assert scales is not None
+        expected = self._with_adapters(op, taps, batch, scales)
+        owners = batch.sequences if len(expected) == len(batch.tokens) else batch.sequences[batch.outputs]
+        x, sums, bound = np.abs(taps[op.x.id]), np.abs(taps[op.y.id]), np.zeros_like(expected)
+        for column, pair in self.adapters.pairs_of(op):
+            b = np.abs(pair.b.floats[op.first_row : op.first_row + op.out.width]).astype(np.float64)
+            scale = np.abs(scales[owners, column] * np.float32(pair.factor)).astype(np.float64)[:, None]
+            added = (x @ np.abs(pair.a.floats.T).astype(np.float64) * scale) @ b.T
+            n = op.x.width + pair.rank + 2
+            sums = sums + added
+            bound += gamma(n) * added + n * TINY * (1 + b.sum(axis=1)) * (1 + scale) + U * sums
+        return expected, bound * (1 + gamma(4))
 
     def _expected_conv(
         self, op: ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any

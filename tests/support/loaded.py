@@ -102,14 +102,14 @@ def main() -> None:
     given = parser.parse_args()
     tests = given.tests or [str(TESTS / name) for name in SUSPECTS]
     whole = given.whole if given.whole is not None else (0 if given.tests else 2)
-    runs = [tests] * given.times + [[str(TESTS)]] * whole
+    runs = [["-m", "", *tests]] * given.times + [[str(TESTS)]] * whole
     with contextlib.ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
             stack.enter_context(beside(busy))
         stack.enter_context(beside(hog, int(given.free * 2**30)))
         for i, arguments in enumerate(runs, 1):
             began = time.monotonic()
-            done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "2", *arguments], check=False)
+            done = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *arguments], check=False)
             seconds = time.monotonic() - began
             print(f"run {i} of {len(runs)}: exit status {done.returncode}, {seconds:.0f} s", flush=True)
             if done.returncode != 0:

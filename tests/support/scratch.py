@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 from byte_models import write_reranker, write_sparse
 from cli_runs import CHATML, write_model
+from tiny_adapters import random_pairs, write_adapter, write_peft
 
+from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it rests; "
 WORDS = ("one", "two", "three", "four")
@@ -50,6 +54,19 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def write_adapters(folder: Path, model: Path) -> None:
+    """Adapters of a model: a GGUF file, and a folder of PEFT's."""
+    with open_gguf(model) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors, rank=2)
+    write_adapter(folder / "style.gguf", pairs)
+    up = pairs["blk.0.ffn_up.weight"]
+    module = "model.layers.0.mlp.up_proj"
+    write_peft(
+        folder / "polite", {f"{module}.lora_A.weight": up.a.floats, f"{module}.lora_B.weight": up.b.floats}
+    )
+
+
 def write_scratch(folder: Path) -> Path:
     """The folder, which becomes the working directory of commands; its `home` is their HOTSET_HOME."""
     keys = {"tokenizer.chat_template": CHATML}
@@ -59,6 +76,7 @@ def write_scratch(folder: Path) -> Path:
     write_sparse(folder / "relu.gguf", keys, dialect="gguf", seed=5, **shape)
     write_sparse(folder / "relu.powerinfer.gguf", keys, **shape)
     write_model(folder / "home" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf", n_ctx=N_CTX)
+    write_adapters(folder, folder / "home" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf")
     write_sparse(folder / "home" / "models" / "bamboo-7b" / "bamboo-7b-v0.1.Q4_0.gguf", keys)
     write_reranker(folder / "reranker.gguf", **{"llama.context_length": N_CTX})
     write_checkpoint(folder / "checkpoint")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import quick_are
 from made_once import made_once
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
@@ -34,7 +35,7 @@ RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
 FIRST = tiny_models.first_of_each_architecture()
 
 
-@pytest.fixture(params=[pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in RECIPES])
+@pytest.fixture(params=quick_are(FIRST, RECIPES))
 def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
     """(open GGUF file, sequences of token ids, their logits by transformers)."""
     name = request.param

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import quick_are
 from tiny_gguf import write_llama, write_relu
 from waiting import WATCHDOG
 
@@ -395,6 +396,7 @@ class TestTraining:
         assert reporter.steps == [(label, done, 2) for label in labels for done in (0, 1, 2)]
 
     @pytest.mark.parametrize("labels", [0.0, 0.3])
+    @pytest.mark.slow
     def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
         """A student with noise in one matrix finds back to the teacher, and the curve shows it."""
         run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
@@ -418,6 +420,7 @@ class TestTraining:
         run.run(eval_every=100, save_every=100)
         assert run.evaluate().idle == pytest.approx(0.72, abs=0.06)
 
+    @pytest.mark.slow
     def test_calibrated_share_stays(self, silu: Path, tmp_path: Path) -> None:
         run = training(silu, tmp_path / "run")
         run.prepare()
@@ -426,6 +429,7 @@ class TestTraining:
             assert line["idle"] == pytest.approx(0.72, abs=0.05)
 
     @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
+    @pytest.mark.slow
     def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
         class KilledError(Exception):
             pass
@@ -492,7 +496,7 @@ class TestTraining:
 
 class TestMerging:
     @pytest.mark.parametrize("activation", ["relu", "drelu"])
-    @pytest.mark.parametrize("rank", [0, 8])
+    @pytest.mark.parametrize("rank", quick_are((8,), [0, 8]))
     def test_merged_file_is_the_student(self, silu: Path, tmp_path: Path, activation: str, rank: int) -> None:
         run = training(silu, tmp_path / "run", activation=activation, rank=rank, n_tokens=5 * 2 * N_CTX)
         run.prepare()
@@ -520,6 +524,7 @@ class TestMerging:
         active = np.mean([np.count_nonzero(tap) / tap.size for tap in taps.values()])
         assert active == pytest.approx(0.28, abs=0.06)
 
+    @pytest.mark.slow
     def test_types(self, silu: Path, tmp_path: Path) -> None:
         run = training(silu, tmp_path / "run")
         run.prepare()
@@ -786,6 +791,7 @@ class TestCommand:
         path.write_text(" ".join(f"the {i} thing in {i * 7}" for i in range(600)))
         return path
 
+    @pytest.mark.slow
     def test_checkpoint_to_relu_model_and_merge(self, checkpoint: Path, text: Path, tmp_path: Path) -> None:
         options = ("--lora", 4, "-n", 256, "-c", 16, "-b", 2, "-f", f"{text}:2", "--generate", "200:1")
         told = self.run(checkpoint, tmp_path / "out.gguf", *options)

@@ -60,6 +60,7 @@ def test_they_belong_to_the_published_file() -> None:
         assert digest(gguf) == Adapters.open(ADAPTERS).model
 
 
+@pytest.mark.slow
 def test_the_merged_model_is_sparse_and_still_a_language_model(merged: Path) -> None:
     with hotset.load(published.model(), n_ctx=128) as model:
         original = model.perplexity(TEXT, n_ctx=128)

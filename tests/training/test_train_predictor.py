@@ -436,6 +436,7 @@ def run_it(path: Path, folder: Path, settings: PredictorSettings) -> None:
     train_predictors(path, [TEXT], folder, None, settings, keep=True)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Path) -> None:
     path, folder = planted(tmp_path / "model.gguf"), tmp_path / "p"
     settings = replace(QUICK, jobs=2, schedule=Schedule(epochs=10, batch=64))

@@ -13,6 +13,7 @@ from typing import assert_never
 
 import numpy as np
 
+from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import lookup
@@ -40,6 +41,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -89,6 +91,8 @@ class ReferenceBackend:
         sparse: bool = False,
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
+        self.adapters = AdapterSet(graph, weights.tensors)
+        self._entering = graph.split(0, len(graph.ops))[1]
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
@@ -124,25 +128,34 @@ class ReferenceBackend:
         self._values.clear()
         self._states.clear()
 
-    def step(self, batch: Batch) -> StepResult:
-        """Runs one step. Raises InvalidRequestError for a batch that breaks the contract of Batch."""
+    def step(self, batch: Batch, x: np.ndarray | None = None) -> StepResult:
+        """Runs one step. x: float32 [n_tokens, width], what enters a graph that begins with rows. Raises
+        InvalidRequestError for a batch that breaks the contract of Batch."""
         self._cancelled = False
         slots = self._slots(batch)
-        names = {value.name for value in self.graph.values}
+        scales = self.adapters.scales(batch)
+        graph = self.graph if scales is None else self.adapters.graph
+        names = {value.name for value in graph.values}
         for tap in batch.taps:
             if tap not in names:
                 raise InvalidRequestError(f"the model has no value named {tap!r} to tap")
         values: dict[int, np.ndarray] = {}
+        if self._entering is not None and x is not None:
+            values[self._entering.id] = x
         taps: dict[str, np.ndarray] = {}
-        last_use = self._last_use()
+        last_use = _last_use(graph)
         counts = np.zeros((self.graph.n_layer, len(COUNTS)), np.int64)
         seconds = np.zeros((self.graph.n_layer + 1, len(PARTS)))  # the last row: of no layer
-        for index, op in enumerate(self.graph.ops):
+        for index, op in enumerate(graph.ops):
             if self._cancelled:
                 raise StepCancelledError
             for part in op.primitives if isinstance(op, Ffn) else (op,):
                 began = time.perf_counter()
-                values[part.out.id] = self._compute(part, values, batch, slots)
+                if isinstance(part, LowRank):
+                    assert scales is not None
+                    values[part.out.id] = self._with_adapters(part, values, batch, scales)
+                else:
+                    values[part.out.id] = self._compute(part, values, batch, slots)
                 seconds[part.layer, PARTS.index(part.part)] += time.perf_counter() - began
                 if part.out.name in batch.taps:
                     taps[part.out.name] = values[part.out.id].copy()
@@ -153,18 +166,11 @@ class ReferenceBackend:
         self.weights.check()
         other = float(seconds[:, -1].sum())
         self._stats = StepStats.of(len(batch.tokens), counts, seconds[:-1], other, has_thresholds=False)
-        return StepResult(values[self.graph.result.id], taps)
+        return StepResult(values[graph.result.id], taps)
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None before the first."""
         return self._stats
-
-    def _last_use(self) -> dict[int, int]:
-        uses: dict[int, int] = {}
-        for index, op in enumerate(self.graph.ops):
-            for value in [op.out, *op.inputs]:
-                uses[value.id] = index
-        return uses
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
         """For each token, the cache slots of positions 0 to its own; checks the batch on the way."""
@@ -181,6 +187,7 @@ class ReferenceBackend:
     def _compute(  # noqa: C901 - a case for each operation
         self, op: Primitive, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
     ) -> np.ndarray:
+        assert not isinstance(op, LowRank), "it is of some sequences, which _with_adapters knows"
         match op:
             case Embed():
                 return lookup(self.weights, op, batch)
@@ -241,10 +248,8 @@ class ReferenceBackend:
                 return routed(values[op.x.id], bias, op, scales)
             case ExpertLinear():
                 x = values[op.x.id]
-                if op.of_parts:
-                    x = x.reshape(len(x), op.n_used, -1)
-                else:
-                    x = np.repeat(x[:, None], op.n_used, axis=1)
+                of_all = x[:, None].repeat(op.n_used, axis=1)
+                x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ExpertSum():
                 x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
@@ -258,6 +263,20 @@ class ReferenceBackend:
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
+
+    def _with_adapters(
+        self, op: LowRank, values: dict[int, np.ndarray], batch: Batch, scales: np.ndarray
+    ) -> np.ndarray:
+        """One adapter after the other, of the rows that have it."""
+        x, out = values[op.x.id], values[op.y.id].copy()
+        owners = batch.sequences if len(out) == len(batch.tokens) else batch.sequences[batch.outputs]
+        for column, pair in self.adapters.pairs_of(op):
+            scale = scales[owners, column]
+            rows = scale != 0
+            b = pair.b.floats[op.first_row : op.first_row + op.out.width]
+            reduced = (x[rows] @ pair.a.floats.T) * (scale[rows] * F32(pair.factor))[:, None]
+            out[rows] += reduced @ b.T
+        return out
 
     def _layer_normed(self, op: LayerNorm, x: np.ndarray) -> np.ndarray:
         bias = None if op.bias is None else self._weight(op.bias)
@@ -417,6 +436,14 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return (out * (F32(1) / np.sqrt(F32(width)))).reshape(x.shape)
 
 
+def _last_use(graph: Graph) -> dict[int, int]:
+    uses: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        for value in [op.out, *op.inputs]:
+            uses[value.id] = index
+    return uses
+
+
 def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each token the cache slots that it sees, and how far behind it each position is.
 
@@ -426,7 +453,7 @@ def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tu
     for token, sequence in enumerate(batch.sequences.tolist()):
         own = len(slots[token]) - 1
         if op.causal:
-            seen, first = slots[token], max(own + 1 - op.window, 0) if op.window else 0
+            seen, first = slots[token], max(own + 1 - op.window if op.window else 0, op.first_seen)
         else:
             reach = op.window // 2 if op.window else len(whole[sequence])
             seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)

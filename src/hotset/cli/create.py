@@ -20,7 +20,7 @@ def create(
         "Modelfile"
     ),
 ) -> None:
-    """Make a model of another one: a system message, parameters, a template of its own; no file is copied."""
+    """Make a model of another one: a system message, parameters, a template, adapters; no file is copied."""
     text = read_text(file, "-f", 4 * MAX_CHARS)
     modelfile = Modelfile.parse(text)
     base = modelfile.base
@@ -31,5 +31,6 @@ def create(
         base = str(beside.resolve())
     with ProgressBar() as bar:
         path = resolve(base, progress=bar)
-    kept = created.add(name, made_of(modelfile, path, base=base, source=text))
+    made = made_of(modelfile, path, base=base, source=text, folder=file.parent)
+    kept = created.add(name, made)
     say(f"Run it with: hotset run {kept}")

@@ -110,7 +110,7 @@ BackendName = Annotated[
 
 Speculate = Annotated[
     str | None,
-    _option("--speculate", "What drafts tokens: off (the default), ngram, draft or self.", _SPECULATION),
+    _option("--speculate", "What drafts tokens: off (the default), ngram, draft, self or mtp.", _SPECULATION),
 ]
 DraftModel = Annotated[
     str | None,
@@ -124,6 +124,16 @@ DraftMax = Annotated[
 LookupFile = Annotated[
     Path | None,
     _option("--lookup", "A text to look n-grams up in, too.", _SPECULATION, exists=True, dir_okay=False),
+]
+
+LoraFiles = Annotated[
+    list[str] | None,
+    _option(
+        "--lora",
+        "An adapter, FILE[:SCALE]: a GGUF file or a folder of PEFT's; repeatable.",
+        _ENGINE,
+        metavar="FILE[:SCALE]",
+    ),
 ]
 
 CacheDir = Annotated[
@@ -455,7 +465,17 @@ class PromptCacheOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(SpeculationOptions, GPUOptions, SparsityOptions):
+class LoraOptions(LoadOptions):
+    """Which adapters a model has."""
+
+    lora: LoraFiles = None
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"lora": self.lora}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(SpeculationOptions, LoraOptions, GPUOptions, SparsityOptions):
     """How a model is loaded, but for what a bench varies."""
 
 
@@ -465,7 +485,7 @@ def kv_type(keys: str, values: str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(SparsityOptions, GPUOptions):
+class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
     """How a model is loaded, but for the size of its context."""
 
     threads: Threads = None

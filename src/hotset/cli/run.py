@@ -71,6 +71,8 @@ def run(  # noqa: PLR0913 - options of a subcommand
     if made and ctx_size is None:
         ctx_size = made.load.get("n_ctx")
     settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
+    if made and loading.lora is None:
+        settings = replace(settings, lora=made.load.get("lora"))
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.convert import hf_nextn
+from hotset.convert.checkpoints.names import TEXT_MODEL
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
@@ -42,6 +43,7 @@ from hotset.convert.hf_embedding import (
     use_of,
 )
 from hotset.convert.hf_parts import HFAltUp
+from hotset.convert.hf_rope import neighbours
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
@@ -83,7 +85,7 @@ _IGNORED = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attention\.bias|(attn|attention)\.masked_bias)$"
 )
 _NEXTN_MODULE = re.compile(r"(model\.)?mtp\..*")  # predicts more than one token
-# Of models that see: the other parts, and what stands before the names of the text model's tensors.
+# Of models that see: the other parts.
 _OTHER_PARTS = re.compile(
     r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|mlp_AR|vision_adapter|vision_projection)\..*"
     r"|image_newline|view_seperator)"
@@ -93,7 +95,6 @@ _OTHER_HEADS = re.compile(
     r"((bert|roberta|model)\.)?((pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
     r"|embeddings\.position_ids)"
 )
-_TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 _BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
@@ -377,7 +378,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
     name = hf_nextn.as_layer(name, hf.layers, config.n_layer, in_parts=hf.parts)
     if hf.sees:
-        name = _TEXT_MODEL.sub("", name)
+        name = TEXT_MODEL.sub("", name)
     # OPT's .bin files leave out the first part of each name.
     prefix = hf.layers.partition(".")[0] + "."
     full = name if name.startswith((prefix, "lm_head.")) else prefix + name
@@ -615,7 +616,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         rows = config.space.n_group if stem == "ssm_norm" else config.space.n_head
         return Origin(values.reshape(rows, -1), decays=stem == "ssm_a")
     if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
-        return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
+        return Origin(values, rows=neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv" and hf.grouped_qkv:
         return Origin(values, rows=_ungrouped(config))
     if hf.scattered_groups and stem in ("attn_q", "attn_output"):
@@ -644,7 +645,7 @@ def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Or
     rows = _ungrouped(config) if hf.grouped_qkv else np.arange(heads + 2 * kv)
     rows = np.split(rows, [heads, heads + kv])[i]
     if i < 2 and ARCHITECTURES[config.architecture].rope == "norm" and hf.rotates == "neox":
-        rows = rows[_neighbours(len(rows), config.head_dim)]
+        rows = rows[neighbours(len(rows), config.head_dim)]
     return Origin(values, rows=rows)
 
 
@@ -913,13 +914,6 @@ def _delta_source(values: np.ndarray, stem: str, delta: DeltaMixer) -> Origin:
         return Origin(values, rows=tiled(delta.dim_v, keys))
     rows = tiled(delta.dim_v if stem == "attn_gate" else 1)
     return Origin(values, rows=rows, decays=stem == "ssm_a")
-
-
-def _neighbours(n_rows: int, head_dim: int) -> np.ndarray:
-    """Rows of each head from halves to neighbours: rows i and i + head_dim / 2 become 2i and 2i + 1."""
-    if head_dim % 2:
-        raise FormatError(f"config.json has heads of {head_dim} channels, which cannot be rotated in pairs")
-    return np.arange(n_rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
 
 
 def _ungrouped(config: HFConfig) -> np.ndarray:

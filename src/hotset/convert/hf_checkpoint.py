@@ -53,7 +53,7 @@ class Checkpoint:
         self._maps: list[MappedFile] = []
         self.embeds = (folder / "modules.json").exists()
         for path in _files(folder):
-            tensors, mapped = (map_torch if path.suffix == ".bin" else _map_safetensors)(path)
+            tensors, mapped = (map_torch if path.suffix == ".bin" else map_safetensors)(path)
             self._maps.append(mapped)
             for name, values in tensors.items():
                 packed = PACKED.fullmatch(name) and values.dtype in BYTES.values()
@@ -89,8 +89,11 @@ def _files(folder: Path) -> list[Path]:
     raise ModelNotFoundError(f"{folder} holds none of {', '.join((*INDICES, *SINGLE_FILES))}")
 
 
-def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
-    """Format: u64 header length, JSON header, raw little-endian values."""
+def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
+    """The tensors of a file where they lie, and the mapping. Errors as of Checkpoint.
+
+    Format: u64 header length, JSON header, raw little-endian values.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -14,6 +14,13 @@ from hotset.model.architectures import ARCHITECTURES
 from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_FACTORS, YARN_LOG_MULTIPLIER
 
 
+def neighbours(n_rows: int, head_dim: int) -> np.ndarray:
+    """Rows of each head from halves to neighbours: rows i and i + head_dim / 2 become 2i and 2i + 1."""
+    if head_dim % 2:
+        raise FormatError(f"config.json has heads of {head_dim} channels, which cannot be rotated in pairs")
+    return np.arange(n_rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
 class HFRope:
     """RoPE as config.json has it. n_ctx: the context in tokens; head_dim: channels of a head; n_rot: those
     that are rotated, where another part of config.json says it; None: the RoPE's parameters do.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import Batch
+from hotset.backends.base import NO_ADAPTERS, Batch, Mix
 from hotset.engine.scheduler import Chunks
 
 
@@ -12,11 +12,22 @@ class BatchBuilder:
     """Fills arrays that live as long as it does; a Batch is a view of them, valid until the next one.
 
     max_batch: tokens. max_sequences: rows of the page table. has_thresholds: whether the graph has activation
-    thresholds. has_states: whether it has recurrent layers.
+    thresholds. has_states: whether it has recurrent layers. taps: values that are wanted of every step.
     """
 
-    def __init__(self, max_batch: int, max_sequences: int, *, has_thresholds: bool, has_states: bool) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        max_sequences: int,
+        *,
+        has_thresholds: bool,
+        has_states: bool,
+        taps: tuple[str, ...] = (),
+    ) -> None:
+        self._taps = frozenset(taps)
         self._has_thresholds, self._has_states = has_thresholds, has_states
+        self.has_adapters = False  # whether sequences may have some
+        self._max_sequences = max_sequences
         self._tokens = np.zeros(max_batch, np.int32)
         self._positions = np.zeros(max_batch, np.int32)
         self._sequences = np.zeros(max_batch, np.int32)
@@ -30,6 +41,7 @@ class BatchBuilder:
         max_pages], by slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
+        mixes: list[Mix] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
         for sequence, n in chunks:
             start = sequence.n_computed
             if n == 1:
@@ -50,6 +62,8 @@ class BatchBuilder:
                 for end, slot in sequence.states.items():
                     if end > start:
                         self._saves[n_tokens + end - start - 1] = slot
+            if self.has_adapters:
+                mixes[sequence.slot] = sequence.mix
             n_rows = sequence.n_rows(n)
             if n_rows == 1:
                 outputs[n_outputs] = n_tokens + n - 1
@@ -63,8 +77,9 @@ class BatchBuilder:
             sequences[:n_tokens],
             page_tables,
             outputs[:n_outputs],
-            tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
+            tuple(sorted(self._taps.union(sequence.tap for sequence, _ in chunks if sequence.tap))),
             self._thresholded[:n_tokens] if self._has_thresholds else None,
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,
+            mixes if self.has_adapters else None,
         )

@@ -1,9 +1,10 @@
 """Blocks: what outlives a process of the cache of one model, and how it is found and checked.
 
 A block is a page of keys and values, or the recurrent states behind one. Its key is a hash of everything that
-its contents depend on: the model and how it is computed (Identity), all tokens up to the end of the page, and
-which of them are thresholded. So it is found again by content alone, whoever wrote it, and a block of another
-model, of another type of keys and values or of another version of hotset is none.
+its contents depend on: the model and how it is computed (Identity), the adapters of the sequence, all tokens
+up to the end of the page, and which of them are thresholded. So it is found again by content alone, whoever
+wrote it, and a block of another model, of another type of keys and values or of another version of hotset is
+none.
 
 Stored, a block is a record:
 
@@ -29,8 +30,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, CacheMemory
-from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT, PagePool, n_unthresholded_in_page
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, CacheMemory, Mix
+from hotset.engine.kv_cache import NONE_THRESHOLDED, PagePool, n_unthresholded_in_page, root_of
 from hotset.errors import FormatError
 
 VERSION = 1  # of the record and of keys; part of each identity
@@ -62,11 +63,13 @@ class Identity:
 
 
 class Prefix(NamedTuple):
-    """Tokens whose pages are sought. first_thresholded_token: as of a sequence. n_prompt: of the tokens."""
+    """Tokens whose pages are sought. first_thresholded_token, mix: as of a sequence. n_prompt: of the
+    tokens."""
 
     tokens: Sequence[int]
     first_thresholded_token: int = NONE_THRESHOLDED
     n_prompt: int = 0
+    mix: Mix = NO_ADAPTERS
 
     @property
     def n_pages(self) -> int:
@@ -117,6 +120,8 @@ class Reading:
 def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
     """The keys of the full pages of a prefix, 32 bytes each."""
     keys, key = [], identity.digest
+    if prefix.mix:
+        key = hashlib.blake2b(key + repr(prefix.mix).encode(), digest_size=32).digest()
     for i in range(prefix.n_pages):
         tokens, n_unthresholded = prefix.page(i)
         data = np.asarray(tokens, dtype="<i4").tobytes()
@@ -204,7 +209,7 @@ def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequenc
     """The blocks of a prefix that the cache holds, from the first page on without a gap; behind a page its
     state, where that is one to store. From any thread."""
     pages: list[tuple[int, int]] = []
-    serial = ROOT
+    serial = root_of(prefix.mix)
     for i in range(len(keys)):
         found = pool.find(serial, *prefix.page(i))
         if found is None:

@@ -26,11 +26,10 @@ _CLASSES = 10  # of how sure a draft is: tenths of the probability that the mode
 _LEARNED = 0.1  # of a step's time, in what is known of them
 
 
-class _OfModel:
-    """What drafters by a model share. backend: of the model. close: frees it."""
+class OfModel:
+    """What drafters by a model share. close: frees it."""
 
-    def __init__(self, backend: Backend, close: Callable[[], None]) -> None:
-        self._backend = backend
+    def __init__(self, close: Callable[[], None]) -> None:
         self._close: Callable[[], None] | None = close
         self._seconds = 0.0
 
@@ -48,7 +47,7 @@ class _OfModel:
         self._seconds += (seconds - self._seconds) * (_LEARNED if self._seconds else 1.0)
 
 
-def _draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
+def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
     """Appends the next token to a draft; False where none can be drawn.
 
     row: float32 [n_vocab]; largest: as StepResult has it of a row.
@@ -85,7 +84,7 @@ class _Round:
     draft: Draft
 
 
-class ModelDrafter(_OfModel):
+class ModelDrafter(OfModel):
     """Drafts with a model that has a KV cache of its own.
 
     It follows each sequence: what the sequence got since is computed first, and what it drafted wrongly is
@@ -106,7 +105,8 @@ class ModelDrafter(_OfModel):
         n_vocab: tuple[int, int],
         close: Callable[[], None],
     ) -> None:
-        super().__init__(backend, close)
+        super().__init__(close)
+        self._backend = backend
         self._n_ctx, self._n_vocab = n_ctx, n_vocab[0]
         self._row = np.full(n_vocab[1], -math.inf, np.float32)
         self._table = np.full((max_sequences, -(-n_ctx // PAGE_SIZE)), -1, np.int32)
@@ -211,13 +211,13 @@ class ModelDrafter(_OfModel):
             if not draws:
                 continue
             self._row[: self._n_vocab] = result.logits[i, : self._n_vocab]
-            if _draw(each.draft, each.sampler, self._row):
+            if draw(each.draft, each.sampler, self._row):
                 each.missing = [each.draft.tokens[-1]]
             else:
                 each.n = len(each.draft.tokens)
 
 
-class SelfDrafter(_OfModel):
+class SelfDrafter(OfModel):
     """Drafts with the model itself in a sparser mode, and with its KV cache.
 
     What its steps write there is of tokens that are not verified yet: the step that verifies them computes
@@ -230,7 +230,8 @@ class SelfDrafter(_OfModel):
     name = "self"
 
     def __init__(self, backend: Backend, thresholded: bool, close: Callable[[], None]) -> None:
-        super().__init__(backend, close)
+        super().__init__(close)
+        self._backend = backend
         self._thresholded = thresholded
 
     def reset(self) -> None:
@@ -253,7 +254,7 @@ class SelfDrafter(_OfModel):
                 result = self._step(active, wanted, drafts, table)
                 for at, i in enumerate(active):
                     largest = None if result.largest is None else result.largest[at]
-                    if not _draw(drafts[i], samplers[i], result.logits[at], largest):
+                    if not draw(drafts[i], samplers[i], result.logits[at], largest):
                         room[i] = 0
                 active = [i for i in active if len(drafts[i].tokens) < room[i]]
         except StepCancelledError:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, StepResult, StepStats
+from hotset.backends.adapters import ADAPTER_GONE, AdapterSet, taking_adapters
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Backend, Mix, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
@@ -123,9 +124,12 @@ class Engine:
         )  # fmt: skip
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
         self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
+        self.default_mix = NO_ADAPTERS  # of sequences that name none
+        reader = None if speculator is None else speculator.reader
         self._batches = BatchBuilder(
-            max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states)
-        )
+            max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states),
+            taps=() if reader is None else (reader.reads,),
+        )  # fmt: skip
         self._forget_requests()
 
     def reset(self) -> None:
@@ -141,6 +145,14 @@ class Engine:
             self.scheduler.prompt_cache.close()
         if self.speculator is not None:
             self.speculator.close()
+
+    def set_adapters(self, adapters: AdapterSet) -> None:
+        """Between two steps: the adapters that sequences may have from now on, and those of all that name
+        none. What unfinished sequences have must be among them. Raises UnsupportedModelError for a backend
+        that takes none."""
+        taking_adapters(self.backend).adapters = adapters
+        self.default_mix = adapters.default
+        self._batches.has_adapters = bool(adapters.adapters)
 
     def keep_slots(self) -> dict[int, Prefix]:
         """From now on, the tokens of the latest answer of each slot that came to its end, as far as its full
@@ -169,13 +181,15 @@ class Engine:
         constraint: Constraint | None = None,
         breakers: Iterable[Tokens[int]] = (),
         owner: Owner | None = None,
+        mix: Mix | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
         constraint: what the answer must follow; it ends with "stop" where nothing can follow. breakers: as of
-        `Sampler`. owner: for whom it runs. Raises ContextLengthError when the prompt and one token do not
-        fit, InvalidRequestError for a token id outside the vocabulary.
+        `Sampler`. owner: for whom it runs. mix: its adapters; None: those of all that name none. Raises
+        ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
+        outside the vocabulary.
         """
         self.require_logits()
         params = params or SamplingParams()
@@ -191,6 +205,7 @@ class Engine:
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
+        sequence.mix = self.default_mix if mix is None else mix
         sequence.sampler, sequence.stop_ids = sampler, frozenset(stop_ids)
         return sequence
 
@@ -251,7 +266,7 @@ class Engine:
     ) -> Sequence:
         """A sequence of checked tokens; every one is made here. n_tokens_max: with what is generated."""
         sequence = Sequence(tokens, n_tokens_max or len(tokens), owner or Owner())
-        sequence.reuse_prefix = reuse_prefix
+        sequence.reuse_prefix, sequence.mix = reuse_prefix, self.default_mix
         match self.thresholded:
             case "none":
                 sequence.first_thresholded_token = NONE_THRESHOLDED
@@ -266,6 +281,9 @@ class Engine:
     def enqueue(self, sequence: Sequence) -> Sequence:
         """Queues a new sequence and returns it; call `step` until its `finish_reason` is set."""
         if sequence.finish_reason is None:  # it may have been cancelled before it came here
+            if sequence.mix and not taking_adapters(self.backend).adapters.has(sequence.mix):
+                self._fail(sequence, InvalidRequestError(ADAPTER_GONE))
+                return sequence
             self.scheduler.waiting.append(sequence)
             self._next_deadline = min(self._next_deadline, sequence.deadline)
         return sequence
@@ -404,6 +422,9 @@ class Engine:
                 sequence.sampler.look_ahead()
         try:
             result = self.backend.step(batch)
+            now = time.perf_counter()
+            if self.speculator is not None and (reader := self.speculator.reader) is not None:
+                reader.note_step(chunks, result.taps[reader.reads])
         except StepCancelledError:
             self.step_stats = None
             self._counted.cancelled_steps += 1
@@ -420,7 +441,6 @@ class Engine:
         finally:
             self._in_flight, self._flight = frozenset(), None
         self._was_preempted = False
-        now = time.perf_counter()
         self._counted.steps += 1
         self._counted.step_seconds += now - begun
         if self.speculator is not None and n_answers == len(chunks):

@@ -3,27 +3,37 @@
 The backend owns the memory; this module owns the numbering. A page holds PAGE_SIZE positions of one
 sequence. Only full pages are shared, and a full page never changes, so nothing is ever copied.
 
-A full page is found again by what was computed into it: the serial number of the page before it, its own
-token ids, and the first of them that is thresholded (those of a prompt are not, those of an answer may be).
+A full page is found again by what was computed into it: the serial number of the page before it (of the first
+one, what adapters its sequence has), its own token ids, and the first of them that is thresholded (those of a
+prompt are not, those of an answer may be).
 The dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up, and a serial
 number is never used twice, so a page whose parent was evicted can no longer be reached.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import PAGE_SIZE, Mix
 from hotset.engine.states import StatePool
 from hotset.errors import InvalidRequestError
 
-ROOT = 0  # the serial number that stands before the first page of every sequence
+ROOT = 0  # the serial number that stands before the first page of a sequence without adapters
 NONE_THRESHOLDED = 1 << 62  # of a sequence without thresholded tokens
 
 _Key = tuple[int, int, bytes]
+
+
+def root_of(mix: Mix) -> int:
+    """The serial number that stands before the first page of a sequence with these adapters: no page has it,
+    and no other mix."""
+    if not mix:
+        return ROOT
+    return -1 - int.from_bytes(hashlib.blake2b(repr(mix).encode(), digest_size=32).digest(), "little")
 
 
 def n_unthresholded_in_page(first_thresholded_token: int, index: int) -> int:
@@ -139,9 +149,11 @@ class PagePool:
         written again, so what was copied out before this says yes is what the page held."""
         return self._keys[page] is not None and self._serials[page] == serial
 
-    def n_known(self, tokens: Sequence[int], max_pages: int, first_thresholded_token: int) -> int:
-        """How many pages `match` would find now."""
-        n_whole, serial = 0, ROOT
+    def n_known(
+        self, tokens: Sequence[int], max_pages: int, first_thresholded_token: int, root: int = ROOT
+    ) -> int:
+        """How many pages `match` would find now. root: the parent of the first."""
+        n_whole, serial = 0, root
         for i in range(max_pages):
             page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
             found = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))
@@ -185,10 +197,13 @@ class PagePool:
                 else:
                     self._idle[page] = None
 
-    def erase(self, tokens: Sequence[int], n_pages: int, first_thresholded_token: int) -> None:
-        """Forgets the pages of a prefix that no sequence has, from its end on."""
+    def erase(
+        self, tokens: Sequence[int], n_pages: int, first_thresholded_token: int, root: int = ROOT
+    ) -> None:
+        """Forgets the pages of a prefix that no sequence has, from its end on. root: the parent of the
+        first."""
         found: list[int] = []
-        serial = ROOT
+        serial = root
         for i in range(n_pages):
             page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
             place = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))

@@ -18,7 +18,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
 from hotset.engine.blocks import Blocks, Prefix, Reading
 from hotset.engine.counters import Counters
-from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page
+from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page, root_of
 from hotset.engine.pacing import PrefillChunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
@@ -225,6 +225,7 @@ class Scheduler:
                 sequence.tokens,
                 sequence.n_reusable_pages,
                 first_thresholded_token=sequence.first_thresholded_token,
+                parent=root_of(sequence.mix),
             )
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
@@ -269,7 +270,8 @@ class Scheduler:
 
     def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> Reading:
         prefix, n_pages = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_pages
-        n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token)
+        root = root_of(prefix.mix)
+        n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token, root)
         return prompt_cache.read(prefix, n_known, n_pages)
 
     def wait_for_blocks(self, seconds: float) -> None:
@@ -308,8 +310,9 @@ class Scheduler:
     def restore_prefix(self, memory: CacheMemory, found: Blocks, prefix: Prefix) -> int:
         """Puts blocks into the cache, for later sequences; returns how many pages of the prefix it has."""
         pages, serial = self.pool.match(
-            prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token
-        )
+            prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token,
+            parent=root_of(prefix.mix),
+        )  # fmt: skip
         self.restore(memory, found, prefix, pages, serial)
         self.pool.release(pages)
         return len(pages)
@@ -327,7 +330,7 @@ class Scheduler:
         if not pages:
             return
         self.pool.release(sequence.pages[n:])  # of a step that was cancelled
-        sequence.pages[n:] = pages
+        sequence.pages = sequence.pages[:n] + pages  # a new list: drafters see that these are others
         sequence.chain = chain
         sequence.n_registered = n + len(pages)
         if self.states is not None:
@@ -447,4 +450,5 @@ class Scheduler:
 def prefix_of(sequence: Sequence, n_tokens: int) -> Prefix:
     """The first tokens of a sequence, as its pages are found."""
     tokens = sequence.tokens[:n_tokens]
-    return Prefix(tokens, sequence.first_thresholded_token, min(sequence.n_prompt, n_tokens))
+    n_prompt = min(sequence.n_prompt, n_tokens)
+    return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.mix)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, StepStats
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, StepStats
 from hotset.engine.blocks import Reading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
@@ -73,6 +73,7 @@ class Sequence:
     waited), or "error" (then `error` holds the exception).
     first_thresholded_token: tokens before it are computed as they are, those from it on without their small
     values.
+    mix: its adapters (LoRA), and how much of each.
     draft: tokens that may follow, which the next step verifies; n_drafted, n_accepted: how many there were,
     and were right. n_steps: in which it got tokens.
     client, deadline: those of its Owner.
@@ -101,6 +102,7 @@ class Sequence:
         "id_slot",
         "last_token",
         "logprobs",
+        "mix",
         "n_accepted",
         "n_computed",
         "n_drafted",
@@ -132,6 +134,7 @@ class Sequence:
         self.tokens = tokens
         self.n_prompt = len(tokens)
         self.first_thresholded_token = NONE_THRESHOLDED
+        self.mix = NO_ADAPTERS
         self.sampler: Sampler | None = None
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()

@@ -18,6 +18,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from hotset.engine.sequence import Sequence
 
 _N_SIZES = 64  # up to which the time of steps is learned; larger ones are extrapolated
@@ -59,6 +61,16 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Frees what it has; safe to call twice."""
+
+
+class StepReader(Protocol):
+    """A drafter that reads what is inside the model. reads: a value of the model's graph."""
+
+    reads: str
+
+    def note_step(self, chunks: Many[tuple[Sequence, int]], rows: np.ndarray) -> None:
+        """Takes in a step before its tokens are drawn: its sequences, and so many tokens of each. rows: of
+        `reads`, float32 [n_tokens, width]."""
 
 
 class StepTimes:
@@ -143,11 +155,11 @@ class _Drafting:
 class Speculator:
     """Drafts for sequences, as far as it pays, and learns from what became of them.
 
-    n_most: tokens of a draft at most.
+    n_most: tokens of a draft at most. reader: the drafter, where it reads the model's steps.
     """
 
-    def __init__(self, drafter: Drafter, n_most: int) -> None:
-        self.drafter, self.n_most = drafter, n_most
+    def __init__(self, drafter: Drafter, n_most: int, reader: StepReader | None = None) -> None:
+        self.drafter, self.n_most, self.reader = drafter, n_most, reader
         self.step_times = StepTimes()
         self._all, self._overall = Acceptance(), Acceptance()
         self._sequences: dict[Sequence, _Drafting] = {}

@@ -71,10 +71,12 @@ _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
-    Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
+    Devices are looked for first: a model is not fetched for one that is not there. None are used where there
+    are adapters, which the CPU computes. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
-    devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
+    on_cpu = settings.backend != "auto" or settings.lora is not None
+    devices, unused = ((), None) if on_cpu else detect.wanted_devices(settings)
     if settings.on_vulkan:
         _free(settings)
     if unused is not None:
@@ -100,7 +102,7 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
-    reserved: bytes of memory that a draft model takes.
+    reserved: bytes of memory that what drafts takes.
     """
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)

@@ -63,7 +63,7 @@ class Opened:
 @dataclass(frozen=True)
 class MachineFacts:
     """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
-    program: bytes that this process has without it. reserved: bytes that are for a draft model."""
+    program: bytes that this process has without it. reserved: bytes that are for what drafts."""
 
     free: float
     program: int
@@ -171,8 +171,8 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
         limit = int(settings.ram_budget * 2**30) - reserved
         if limit <= 0:
             raise OutOfMemoryError(
-                f"the draft model needs {human_size(reserved)} of the RAM budget, which leaves nothing for "
-                "the model; raise the budget, or choose a smaller draft model"
+                f"what drafts needs {human_size(reserved)} of the RAM budget, which leaves nothing for the "
+                "model; raise the budget, or choose a smaller draft model"
             )
         return limit
     if settings.backend == "reference" or settings.on_vulkan or n_bytes <= free:

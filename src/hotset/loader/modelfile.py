@@ -2,6 +2,7 @@
 
     FROM smollm2-135m
     SYSTEM \"\"\"Answer in one sentence.\"\"\"
+    ADAPTER style.gguf
     PARAMETER temperature 0.2
     PARAMETER stop "END"
     MESSAGE user What is water?
@@ -22,7 +23,9 @@ from typing import Any
 
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import expanded
 from hotset.formats.gguf import open_gguf
+from hotset.formats.lora import read_gguf_adapter
 from hotset.parameters import shown
 from hotset.settings import LoadSettings
 from hotset.storage.created import Created
@@ -51,13 +54,15 @@ _LOADING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Modelfile:
-    """base: of FROM. parameters: name → its values, as texts. messages: (role, text) of the examples."""
+    """base: of FROM. adapters: paths. parameters: name → its values, as texts. messages: (role, text) of the
+    examples."""
 
     base: str
     system: str = ""
     template: str | None = None
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     messages: tuple[tuple[str, str], ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Modelfile:
@@ -69,6 +74,7 @@ class Modelfile:
         found: dict[str, Any] = {}
         parameters: dict[str, list[str]] = {}
         messages: list[tuple[str, str]] = []
+        adapters: list[str] = []
         for number, instruction, value in _instructions(text):
             if instruction == "parameter":
                 name, _, given = value.partition(" ")
@@ -81,15 +87,13 @@ class Modelfile:
                     )
                 messages.append((role, _unquoted(content.strip())))
             elif instruction == "adapter":
-                raise InvalidRequestError(
-                    f"line {number}: ADAPTER is not read; merge the adapter into a file of its own"
-                )
+                adapters.append(_unquoted(value))
             elif instruction != "license":
                 found["base" if instruction == "from" else instruction] = _unquoted(value)
         if not found.get("base"):
             raise InvalidRequestError("the Modelfile has no FROM, which names the model that it begins with")
         values = {name: tuple(given) for name, given in parameters.items()}
-        return cls(parameters=values, messages=tuple(messages), **found)
+        return cls(parameters=values, messages=tuple(messages), adapters=tuple(adapters), **found)
 
     @property
     def can_be_written(self) -> bool:
@@ -104,7 +108,7 @@ class Modelfile:
     def text(self) -> str:
         """It, as a file."""
         quoted = '"""{}"""'.format
-        lines = [f"FROM {self.base}"]
+        lines = [f"FROM {self.base}", *(f"ADAPTER {quoted(path)}" for path in self.adapters)]
         lines += [f"TEMPLATE {quoted(self.template)}"] if self.template else []
         lines += [f"SYSTEM {quoted(self.system)}"] if self.system else []
         for name, values in self.parameters.items():
@@ -151,10 +155,15 @@ def _is_plain(value: str) -> bool:
     return value == _unquoted(value.strip()) and not {"\n", '"'} & set(value)
 
 
-def made_of(modelfile: Modelfile, path: Path, *, base: str, source: str) -> Created:
+def made_of(
+    modelfile: Modelfile, path: Path, *, base: str, source: str, folder: Path | None = None
+) -> Created:
     """What is kept of a Modelfile. path: the file of its base; base: what is kept as its name; source: its
-    text. Raises InvalidRequestError, and what opening the file raises."""
+    text; folder: that it is in, from which the paths of adapters go. Raises InvalidRequestError, and what
+    opening the files raises."""
     sampling, load = _settings(modelfile.parameters)
+    if modelfile.adapters:
+        load["lora"] = [[str(_adapter(one, folder)), 1.0] for one in modelfile.adapters]
     template = modelfile.template
     if template is not None and not re.search(r"\{%|\{\{-?\s*messages", template):
         raise InvalidRequestError(
@@ -177,6 +186,22 @@ def made_of(modelfile: Modelfile, path: Path, *, base: str, source: str) -> Crea
             f"the template has {len(template)} characters, and at most {MAX_SOURCE_CHARS} are read"
         )
     return Created(base=base, template=template, sampling=sampling, load=load, modelfile=source)
+
+
+def _adapter(name: str, folder: Path | None) -> Path:
+    """The file, or folder, of an ADAPTER."""
+    found = expanded(name)
+    if not found.is_absolute():
+        if folder is None:
+            raise InvalidRequestError(f"ADAPTER is a whole path on the server, not {shown(name)}")
+        found = folder.absolute() / found
+    if found.is_file():
+        read_gguf_adapter(found)  # or it says what is wrong
+    elif not (found / "adapter_config.json").is_file():
+        raise InvalidRequestError(
+            f"ADAPTER: there is no adapter {found}; name a GGUF file, or a folder of PEFT's"
+        )
+    return found
 
 
 def with_messages(template: str, system: list[tuple[str, str]], examples: Iterable[tuple[str, str]]) -> str:

@@ -7,10 +7,12 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
 from hotset.backends.cpu.backend import CpuBackend, native_code
 from hotset.engine.blocks import VERSION, Identity
 from hotset.engine.driver import EngineThread
+from hotset.engine.mtp import CacheWithMtp, MtpDrafter
+from hotset.engine.speculation import Speculator
 from hotset.errors import UnsupportedModelError
 from hotset.files import expanded
 from hotset.loader.decide import Decided
@@ -37,6 +39,8 @@ def identity_of(decided: Decided) -> Identity:
     values, and the code that computes."""
     digest = hashlib.blake2b(digest_size=16)
     facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
+    if decided.settings.drafter == "mtp":  # whose layer has a part of each page
+        facts.append("mtp")
     digest.update(repr([*facts, fingerprint(decided.gguf), decided.graph.ops]).encode())
     digest.update(native_code())
     if decided.predictor is not None:
@@ -48,8 +52,8 @@ def identity_of(decided: Decided) -> Identity:
     return Identity(digest.digest(), name, kv_type, cost.flops_per_token(0) / max(n_bytes, 1))
 
 
-def memory_of(decided: Decided, backend: Backend, asked: str) -> CpuBackend:
-    """The backend whose pages and states are stored and put back. asked: what needs that, for the message.
+def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None, asked: str) -> CacheMemory:
+    """The cache whose pages and states are stored and put back. asked: what needs that, for the message.
 
     Raises UnsupportedModelError for another one, and for an embedding model.
     """
@@ -60,10 +64,13 @@ def memory_of(decided: Decided, backend: Backend, asked: str) -> CpuBackend:
             f"{asked} needs a model that this machine's CPU computes alone, and the keys and values of this "
             f"one are kept by {backend.name!r}; leave it out, or use --no-gpu (backend='cpu') and no --stages"
         )
-    return backend
+    drafter = None if speculator is None else speculator.drafter
+    return CacheWithMtp(backend, drafter) if isinstance(drafter, MtpDrafter) else backend
 
 
-def open_prompt_cache(decided: Decided, backend: Backend) -> PromptCache | None:
+def open_prompt_cache(
+    decided: Decided, backend: Backend, speculator: Speculator | None
+) -> PromptCache | None:
     """The prompt cache on disk of a model; None where its settings name no directory, and for a model that
     generates nothing.
 
@@ -75,7 +82,7 @@ def open_prompt_cache(decided: Decided, backend: Backend) -> PromptCache | None:
         return None
     from hotset.engine.prompt_cache import PromptCache
 
-    memory = memory_of(decided, backend, "--cache-dir")
+    memory = memory_of(decided, backend, speculator, "--cache-dir")
     limit = int(float(settings.cache_disk) * _GIB)
     return PromptCache(expanded(settings.cache_dir).absolute(), identity_of(decided), memory, limit)
 
@@ -85,6 +92,6 @@ def session_files(model: LoadedModel, asked: str) -> SessionFiles:
     its latest answers (Engine.keep_slots). asked: as of memory_of, whose errors these are."""
     from hotset.engine.saved_prefix import SessionFiles
 
-    memory = memory_of(model.decided, model.backend, asked)
+    memory = memory_of(model.decided, model.backend, model.thread.engine.speculator, asked)
     model.thread.engine.keep_slots()
     return SessionFiles(model.thread, identity_of(model.decided), memory)

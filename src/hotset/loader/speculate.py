@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.cpu.lowering import decoded_vector
+from hotset.backends.reference import normalised
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
+from hotset.engine.mtp import MtpDrafter
 from hotset.engine.speculation import Drafter, Speculator
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.formats.gguf import GGUFFile
 from hotset.loader.build import build, open_model, plan_model
-from hotset.loader.decide import Decided, cache_bytes
+from hotset.loader.decide import DEFAULT_N_CTX, Decided, Opened, cache_bytes
+from hotset.model.cost import Cost
+from hotset.model.decoder import NEXTN_INPUT, describe_nextn
+from hotset.model.graph import Graph
+from hotset.model.operations import Embed, RMSNorm, SelectOutputs
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.thresholds import thresholds_path
 
 if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
     from hotset.text.tokenizer import Tokenizer
 
 _LONGEST_TEXT = 64 << 20  # bytes of a text to look up
@@ -36,7 +44,8 @@ def open_speculator(
     backend: the model's, whose threads a draft model uses too. tokenizer: the model's, made at the call. The
     caller closes the result. Raises InvalidRequestError for a model on a device, for a text that cannot be
     looked up, for a draft model with another vocabulary and for a model without a sparser mode to draft in;
-    what `load` raises for a draft model that cannot be loaded.
+    UnsupportedModelError for one without layers for multi-token prediction; what `load` raises for a draft
+    model that cannot be loaded.
     """
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
@@ -46,6 +55,9 @@ def open_speculator(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
             "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"
         )
+    if settings.drafter == "mtp":
+        mtp = _open_mtp(decided, backend)
+        return Speculator(mtp, settings.draft_max, mtp)
     drafter: Drafter
     if settings.draft is not None:
         drafter = _open_draft(decided, settings.draft, backend)
@@ -56,8 +68,12 @@ def open_speculator(
     return Speculator(drafter, settings.draft_max)
 
 
-def draft_bytes(settings: LoadSettings) -> int:
-    """Of memory that the draft model of these settings takes; 0 without one."""
+def drafting_bytes(opened: Opened) -> int:
+    """Of memory that a draft model, or a layer for multi-token prediction, takes; 0 without one. Raises
+    UnsupportedModelError where speculate mtp asks for a layer that the file does not have."""
+    settings = opened.settings
+    if settings.drafter == "mtp":
+        return _mtp_bytes(opened)
     if settings.draft is None:
         return 0
     with ExitStack() as closing:
@@ -149,6 +165,45 @@ def _with_fewer_experts(draft: Decided) -> Decided:
         )
     draft.notes.append("each token passes half of its experts")
     return draft.changed(config=replace(draft.config, layers=layers))
+
+
+def _mtp_graph(decided: Decided | Opened, tensors: Mapping[str, TensorInfo]) -> Graph:
+    """The step of the first of the file's layers for multi-token prediction."""
+    if not decided.config.n_extra_layers:
+        raise UnsupportedModelError(
+            f"{decided.gguf.path.name} has no layer for multi-token prediction (MTP, nextn), which speculate "
+            "mtp drafts with; use ngram, draft or self, or a file that has one"
+        )
+    return describe_nextn(decided.config, tensors)
+
+
+def _mtp_bytes(opened: Opened) -> int:
+    """Its matrices, the output among them once more; its cache in a context that may turn out shorter."""
+    settings, config, tensors = opened.settings, opened.config, opened.gguf.tensors
+    graph = _mtp_graph(opened, tensors)
+    read = {w.name for op in graph.primitives if not isinstance(op, Embed) for w in op.weights_read}
+    n_ctx = settings.n_ctx or min(config.n_ctx_train, DEFAULT_N_CTX)
+    n_bytes = sum(tensors[name].nbytes for name in read)
+    return n_bytes + cache_bytes(settings, Cost(graph, tensors), n_ctx) + _WORKSPACE
+
+
+def _open_mtp(decided: Decided, backend: Backend) -> MtpDrafter:
+    if not isinstance(backend, CpuBackend):
+        raise InvalidRequestError(
+            "speculate mtp needs the whole model computed by one process on the CPU; leave it out, or what "
+            "divides the model"
+        )
+    layer = CpuBackend(
+        decided.weights, _mtp_graph(decided, decided.weights.tensors), n_pages=decided.n_pages,
+        max_batch=backend.max_batch, kv_type=decided.settings.kv_type, sparse=decided.is_sparse,
+        runtime=backend.runtime,
+    )  # fmt: skip
+    ops = decided.graph.ops
+    reads = next(op.x.name for op in ops if isinstance(op, SelectOutputs))
+    norm = next(op for op in ops if op.out.name == NEXTN_INPUT)
+    assert isinstance(norm, RMSNorm), "models with such layers have no other"
+    weight = decoded_vector(decided.weights, norm.weight)
+    return MtpDrafter(layer, reads, lambda rows: normalised(norm, rows, weight, None), layer.close)
 
 
 def _shared_vocabulary(target: GGUFFile, draft: GGUFFile) -> int:

@@ -152,17 +152,18 @@ def describe(
 
 
 NEXTN_INPUT = "output_norm"
-"""The value of a model whose rows a layer for multi-token prediction reads."""
+"""The value of a model whose rows a layer for multi-token prediction reads, and the value of such a layer
+whose rows it reads in their place where it goes on with its own predictions."""
 
 
 def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index: int = 0) -> Graph:
     """The step of a layer for multi-token prediction (MTP, `nextn` in GGUF), the index-th of the file.
 
     The graph is a part of a model: a backend's `run` takes rows x [n_tokens, n_embd] beside the batch. Row t
-    is NEXTN_INPUT at a position, token t of the batch the one behind it, and the logits are of the token
-    behind that. The layer has keys and values of its own, and nothing of the model's but the embedding and
-    the output, where it has none itself. Raises UnsupportedModelError where the file has no such layer, or
-    one of an architecture whose layers are not known, and as `describe` does.
+    is NEXTN_INPUT at the position before that of token t, and the logits are of the token behind this one. So
+    no token is at position 0, and none sees it. The layer has keys and values of its own, and nothing of the
+    model's but the embedding and the output, where it has none itself. Raises UnsupportedModelError where the
+    file has no such layer, or one of an architecture whose layers are not known, and as `describe` does.
     """
     if index >= config.n_extra_layers:
         raise UnsupportedModelError(
@@ -179,6 +180,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
         layer = replace(layer, n_ff=ffn.n_ff, experts=ffn.experts, ffn_norm="post_attention_norm")
     weights, own = _Weights(config, tensors), f"blk.{i}.nextn"
     model = _Description(config, weights, [LayerThresholds()] * (i + 1))
+    model.first_seen = 1
     hidden = model.value("hidden", d)
     model.enter(i, "other")
     x = model.embedding(f"{own}.embed_tokens" if f"{own}.embed_tokens.weight" in tensors else "token_embd")
@@ -242,6 +244,7 @@ class _Description:
         self.config, self.weights, self.layer_thresholds = config, weights, layer_thresholds
         self.graph = Graph()
         self.where: dict[str, Any] = {}  # layer and part of what is added next
+        self.first_seen = 0  # position, by attention
         self.first_values: Value | None = None  # of the first layer, which others of RWKV 7 refer to
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
 
@@ -350,7 +353,7 @@ class _Description:
                 attn, q, k, v, config.n_head, n_head_kv, dim, dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
-                layer.source, config.slopes, config.causal, **self.where,
+                layer.source, config.slopes, config.causal, self.first_seen, **self.where,
             )
         )  # fmt: skip
         if gate is not None:

@@ -256,6 +256,27 @@ class TransposedLinear(Operation):
 
 
 @dataclass(frozen=True)
+class LowRank(Operation):
+    """What adapters (LoRA, arXiv 2106.09685) add to the product y of x with a matrix:
+
+        out = y + (x @ a.T * scale) @ b.T
+
+    with a [rank, x.width] and b [out.width, rank] of each adapter of a token's sequence (Batch.mixes), in the
+    order of AdapterSet. scale: float32, that of the mix times the adapter's own of this matrix. Everything is
+    float32, and the sum is rounded after each adapter; a token without adapters keeps y.
+
+    matrix: the adapted tensor (low_rank.adapted_name). The rows of b are those from first_row on, as of the
+    Linear.
+    """
+
+    out: Value
+    x: Value
+    y: Value
+    matrix: str
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
 class Rotate(Operation):
     """Rotary embedding of x = [n_head, head_dim] at each token's position: of each head's channels, those
     from `first` on."""
@@ -313,7 +334,8 @@ class Attention(Operation):
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
     causal: a token sees itself and those before it, `window` > 0: the window - 1 tokens before it; else all
-    tokens of its sequence, which are in one batch, or those at most window / 2 away.
+    tokens of its sequence, which are in one batch, or those at most window / 2 away. first_seen: the first
+    position that has keys and values: a causal token before it is in no batch.
     sinks: a score for each head that takes part in its softmax, with a value of zero. source: the layer whose
     keys and values these are, which has stored them; None: its own. slopes: of each head, by which a score
     falls with each token between (ALiBi, arXiv 2108.12409); None: it does not.
@@ -334,6 +356,7 @@ class Attention(Operation):
     source: int | None = None
     slopes: tuple[float, ...] | None = None
     causal: bool = True
+    first_seen: int = 0
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -784,6 +807,7 @@ class Ffn(Operation):
     None: all of it.
     top_k: what f reads of the gates, all of which must be known first; None: the gates.
     sub_norm: of all neurons, before down, which leaves zeros at zero; None: down reads the neurons.
+    low_ranks: what adapters add to gate, up and down; it is computed for all neurons, whatever is selected.
     """
 
     out: Value
@@ -802,15 +826,17 @@ class Ffn(Operation):
     down_threshold: Threshold | None = None
     top_k: GaussianTopK | None = None
     sub_norm: RMSNorm | None = None
+    low_ranks: tuple[LowRank, ...] = ()
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
         route = self.select if isinstance(self.select, Route) else None
+        gate, up, down = (self.low_rank(op) for op in (self.gate, self.up, self.down))
         found = (
-            self.norm, self.in_threshold, route, self.gate, self.up, self.top_k, self.gate_act,
+            self.norm, self.in_threshold, route, self.gate, gate, self.up, up, self.top_k, self.gate_act,
             self.gate_threshold,
-            self.up_act, self.product, self.mask, self.down_threshold, self.sub_norm, self.down,
+            self.up_act, self.product, self.mask, self.down_threshold, self.sub_norm, self.down, down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
@@ -836,6 +862,12 @@ class Ffn(Operation):
     def bytes_read(self, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
         for op in self.primitives:
             yield from op.bytes_read(tensors)
+
+    def low_rank(self, op: Operation | None) -> LowRank | None:
+        """What adapters add to gate, up or down; None: nothing."""
+        if not isinstance(op, Linear | TransposedLinear):
+            return None
+        return next((added for added in self.low_ranks if added.y == op.out), None)
 
     @property
     def n_ff(self) -> int:
@@ -921,6 +953,7 @@ Primitive = (
     | LayerNorm
     | Linear
     | TransposedLinear
+    | LowRank
     | Rotate
     | Heads
     | TransposedHeads

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -196,8 +196,9 @@ def _message_of(kind: Kind, step: int, arrays: Mapping[str, np.ndarray]) -> Mess
         if missing := set(_REQUIRED) - present:
             raise LinkError(f"a frame has no field {min(missing)}")
         thresholded = arrays.get("thresholded")
+        required: dict[str, Any] = {name: arrays[name] for name in _REQUIRED}
         batch = Batch(
-            **{name: arrays[name] for name in _REQUIRED},
+            **required,
             taps=tuple(_text(arrays["taps"]).split("\0")) if "taps" in arrays else (),
             thresholded=None if thresholded is None else thresholded != 0,
             states=arrays.get("states"),

@@ -23,7 +23,7 @@ from hotset.errors import HotsetError
 from hotset.scale.guard import CLIENT, SECRET
 from hotset.scale.metrics import with_replicas
 from hotset.scale.routing import prefix_keys
-from hotset.server.errors import NotReadyError, body_of, problem_of, response_of
+from hotset.server.errors import NotReadyError, RequestError, body_of, problem_of, response_of
 from hotset.server.metrics import Metrics, RequestCounter
 from hotset.server.replies import JsonReply, dumped, event
 from hotset.server.security import secure
@@ -36,6 +36,7 @@ _TRY_SECONDS = 60.0  # for which a replica is looked for that answers
 _AGAIN_SECONDS = 0.2  # between two tries
 _ASK_SECONDS = 3.0  # that replicas have to say where they are
 _NOT_SENT = ("host", "connection", "content-length", "transfer-encoding", "origin", SECRET, CLIENT)
+_OF_ONE_REPLICA = ("/lora-adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NOT_RETURNED = ("connection", "transfer-encoding", "keep-alive", "date", "server")
 
 
@@ -111,6 +112,12 @@ class Front:
                 reply: Response = await self._health()
             elif path == "/metrics":
                 reply = await self._metrics()
+            elif path in _OF_ONE_REPLICA:
+                raise RequestError(
+                    "adapters (LoRA) of replicas are those that they begin with; start them with --lora",
+                    501,
+                    code="not_supported",
+                )
             else:
                 await self._forwarded(scope, receive, send)
                 return

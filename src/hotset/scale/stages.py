@@ -81,6 +81,10 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
             raise UnsupportedModelError(
                 "a model with recurrent layers is not split over machines; leave out --stages"
             )
+        if settings.lora is not None:
+            raise UnsupportedModelError(
+                "adapters (LoRA) are not split over machines; leave out lora, or --stages"
+            )
         if decided.config.altup is not None:
             raise UnsupportedModelError(
                 "a model with several residual streams is not cut over machines; leave out --stages"

@@ -61,6 +61,7 @@ class AnswerRequest:
     stream: whether deltas are wanted as they come; without it they come with the end.
     reuse_prefix: False computes a prompt again that is in the cache.
     id_slot: the slot whose tokens are these when it is over (saved_slots.py); None: any.
+    adapters: (LoRA) by number or name, and how much of each; None: those that the model has by default.
     client: who asks; those who wait have their turn client by client. n_bytes: of the body that it came in.
     """
 
@@ -80,6 +81,7 @@ class AnswerRequest:
     stream: bool = False
     reuse_prefix: bool = True
     id_slot: int | None = None
+    adapters: Mapping[int | str, float] | None = None
     client: str | None = None
     n_bytes: int = 0
 
@@ -236,6 +238,12 @@ class PreparedPrompt:
     generations: list[Generation]
     parsers: list[Parser | None]
     scores: PromptLogprobs | None = None
+
+    @property
+    def sequences(self) -> list[EngineSequence]:
+        """All that is computed for it."""
+        scored = self.scores.sequence if self.scores is not None else None
+        return [*(one.sequence for one in self.generations), *(() if scored is None else (scored,))]
 
 
 Delivery = Literal["each", "end"]  # events: as they come, or all with the last

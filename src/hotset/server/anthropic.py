@@ -440,7 +440,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 @router.post("/v1/messages", responses=documented(shapes.MessageReply, EVENT_STREAM))
 async def messages(body: MessagesBody, http: Request) -> Response:
-    service = await serving(http, body.model)
+    service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
     writer = MessageWriter(
         service.name,
@@ -455,7 +455,7 @@ async def messages(body: MessagesBody, http: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
-    service = await serving(http, body.model)
+    service = await serving(http, body.model, takes_adapter=True)
     model = service.model
 
     def counted() -> int:

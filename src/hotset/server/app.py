@@ -13,7 +13,19 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError, did_you_mean
-from hotset.server import anthropic, facts, health, infill, manage, ollama, rerank, saved_slots, site, tokens
+from hotset.server import (
+    anthropic,
+    facts,
+    health,
+    infill,
+    lora,
+    manage,
+    ollama,
+    rerank,
+    saved_slots,
+    site,
+    tokens,
+)
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
@@ -40,6 +52,7 @@ ROUTERS = (
     responses.router,
     tokens.router,
     saved_slots.router,
+    lora.router,
     facts.router,
     anthropic.router,
     ollama.router,

@@ -24,7 +24,7 @@ from starlette.types import Message
 
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
-from hotset.files import check_target, open_regular
+from hotset.files import check_target, lock, open_regular
 from hotset.parameters import shown
 from hotset.reporter import Reporter
 from hotset.server.app import create_app
@@ -33,11 +33,6 @@ from hotset.server.json_limits import check_json
 from hotset.server.replies import dumped_exactly
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
 AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
@@ -215,7 +210,8 @@ class BatchRun:
         with ExitStack() as undone:
             self.file = undone.enter_context(RequestFile(requests, max_nesting))
             self._target = undone.enter_context(_opened(answers))
-            _lock(self._target, answers)
+            if not lock(self._target, wait=False):  # this run is the only one that writes the answers
+                raise InvalidRequestError(f"another process is writing {answers}; wait until it has ended")
             self._resume()
             self._undone = undone.pop_all()
 
@@ -362,18 +358,6 @@ def _opened(path: Path) -> BinaryIO:
         return path.open("a+b", buffering=0)
     except OSError as error:
         raise HotsetError(f"{path} cannot be written ({error.strerror}); choose another folder.") from None
-
-
-def _lock(target: BinaryIO, path: Path) -> None:
-    """Makes this run the only one that writes the answers, until they are closed (POSIX)."""
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(target.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InvalidRequestError(f"another process is writing {path}; wait until it has ended") from None
-    except OSError:  # a file system without locks
-        pass
 
 
 def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:

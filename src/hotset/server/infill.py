@@ -62,12 +62,13 @@ class InfillBody(SamplingFields):
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
             id_slot=self.slot,
+            adapters=self.adapters,
         )
 
 
 @router.post("/infill", responses=documented(InfillReply, EVENT_STREAM))
 async def infill(body: InfillBody, http: Request) -> Response:
-    service = await serving(http, body.model, required=False)
+    service = await serving(http, body.model, required=False, takes_adapter=True)
     request = await off_loop(http, body.request, service.sampling)
     name = service.name
 

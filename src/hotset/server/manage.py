@@ -43,7 +43,7 @@ def models_of(http: Request) -> Models:
 
 def check_manager(http: Request) -> None:
     """Raises RequestError (403) where the request has no key and is not this machine's own."""
-    if models_of(http).settings.has_keys:  # without one it would not be here
+    if host_of(http).settings.has_keys:  # without one it would not be here
         holder: Holder | None = http.scope.get(HOLDER)
         if holder is None or not holder.manages:
             raise RequestError("this key may not manage models", 403, code="not_a_manager")

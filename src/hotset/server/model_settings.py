@@ -11,7 +11,7 @@ model = "qwen2.5-coder.gguf"    # a path, from this file's folder, or a stored n
 aliases = ["gpt-4o"]
 pinned = true                   # loaded at the start, never unloaded
 template = "coder.jinja"        # a chat template in place of the file's
-load = { n_ctx = 16384, kv_type = "q8_0" }
+load = { n_ctx = 16384, kv_type = "q8_0", lora = ["style.gguf:0.5"] }  # (paths as of model)
 sampling = { temperature = 0.2 }  # fields of SamplingParams, for requests that leave them out
 """
 
@@ -144,7 +144,9 @@ def _settings(given: Any, where: str, folder: Path) -> ModelSettings:
     _check_names(load, _LOADING, f"{where}.load")
     _check_names(sampling, _SAMPLING, f"{where}.sampling")
     try:
-        LoadSettings(**load)
+        settings = LoadSettings(**load)
+        if settings.lora is not None:
+            load = load | {"lora": [[str(folder / path), scale] for path, scale in settings.loras]}
         SamplingParams(**sampling)
     except HotsetError as error:
         raise InvalidRequestError(f"[{where}] {error}") from None

@@ -290,8 +290,10 @@ class Models:
             n_ctx = self._settings_of(offered).n_ctx or min(
                 of_file.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX
             )
+            adapters: tuple[str, ...] = ()
             if slot.service is not None:
                 n_ctx = slot.service.model.n_ctx
+                adapters = tuple(each.name for each in slot.service.model.adapters.loaded)
             found.append(
                 ListedModel(
                     name=offered.name,
@@ -301,6 +303,7 @@ class Models:
                     state=slot.as_dict(),
                     expires=slot.expires,
                     n_bytes=slot.n_bytes,
+                    adapters=adapters,
                 )
             )
         return found

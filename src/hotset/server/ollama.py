@@ -468,7 +468,8 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
 
 async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
     """The service of the model that a body names, which stays loaded as long as the body says."""
-    service = await serving(http, body.model.removesuffix(_ANY_TAG))
+    asks = isinstance(body, AnswerBody)
+    service = await serving(http, body.model.removesuffix(_ANY_TAG), takes_adapter=asks)
     host_of(http).keep(service, body.keep_alive)
     return service
 

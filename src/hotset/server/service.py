@@ -57,7 +57,7 @@ class ListedModel:
 
     created: seconds since 1970. n_ctx: tokens of a conversation. state: of a server with several models: what
     it is doing with this one (models.py). expires: seconds since 1970 at which it is unloaded; None: it
-    stays. n_bytes: of memory that are its own.
+    stays. n_bytes: of memory that are its own. adapters: names of those (LoRA) that it has.
     """
 
     name: str
@@ -67,6 +67,7 @@ class ListedModel:
     state: Mapping[str, Any] | None = None
     expires: float | None = None
     n_bytes: int = 0
+    adapters: tuple[str, ...] = ()
 
     @property
     def is_loaded(self) -> bool:
@@ -254,7 +255,9 @@ class Service:
 
     async def listed(self) -> list[ListedModel]:
         n_ctx = self.model.n_ctx
-        return [ListedModel(name=self.name, created=self.created, facts=self.facts(), n_ctx=n_ctx)]
+        adapters = tuple(each.name for each in self.model.adapters.loaded)
+        facts, created = self.facts(), self.created
+        return [ListedModel(name=self.name, created=created, facts=facts, n_ctx=n_ctx, adapters=adapters)]
 
     async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
         self.check_name(name)
@@ -394,6 +397,7 @@ class Service:
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
     output = output_of(model, request)
+    mix = None if request.adapters is None else model.adapters.mix(request.adapters)
     if request.messages is not None:
         how = {"variables": request.template, **request.opening._asdict()}
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
@@ -403,7 +407,12 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     owner = Owner.of(request.client, seconds)
-    return [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
+    prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
+    if mix is not None:
+        for one in prepared:
+            for sequence in one.sequences:
+                sequence.mix = mix
+    return prepared
 
 
 def _slots_of(model: Model) -> SessionFiles | HotsetError:

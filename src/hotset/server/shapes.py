@@ -276,6 +276,16 @@ class SlotReply(Shape):
     timings: SlotTimings | None = None
 
 
+class AdapterReply(Shape):
+    """An adapter (LoRA) as llama-server has it, and its name. path: the name of its file or folder. scale: of
+    requests that choose no adapters."""
+
+    id: int
+    name: str
+    path: str
+    scale: float
+
+
 # ---- /v1/responses ----
 
 Status = Literal["completed", "incomplete"]

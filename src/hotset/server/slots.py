@@ -143,7 +143,8 @@ def bytes_of(model: Model) -> int:
     cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
     states = decided.n_states * model.cost.state_bytes
     buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
-    return int(weights + cache + states) + buffers + backend.n_vocab * _TOKENIZER_BYTES
+    more = buffers + model.adapters.nbytes + backend.n_vocab * _TOKENIZER_BYTES
+    return int(weights + cache + states) + more
 
 
 class LoadProgress(Reporter):

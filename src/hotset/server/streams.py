@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 from hotset.api import Model
 from hotset.engine.embedding import TextVectors
 from hotset.engine.sequence import Owner
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.escaping import clause
 from hotset.server.answers import Answer, AnswerRequest, Choice
-from hotset.server.errors import body_of, problem_of
+from hotset.server.errors import RequestError, body_of, problem_of
 from hotset.server.key_limits import Holder
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
@@ -39,6 +40,7 @@ N_BYTES = "hotset.body_bytes"  # and how long its body is
 HELD = "hotset.held"  # what is kept loaded for it (models.py)
 SERVICE = "hotset.service"  # of the model that it named
 HOLDER = "hotset.key_holder"  # the same key with its limits
+ADAPTER = "hotset.adapter"  # of the model, that its name had behind it
 METHOD = "hotset.method"  # that it came with, where it is answered as if it were another one
 ANSWERS = "hotset.answers"  # gets what is computed for it, where there is a log of requests
 
@@ -65,20 +67,49 @@ def service_of(http: Request) -> Service:
     return service
 
 
-async def serving(http: Request, name: str | None, *, required: bool = True) -> Service:
+async def serving(
+    http: Request, name: str | None, *, required: bool = True, takes_adapter: bool = False
+) -> Service:
     """The service of the model that a request names, once it is loaded. required: whether it must name one.
+    takes_adapter: whether MODEL:ADAPTER is a name, too (`of_client` heeds the adapter).
 
     Raises RequestError for a name that is missing or not served, and what keeps the model from being loaded.
     """
     host, held = host_of(http), http.scope.setdefault(HELD, [])
+    adapter = None
+    if takes_adapter and name and ":" in name:
+        name, adapter = await _without_adapter(host, name)
     if name and HOLDER in http.scope:  # before it is loaded
         await file_of(http, name)
     service = host.at_once(name, held, required=required)
     if service is None:
         service = await while_connected(http, host.when_loaded(name, held))
     _check_model(http, service.name)
+    if adapter is not None:
+        try:
+            http.scope[ADAPTER] = service.model.adapters.find(adapter).name
+        except InvalidRequestError as error:
+            raise RequestError(
+                f"the model {clause(name)!r}: {error}", 404, param="model", code="model_not_found"
+            ) from None
     http.scope[SERVICE] = service
     return service
+
+
+async def _without_adapter(host: Host, name: str) -> tuple[str, str | None]:
+    """The model of a name, and the adapter behind it, unless a model is called so. Raises RequestError."""
+    try:
+        await host.file_of(name)
+    except RequestError:
+        model, _, adapter = name.rpartition(":")
+        try:
+            await host.file_of(model)
+        except RequestError:
+            pass
+        else:
+            return model, adapter
+        raise
+    return name, None
 
 
 async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
@@ -132,7 +163,10 @@ def client_of(http: Request) -> str | None:
 
 
 def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
-    """A request with its client, and with the size that it had."""
+    """A request with its client, with the size that it had, and with the adapter that its model's name had,
+    unless it chooses adapters itself."""
+    if request.adapters is None and (adapter := http.scope.get(ADAPTER)) is not None:
+        request = replace(request, adapters={adapter: 1.0})
     return replace(request, client=client_of(http), n_bytes=http.scope.get(N_BYTES, 0))
 
 

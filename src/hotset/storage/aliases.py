@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from pathlib import Path
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
-from hotset.files import read_small_text, write_whole
+from hotset.files import changing, read_small_text, write_whole
 from hotset.parameters import shown
 from hotset.storage import store
 
 MAX_ALIASES = 1024
 MAX_CHARS = 128  # of a name
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.ASCII)
-_changing = threading.Lock()  # requests of a server may change the list at the same time
 
 
 def check_alias(name: str) -> str:
@@ -47,7 +45,7 @@ def read() -> dict[str, str]:
 
 def add(alias: str, model: str) -> None:
     """Raises InvalidRequestError for a bad name, or too many."""
-    with _changing:
+    with changing(_path()):
         found = read() | {check_alias(alias): model}
         if len(found) > MAX_ALIASES:
             raise InvalidRequestError(f"there are {MAX_ALIASES} aliases already, the most that are kept")
@@ -56,7 +54,7 @@ def add(alias: str, model: str) -> None:
 
 def remove(alias: str) -> bool:
     """Whether there was one (case does not matter)."""
-    with _changing:
+    with changing(_path()):
         found = read()
         left = {name: model for name, model in found.items() if name.lower() != alias.lower()}
         if len(left) < len(found):
@@ -69,5 +67,4 @@ def _path() -> Path:
 
 
 def _write(aliases: dict[str, str]) -> None:
-    _path().parent.mkdir(parents=True, exist_ok=True)
     write_whole({_path(): json.dumps(aliases, ensure_ascii=False, indent=1, sort_keys=True) + "\n"})

@@ -4,14 +4,13 @@ create`, `POST /api/create`), kept in $HOTSET_HOME/created.json. No file of a mo
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
-from hotset.files import read_small_text, write_whole
+from hotset.files import changing, read_small_text, write_whole
 from hotset.storage import store
 from hotset.storage.aliases import check_alias
 from hotset.units import human_size
@@ -19,7 +18,6 @@ from hotset.units import human_size
 MAX_CREATED = 1024
 _MAX_BYTES = 64 << 20
 _ANY_TAG = ":latest"
-_changing = threading.Lock()  # requests of a server may change the list at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ def add(name: str, created: Created) -> str:
     name = check_alias(name.removesuffix(_ANY_TAG))
     if any(model.name.lower() == name.lower() for model in store.list_models()):
         raise InvalidRequestError(f"a model is called {name!r} already; choose another name")
-    with _changing:
+    with changing(_path()):
         found = {known: one for known, one in read().items() if known.lower() != name.lower()}
         if len(found) >= MAX_CREATED:
             raise InvalidRequestError(f"{MAX_CREATED} models were created already, the most that are kept")
@@ -71,7 +69,7 @@ def add(name: str, created: Created) -> str:
 def remove(name: str) -> bool:
     """Whether there was one."""
     wanted = name.lower().removesuffix(_ANY_TAG)
-    with _changing:
+    with changing(_path()):
         found = read()
         left = {known: one for known, one in found.items() if known.lower() != wanted}
         if len(left) < len(found):
@@ -84,7 +82,6 @@ def _path() -> Path:
 
 
 def _write(created: Mapping[str, Created]) -> None:
-    _path().parent.mkdir(parents=True, exist_ok=True)
     rows = {
         name: {**asdict(one), "sampling": dict(one.sampling), "load": dict(one.load)}
         for name, one in created.items()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, cpu, tokens
+from cases import quick_if
 from waiting import WATCHDOG, until
 
 import hotset
@@ -112,7 +113,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_ctrl_c_ends_a_step_in_its_middle(n_threads: int, alarm: None) -> None:
-    chain = Chain(_core.Runtime(n_threads), n_ops=200)
+    chain = Chain(_core.Runtime(n_threads), n_ops=60)
     chain.run(0)
     before = chain.result()
 
@@ -447,8 +448,12 @@ def run_python(code: str, *arguments: object, **options: Any) -> subprocess.Comp
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
-@pytest.mark.parametrize("n_threads", [1, 4])
-@pytest.mark.parametrize("how", ["exit", "drop", "step", "in-step"])
+@pytest.mark.parametrize(
+    ("how", "n_threads"),
+    quick_if(
+        lambda how, n: n > 1 and how in ("exit", "in-step"), ["exit", "drop", "step", "in-step"], [1, 4]
+    ),
+)
 def test_forked_children(how: str, n_threads: int) -> None:
     done = run_python(FORKED, how, n_threads)
     # What the parent's other thread held in the middle of a step is held for ever; nanobind reports it.
@@ -495,6 +500,7 @@ if how in ("step", "in-step"):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.slow
 def test_forked_children_of_a_cold_service(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run_python(FORKED_SERVICE, tmp_path)

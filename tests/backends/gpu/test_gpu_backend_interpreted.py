@@ -16,7 +16,10 @@ from hotset.formats.quants import GGMLType
 
 @pytest.mark.parametrize(
     "names",
-    [["bamboo"], pytest.param([*CASES, THRESHOLDS], marks=pytest.mark.slow)],
+    [
+        [f"bamboo{SPLIT}"],
+        pytest.param([*CASES, f"bamboo{SPLIT}", f"opt{SPLIT}", THRESHOLDS], marks=pytest.mark.slow),
+    ],
     ids=["one model", "all"],
 )
 def test_steps_by_the_kernels_are_the_references(names: list[str], tmp_path: Path) -> None:
@@ -27,7 +30,7 @@ def test_steps_by_the_kernels_are_the_references(names: list[str], tmp_path: Pat
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     errors = dict(line.split() for line in found.stdout.splitlines())
-    assert set(errors) == {*names, *(f"{model}-split" for model in SPLIT if model in names)}
+    assert set(errors) == set(names)
     for name, error in errors.items():  # a prompt's products of 16 bits and fewer are of halves
-        is_float = name == THRESHOLDS or CASES[name.removesuffix("-split")][2] == GGMLType.F32
+        is_float = name == THRESHOLDS or CASES[name.removesuffix(SPLIT)][2] == GGMLType.F32
         assert float(error) < (1e-5 if is_float else 2e-3), errors

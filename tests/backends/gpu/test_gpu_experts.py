@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, logits_of, tokens
+from cases import quick_are
 from expert_models import FORMS, model
 
 torch = pytest.importorskip("torch")
@@ -128,7 +129,7 @@ CACHED = {name: form for name, form in FORMS.items() if name != "one used"}
 CACHED["mxfp4"] = {"type_of": lambda name: T.MXFP4 if "_exps" in name else T.F32, "biased": True}
 
 
-@pytest.mark.parametrize("form", CACHED)
+@pytest.mark.parametrize("form", quick_are(("mixed", "biased", "groups", "mxfp4"), CACHED))
 def test_the_same_bits_with_any_cache(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **CACHED[form])
     graph = describe(config_from_gguf(gguf), gguf.tensors)

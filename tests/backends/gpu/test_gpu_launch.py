@@ -139,6 +139,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
     assert every - launched.keys() == set()
 
 
+@pytest.mark.slow
 def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
     tmp_path: Path, launched: dict[str, set[Any]]
 ) -> None:

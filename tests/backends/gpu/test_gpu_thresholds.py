@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
+from cases import quick_if
 from threshold_models import (
     CASES,
     EVERY,
@@ -51,9 +52,13 @@ from hotset.sparsity.thresholds import Thresholds, thresholds_path  # noqa: E402
 K_SIZES = {"n_embd": 256, "n_ff": 512}
 
 
-@pytest.mark.parametrize("input_major", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("architecture", "case", "input_major"),
+    quick_if(
+        lambda architecture, case, _: architecture == "llama" or case == "every",
+        ["llama", "opt", "bamboo"], CASES, [False, True],
+    ),
+)  # fmt: skip
 def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str, input_major: bool) -> None:
     dialect = "powerinfer" if architecture == "bamboo" else "gguf"
     gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect=dialect)
@@ -132,9 +137,13 @@ def close_to(backend: ChainBackend, expected: np.ndarray, splits: Sequence[int])
     return relative_error(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
-@pytest.mark.parametrize("case", ["gate", "attn_in", "ffn_in", "down_in", "every"])
+@pytest.mark.parametrize(
+    ("architecture", "case", "share"),
+    quick_if(
+        lambda architecture, case, share: case == "every" or (architecture == "llama" and share > 0),
+        ["llama", "opt", "bamboo"], ["gate", "attn_in", "ffn_in", "down_in", "every"], [0.0, 0.3],
+    ),
+)  # fmt: skip
 def test_hot_and_cold_are_cut_alike(tmp_path: Path, architecture: str, case: str, share: float) -> None:
     """Of neurons that can be shared: a llama with ReLU."""
     options: dict[str, Any] = {"keys": {"llama.hidden_activation": "relu"}} if architecture == "llama" else {}

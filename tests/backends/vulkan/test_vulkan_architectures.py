@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import quick_are
 from transformers_oracle import (
     LENGTHS,
     N_CTX,
@@ -26,8 +27,8 @@ from hotset.model.operations import Activate, Attention, ExpertSum
 
 __all__ = ["recipe", "validated"]  # fixtures
 
-QUICK = ("gemma2-caps", "gpt-oss", "qwen3moe")  # soft caps; sinks, biases of experts, windows; experts
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+QUICK = ("gemma2-caps", "gpt-oss")  # soft caps; sinks, experts with biases, windows
+ALL = quick_are(QUICK, RECIPES)
 
 
 @pytest.mark.parametrize("recipe", ALL, indirect=True)

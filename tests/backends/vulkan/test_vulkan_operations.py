@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import logits_of, tokens
+from cases import quick_are
 from tiny_gguf import write_llama, write_relu
 from vulkan_runs import assert_every_operation_is_right, validated, vulkan
 
@@ -31,7 +32,9 @@ def check(path: Path, n_tokens: int = 18, kv_type: Any = "f32", **options: Any) 
         backend.close()
 
 
-@pytest.mark.parametrize("type_", COMPUTED, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "type_", quick_are((GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K), COMPUTED), ids=lambda t: t.name
+)
 def test_every_tensor_type(tmp_path: Path, type_: GGMLType) -> None:
     check(tmp_path, n_embd=256, n_ff=512, head_dim=64, type_of=lambda _: type_)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from byte_models import TEMPLATE, write_sparse
+from cases import quick_are, quick_if
 from chat_page import (
     MARKDOWN,
     answers,
@@ -618,7 +619,10 @@ def test_a_screen_reader_hears_the_beginning_and_the_end(server: FakeServer, ope
     until(page, "heard.at(-1).startsWith('Token 59')")
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    quick_if(lambda scheme, width: (scheme == "dark") == (width > 360), ["light", "dark"], [1280, 360]),
+)
 def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: int) -> None:
     parts = [token(i, f" {i}", [0.2, 0.3, 0.4], cpu_share=[0.1] * 3, step_tokens=2) for i in range(5)]
     server.replies += [[("reasoning_content", "hm"), *parts, "\n\n" + MARKDOWN], Refusal(400, "No.")]
@@ -642,7 +646,7 @@ def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: 
 # ---- keys, errors, connections
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", quick_are((True,), [False, True]))
 def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) -> None:
     server.key = "secret-1"
     server.replies += [["hi"], ["again"]]

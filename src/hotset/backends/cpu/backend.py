@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
+from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import (
     COUNTS,
     LOGIT_GROUP,
@@ -36,6 +37,8 @@ from hotset.offload.weight_store import StoredWeights
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 assert _core.SAVED_TOKENS == SAVED_TOKENS
+
+_PlanKey = tuple[frozenset[str], bool]  # the taps of a plan, and whether it has adapters
 
 
 def native_code() -> bytes:
@@ -117,7 +120,8 @@ class CpuBackend:
         # Of a page, and of a slot: as CacheMemory has them.
         self.page_nbytes = sum(part.shape[1] for part in self._page_parts())
         self.state_nbytes = sum(state[0].nbytes for state in self._states.values())
-        self._lowered: dict[frozenset[str], Lowered] = {}
+        self._lowered: dict[_PlanKey, Lowered] = {}
+        self._adapters = AdapterSet(self.graph, weights.tensors)
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
         self.notes: tuple[str, ...] = ()
@@ -150,7 +154,8 @@ class CpuBackend:
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""
-        lowered = self._plan_for(frozenset(batch.taps))
+        scales = self._adapters.scales(batch)
+        lowered = self._plan_for(frozenset(batch.taps), with_adapters=scales is not None)
         plan = lowered.plan
         self._latest = None
         # Before it, too: where another handler of SIGBUS took the place of ours, a page that is gone ends the
@@ -162,6 +167,7 @@ class CpuBackend:
                 None if x is None else on_host(x),
                 None if batch.thresholded is None else batch.thresholded.view(np.uint8),
                 *((batch.states, batch.saves) if self.n_states else (None, None)),
+                scales,
             )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
@@ -281,14 +287,28 @@ class CpuBackend:
         self._cache = {}
         self._states.clear()
 
-    def _plan_for(self, taps: frozenset[str]) -> Lowered:
-        if taps not in self._lowered:
-            while len(self._lowered) > 2:  # the plain plan and the latest two with taps stay
-                self._lowered.pop(next(key for key in self._lowered if key))
-            self._lowered[taps] = self._lower(taps)
-        return self._lowered[taps]
+    @property
+    def adapters(self) -> AdapterSet:
+        """Those that sequences may have. Set between two steps; a part of a model takes none."""
+        return self._adapters
 
-    def _lower(self, taps: frozenset[str]) -> Lowered:
+    @adapters.setter
+    def adapters(self, adapters: AdapterSet) -> None:
+        self._latest = None
+        for key in [key for key in self._lowered if key[1]]:
+            del self._lowered[key]
+        self._adapters = adapters
+
+    def _plan_for(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
+        key = taps, with_adapters
+        if key not in self._lowered:
+            with_taps = [known for known in self._lowered if known[0]]
+            while len(with_taps) > 1:  # the plain plans and the latest two with taps stay
+                self._lowered.pop(with_taps.pop(0))
+            self._lowered[key] = self._lower(*key)
+        return self._lowered[key]
+
+    def _lower(self, taps: frozenset[str], with_adapters: bool) -> Lowered:
         if self._runtime is None:
             raise InvalidRequestError("the model has been closed; load it again")
         try:
@@ -297,9 +317,11 @@ class CpuBackend:
             raise InvalidRequestError(str(error)) from None
         streamed = self.weights.streamed if isinstance(self.weights, StoredWeights) else None
         options = LoweringOptions(
-            self.sparse, self._channel_rates, self._whole, streamed, self._cache_of, self._states_of
-        )
-        return lower(self.graph, taps, self.weights, plan, self.entering, options)
+            self.sparse, self._channel_rates, self._whole, streamed, self._cache_of, self._states_of,
+            self._adapters,
+        )  # fmt: skip
+        graph = self._adapters.graph if with_adapters else self.graph
+        return lower(graph, taps, self.weights, plan, self.entering, options)
 
     def _states_of(self, op: Recurrent) -> np.ndarray:
         """The slots of an operation, float32 [n_states, size]."""

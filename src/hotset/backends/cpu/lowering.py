@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hotset import _core
+from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, LOGIT_GROUP
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
@@ -41,6 +42,7 @@ from hotset.model.operations import (
     Ffn,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MaskedRoute,
     Op,
@@ -149,7 +151,8 @@ def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What operations are lowered with. sparse: leaves out what an FFN with zeros does not need.
+    """What operations are lowered with. sparse: leaves out what an FFN with zeros does not need. adapters:
+    those that a graph with LowRank adds.
 
     channel_rates, whole: see CpuBackend. streamed: weights that each step waits for. cache: the facts of an
     operation's keys and values. states: of an operation, float32 [n_states, size].
@@ -161,6 +164,7 @@ class LoweringOptions:
     streamed: Streamed | None = None
     cache: Callable[[Attention], Facts] = _in_no_ffn
     states: Callable[[Recurrent], np.ndarray] = _in_no_ffn
+    adapters: AdapterSet | None = None
 
 
 def lower(
@@ -203,7 +207,7 @@ def lower(
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
         (layers * len(PARTS) + part).astype(np.int32),
-        _cells_of_counts(layers, part == PARTS.index("ffn"), emit.gates, emit.ups),
+        _cells_of_counts(layers, part == PARTS.index("ffn"), emit),
         emit.largest,
     )
 
@@ -286,14 +290,16 @@ def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
     )
 
 
-def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, gates: list[int], ups: list[int]) -> np.ndarray:
-    """Lowered.counted. gates, ups: operations that compute an FFN's gates alone, and the rest."""
+def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, emit: _Emission) -> np.ndarray:
+    """Lowered.counted."""
+    gates, ups, products = emit.gates, emit.ups, emit.products
     selected, active, gate_rows, up_rows, down_rows, left_out = range(len(COUNTS))
     cells = 1 + layers[:, None] * len(COUNTS) + np.arange(len(COUNTS))
     # Neurons are counted by the operation that computes the gates: its rows are those of an up.
     cells[gates, up_rows] = cells[gates, gate_rows]
     cells[gates, active] = cells[gates, gate_rows] = cells[gates, down_rows] = 0
     cells[ups, selected] = 0
+    cells[products, active] = 0
     cells[~of_ffn, :left_out] = 0  # rows of predictors are no neurons
     return cells.ravel().astype(np.int32)
 
@@ -305,8 +311,9 @@ def _is_stored(weights: WeightSource, name: str) -> bool:
 
 
 class _Emission:
-    """Writes native operations. at: layer and part of each so far. gates, ups, largest: as Lowered. logits:
-    the last value, of which the largest are found where its groups are whole."""
+    """Writes native operations. at: layer and part of each so far. gates, ups: those that compute an FFN's
+    gates alone, and the rest; products: those whose values are not yet those of neurons. largest: as Lowered.
+    logits: the last value, of which the largest are found where its groups are whole."""
 
     def __init__(self, plan: Any, buffers: Buffers, weights: WeightSource, options: LoweringOptions) -> None:
         self._channel_rates, self._whole = options.channel_rates, options.whole
@@ -316,9 +323,11 @@ class _Emission:
         self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = options.cache, options.states, options.sparse
+        self._adapters = options.adapters
         self.at: list[tuple[int, Part]] = []
         self.gates: list[int] = []
         self.ups: list[int] = []
+        self.products: list[int] = []
         self.logits: Value | None = None
         self.largest = -1
 
@@ -389,6 +398,8 @@ class _Emission:
                 self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
             case Attention():
                 self._attention(main, group.ops[:-1])
+            case LowRank():
+                self._low_rank(main, buffers[main.x], buffers[main.y], buffers[main.out])
             case ShortConv() if main.weight is None:
                 self._plain(
                     main, states=self._states(main), weight=np.tile(np.array(SHIFT, np.float32), main.x.width)
@@ -435,6 +446,22 @@ class _Emission:
 
     def _add(self, operation: str, **facts: Any) -> None:
         self._plan.add(operation, **{name: fact for name, fact in facts.items() if fact is not None})
+
+    def _low_rank(self, op: LowRank, x: int, y: int, out: int) -> None:
+        """What adapters add to a product; x, y, out: buffers."""
+        assert self._adapters is not None
+        first, last = op.first_row, op.first_row + op.out.width
+        adapters = [
+            {
+                "index": column,
+                "rank": pair.rank,
+                "factor": pair.factor,
+                "a": (int(pair.a.type), pair.a.data),
+                "b": (int(pair.b.type), pair.b.rows(first, last)),
+            }
+            for column, pair in self._adapters.pairs_of(op)
+        ]
+        self._add("low_rank", x=x, y=y, out=out, adapters=adapters, n_adapters=len(self._adapters.adapters))
 
     # ---- matrix products
 
@@ -507,7 +534,9 @@ class _Emission:
             self._experts(ffn, ffn.route, group)
             return
         fetched: set[int] = set()
-        if self._leaves_out_rows(ffn):
+        if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up):
+            fetched = self._adapted_neurons(ffn)
+        elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
         else:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
@@ -524,16 +553,34 @@ class _Emission:
             if xielu is not None:
                 self._bend_neurons(ffn)
 
-        residual, down = group.residual(ffn.out), ffn.down
-        self._await(down)
+        self._await(ffn.down)
+        self._down(ffn, group, fetched)
+
+    def _down(self, ffn: Ffn, group: Fused, fetched: set[int]) -> None:
+        """The down projection, with what adapters add to it, and the residual."""
+        residual, down, out = group.residual(ffn.out), ffn.down, group.out[0]
+        added = ffn.low_rank(down)
+        taken = residual if added is None else None  # by the product
+        norms_inside = added is None and isinstance(down, Linear)
+        x = None if norms_inside else self._normed_neurons(ffn)
         if isinstance(down, TransposedLinear):
+            assert x is not None
             if ffn.has_zeros:
                 self._fetch(ffn, down.weight, fetched, "nonzero", self._buffers[ffn.selected])
-            self._axpy(down, residual, group.out[0], self._normed_neurons(ffn))
+            self._axpy(down, taken, out, x)
         else:
             assert isinstance(down, Linear)
-            self._products(ffn.sub_norm, [down], [group.out[0]], residual)
+            if x is not None:
+                self._product(down, x, self._buffers[out])
+            else:
+                self._products(ffn.sub_norm, [down], [out], taken)
         self.at.append((ffn.layer, ffn.part))
+        if added is not None:
+            assert x is not None
+            self._of_ffn(ffn, added, x, self._buffers[out])
+            if residual is not None:
+                at = self._buffers[out]
+                self._in_place(ffn, "add", at, a=at, b=self._buffers[residual])
 
     def _bend_neurons(self, ffn: Ffn) -> None:
         """xIELU of what up yields, in place, and thresholds behind it."""
@@ -664,17 +711,8 @@ class _Emission:
     def _neurons(self, ffn: Ffn) -> set[int]:
         """Up to the neurons. Returns the groups of rows that were fetched for it."""
         mask, out = ffn.mask, self._buffers[ffn.selected]
-        fetched: set[int] = set()
         decides, up = ffn.decides.weight, self._weights.data(one_matrix(ffn.up).weight)
-        overlaps = _is_stored(self._weights, decides)
-        if ffn.out in self._begun:
-            rows = self._weights.data(decides)
-            assert isinstance(rows, _core.StoredRows)
-            fetched.add(rows.group)
-        elif mask is None:
-            self._fetch(ffn, decides, fetched, "all", out, waits=not overlaps)
-        else:
-            self._fetch_selected(ffn, fetched, waits=not overlaps)
+        fetched = self._fetch_deciding(ffn)
         if ffn.top_k is not None or (isinstance(up, _core.StoredRows) and up.group not in fetched):
             self._neurons_by_gate(ffn, fetched)
             return fetched
@@ -699,6 +737,21 @@ class _Emission:
                 missed=missed,
             )
             self.at.append((ffn.layer, ffn.part))
+        return fetched
+
+    def _fetch_deciding(self, ffn: Ffn) -> set[int]:
+        """Has a store fetch the rows of the matrix that says which neurons fire; returns their group."""
+        fetched: set[int] = set()
+        decides = ffn.decides.weight
+        overlaps = _is_stored(self._weights, decides)
+        if ffn.out in self._begun:
+            rows = self._weights.data(decides)
+            assert isinstance(rows, _core.StoredRows)
+            fetched.add(rows.group)
+        elif ffn.mask is None:
+            self._fetch(ffn, decides, fetched, "all", self._buffers[ffn.selected], waits=not overlaps)
+        else:
+            self._fetch_selected(ffn, fetched, waits=not overlaps)
         return fetched
 
     def _as_they_come(self, op: Op, name: str) -> Iterator[bool | None]:
@@ -772,6 +825,105 @@ class _Emission:
         if of_value is not None:
             self._add("threshold", x=out, threshold=of_value, out=out)
             self.at.append((ffn.layer, ffn.part))
+
+    # ---- an FFN with adapters
+
+    def _adapted_neurons(self, ffn: Ffn) -> set[int]:
+        """Up to the neurons, where adapters add to gate or up: products, what is added, and what becomes of
+        the sums are operations of their own. Rows are left out as without adapters: of neurons that a
+        predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
+        out, mask = self._buffers[ffn.selected], ffn.mask
+        fetched = self._fetch_deciding(ffn)
+        x = self._input(ffn)
+        scores: Facts = {}
+        if mask is not None:
+            scores = {"scores": self._buffers[mask.scores], "threshold": mask.threshold, "first": mask.first}
+        if ffn.gate is None:
+            self._adapted_product(ffn, one_matrix(ffn.up), x, out, scores)
+            self._decide(ffn, out)
+        else:
+            fired, up = self._buffers.borrow(ffn.selected), one_matrix(ffn.up)
+            self._adapted_product(ffn, one_matrix(ffn.gate), x, fired, scores)
+            self._decide(ffn, fired)
+            which: FetchKind = "all" if mask is None else "selected"
+            if ffn.fires_exactly:  # else what fires may be below zero
+                which, scores = "nonzero", {"scores": fired, "threshold": LEAST, "first": 0}
+            bounds = () if which != "selected" or mask is None else (mask.threshold, mask.first)
+            overlaps = _is_stored(self._weights, up.weight)
+            self._fetch(
+                ffn, up.weight, fetched, which, scores.get("scores", fired), *bounds, waits=not overlaps
+            )
+            self._adapted_product(ffn, up, x, out, scores)
+            if ffn.up_act is not None:
+                self._activate(ffn, ffn.up_act, out)
+            self._in_place(ffn, "multiply", out, a=fired, b=out)
+        if ffn.down_threshold is not None:
+            self._in_place(ffn, "threshold", out, x=out, threshold=ffn.down_threshold.threshold)
+        return fetched
+
+    def _input(self, ffn: Ffn) -> int:
+        """The buffer of what gate and up read: normalised, and without small values."""
+        x, norm = self._buffers[ffn.x], ffn.norm
+        if norm is None and ffn.in_threshold is None:
+            return x
+        h = self._buffers.borrow(ffn.x)
+        if norm is not None:
+            facts = self._norm(norm)
+            assert facts is not None
+            name = "layer_norm" if facts.pop("layer") else "rms_norm"
+            self._in_place(ffn, name, h, x=x, **facts, n_head=1)
+            x = h
+        if ffn.in_threshold is not None:
+            self._in_place(ffn, "threshold", h, x=x, threshold=ffn.in_threshold.threshold)
+        return h
+
+    def _adapted_product(self, ffn: Ffn, op: Linear, x: int, out: int, scores: Facts) -> None:
+        """A product of an FFN and what adapters add to it. scores: facts of whose rows are read."""
+        if not self._leaves_out_rows(ffn):
+            self._product(op, x, out)
+            self.at.append((ffn.layer, ffn.part))
+        else:
+            for missed in self._as_they_come(ffn, op.weight):
+                self._add(
+                    "neurons", x=x, up=linear_facts(self._weights, op), activation="scale",
+                    activation_threshold=1.0, **scores, sparse=self._sparse, out=out, missed=missed,
+                )  # fmt: skip
+                kind = self.products if ffn.gate is None else self.gates if op == ffn.gate else self.ups
+                kind.append(len(self.at))
+                self.at.append((ffn.layer, ffn.part))
+        if (added := ffn.low_rank(op)) is not None:
+            self._of_ffn(ffn, added, x, out)
+
+    def _decide(self, ffn: Ffn, at: int) -> None:
+        """What becomes of the sums that say which neurons fire, in place."""
+        if ffn.top_k is not None:
+            self._in_place(ffn, "gaussian_top_k", at, x=at, multiplier=ffn.top_k.multiplier)
+        self._activate(ffn, ffn.gate_act, at)
+        if ffn.gate_threshold is not None:
+            self._in_place(ffn, "threshold", at, x=at, threshold=ffn.gate_threshold.threshold)
+        if (mask := ffn.mask) is not None:
+            scores = {"scores": self._buffers[mask.scores], "threshold": mask.threshold, "first": mask.first}
+            self._in_place(ffn, "mask", at, x=at, **scores)
+
+    def _activate(self, ffn: Ffn, op: Activate, at: int) -> None:
+        if op.xielu is not None:
+            self._in_place(ffn, "xielu", at, x=at, **asdict(op.xielu))
+        else:
+            counts = ffn.gate is None and self._leaves_out_rows(ffn)
+            self._in_place(ffn, "activate", at, x=at, kind=op.kind, threshold=op.threshold, counts=counts)
+
+    def _of_ffn(self, ffn: Ffn, added: LowRank, x: int, at: int) -> None:
+        self._low_rank(added, x, at, at)
+        self.at.append((ffn.layer, ffn.part))
+
+    def _in_place(self, ffn: Ffn, operation: str, out: int, **facts: Any) -> None:
+        """An operation inside an FFN, whose result may take the place of what it reads."""
+        self._add(operation, **facts, out=out)
+        self.at.append((ffn.layer, ffn.part))
+
+    def _product(self, op: Linear, x: int, out: int) -> None:
+        """x times a matrix; both are buffers."""
+        self._add("linear", x=x, parts=[{**linear_facts(self._weights, op), "out": out}], gated=False)
 
     # ---- attention, and what may stand in its place
 

@@ -52,6 +52,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -333,8 +334,10 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude():
-                raise UnsupportedModelError("AltUp's streams are computed on the CPU; use --no-gpu")
+            case AddStreams() | MatchMagnitude() | LowRank():
+                raise UnsupportedModelError(
+                    "AltUp's streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
+                )
             case UnitNorm():
                 raise UnsupportedModelError(
                     "norms without weights (of values, as in Gemma 4) are computed on the CPU; use --no-gpu"
@@ -513,8 +516,9 @@ class Program:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
-        if main.slopes is not None:
-            raise UnsupportedModelError("attention with ALiBi is computed on the CPU; use --no-gpu")
+        if main.slopes is not None or main.first_seen:
+            what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
+            raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
         sinks = self._weights.bias(main.sinks)
         q, key = main.q, main.k
         rope: Rope | None = None

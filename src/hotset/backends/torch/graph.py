@@ -58,6 +58,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -81,7 +82,8 @@ from hotset.model.operations import (
 )
 
 if TYPE_CHECKING:
-    from hotset.formats.source import WeightSource
+    from hotset.errors import UnsupportedModelError
+from hotset.formats.source import WeightSource
 
 
 @dataclass
@@ -270,6 +272,8 @@ class TorchGraph:
                 return torch.cat(route(step[op.x], op, self.bias(op.bias), self.bias(op.scales)), dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
+            case LowRank():
+                raise UnsupportedModelError("a graph with adapters (LoRA) is computed by the CPU alone")
             case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
             case _:
@@ -321,6 +325,7 @@ class TorchGraph:
         return self._turns[key]
 
     def _attended(self, op: Attention, step: Step) -> Tensor:
+        assert not op.first_seen, "a layer for multi-token prediction"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)

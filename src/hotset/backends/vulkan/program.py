@@ -436,6 +436,8 @@ class Lowered:
     def _attention(self, op: Attention) -> Record:
         if not op.causal:
             raise _refused(op, "encoders")
+        if op.first_seen:
+            raise _refused(op, "layers for multi-token prediction")
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
         sinks = None if op.sinks is None else self._weights.vector(op.sinks)
         slopes = None if op.slopes is None else self._weights.numbers(np.array(op.slopes))

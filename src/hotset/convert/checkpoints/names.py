@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+# What stands before the names of the text model's tensors, of models that see.
+TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 LLAMA_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

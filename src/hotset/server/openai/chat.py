@@ -202,6 +202,7 @@ class ChatBody(SamplingFields):
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
             id_slot=self.slot,
+            adapters=self.adapters,
         )
 
     def _effort(self) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class ChatBody(SamplingFields):
 
 @router.post("/v1/chat/completions", responses=documented(shapes.ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
-    service = await serving(http, body.model)
+    service = await serving(http, body.model, takes_adapter=True)
     body.check_effort(service.model.chat_template.source)
     request, reply = await off_loop(http, body.request, service.sampling), _Reply(service, body)
     if request.stream:

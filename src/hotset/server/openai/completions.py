@@ -74,12 +74,13 @@ class CompletionBody(SamplingFields):
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
             id_slot=self.slot,
+            adapters=self.adapters,
         )
 
 
 @router.post("/v1/completions", responses=documented(shapes.CompletionReply, EVENT_STREAM))
 async def completions(body: CompletionBody, http: Request) -> Response:
-    service = await serving(http, body.model)
+    service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, body.request, service.sampling)
     reply = _Reply(service.name, service.model.tokenizer, body)
     if request.stream:

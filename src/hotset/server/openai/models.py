@@ -15,7 +15,9 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [entry(one) for one in await listed(http)]}
+    """Behind each model those of its adapters, as MODEL:ADAPTER."""
+    found = await listed(http)
+    return {"object": "list", "data": [made for one in found for made in (entry(one), *_adapted(one))]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -45,3 +47,11 @@ def entry(model: ListedModel) -> dict[str, Any]:
         },
         **({} if model.state is None else {"status": model.state}),
     }
+
+
+def _adapted(model: ListedModel) -> list[dict[str, Any]]:
+    """A model with each of its adapters; `root` and `parent` as vLLM has them."""
+    return [
+        entry(model) | {"id": f"{model.name}:{adapter}", "root": adapter, "parent": model.name}
+        for adapter in model.adapters
+    ]

@@ -314,7 +314,7 @@ def _template(reasoning: Reasoning | None) -> dict[str, Any]:
 
 @router.post("/v1/responses", responses=documented(ResponseReply, EVENT_STREAM))
 async def responses(body: ResponsesBody, http: Request) -> Response:
-    service = await serving(http, body.model)
+    service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
     said = head(service.name, body, request.params)
     writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 
+from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.sampler import SamplingParams
 from hotset.server.answers import Usage
 from hotset.server.errors import RequestError
@@ -102,6 +103,13 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
 
 
+class LoraScale(Body):
+    """How much of an adapter (LoRA). id: its number, as llama-server has it, or its name."""
+
+    id: int | str
+    scale: float = 1.0
+
+
 class SamplingFields(Body):
     """Fields of SamplingParams, as OpenAI (the first), llama.cpp and vLLM name them."""
 
@@ -140,6 +148,7 @@ class SamplingFields(Body):
     n_predict: int | None = None
     cache_prompt: bool | None = None
     id_slot: Annotated[int, Field(ge=-1)] | None = None
+    lora: Annotated[list[LoraScale], Field(max_length=MOST_ADAPTERS)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
@@ -160,6 +169,11 @@ class SamplingFields(Body):
     def slot(self) -> int | None:
         """As of AnswerRequest: -1 is any."""
         return None if self.id_slot == -1 else self.id_slot
+
+    @property
+    def adapters(self) -> Mapping[int | str, float] | None:
+        """As of AnswerRequest."""
+        return None if self.lora is None else {one.id: one.scale for one in self.lora}
 
     @property
     def includes_usage(self) -> bool:

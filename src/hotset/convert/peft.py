@@ -1,0 +1,184 @@
+"""PEFT's folders of adapters: adapter_config.json, and adapter_model.safetensors or .bin.
+
+Their matrices have the names, and the order of rows, of the checkpoint that they were trained with, which is
+not at hand: names are found by the classes of the model's architecture (convert/checkpoints/), and rows of
+queries and keys are permuted where those of the model were (convert/hf.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotset.convert.checkpoints import CLASSES
+from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.checkpoints.names import TEXT_MODEL
+from hotset.convert.hf_checkpoint import map_safetensors
+from hotset.convert.hf_config import read_json
+from hotset.convert.hf_rope import neighbours
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.escaping import clause
+from hotset.formats.lora import FloatMatrix, LoraAdapter, checked_pairs
+from hotset.formats.quants import GGMLType
+from hotset.formats.torch_file import BFLOAT16, map_torch
+from hotset.model.architectures import ARCHITECTURES
+from hotset.parameters import shown
+
+CONFIG = "adapter_config.json"
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_LITERAL = re.compile(r"[A-Za-z0-9_.]+")
+# What a conversion does to matrices beyond the order of rows of q and k: adapters would need it done too.
+_CHANGED = (
+    "indexed", "query_factor", "grouped_qkv", "depth_scales", "scattered_groups", "latent", "stores_by_input",
+    "short_conv", "altup", "window_heads", "ternary", "parts", "state_space", "channel_space", "multiplied",
+    "unit_output_at",
+)  # fmt: skip
+# Entries that change what an adapter means, and the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,), "lora_bias": (False,), "fan_in_fan_out": (False,), "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"), "layer_replication": (),
+    "target_parameters": ([],), "trainable_token_indices": (), "alora_invocation_tokens": (),
+    "use_qalora": (False,), "arrow_config": (),
+}  # fmt: skip
+
+
+def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAdapter:
+    """An adapter for a model of an architecture, with heads of so many channels.
+
+    Raises ModelNotFoundError for missing files, FormatError for damaged ones, UnsupportedModelError for other
+    kinds of adapters, and models whose matrices a conversion changes otherwise.
+    """
+    config = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedModelError(
+            f"the adapter {folder} is of the kind {clause(shown(config.get('peft_type')))}; LORA is supported"
+        )
+    for entry, plain in _PLAIN.items():
+        if (value := config.get(entry)) is not None and value not in plain:
+            raise UnsupportedModelError(
+                f"the adapter {folder} has {entry} {clause(shown(value))}, which is not supported"
+            )
+    names = _Names(folder, architecture)
+    halves: dict[tuple[str, str], FloatMatrix] = {}
+    modules: dict[str, str] = {}
+    for name, values in _tensors(folder).items():
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            raise UnsupportedModelError(
+                f"the adapter {folder} has the tensor {clause(name)}, which is none of a plain LoRA adapter"
+            )
+        target = names.target(match[1])
+        matrix = _matrix(values, folder, name)
+        if match[2] == "B" and names.permutes(target):
+            if matrix.shape[0] % head_dim:
+                raise FormatError(f"{folder}: {clause(name)} has no whole heads of {head_dim} channels")
+            matrix = _reordered(matrix, neighbours(matrix.shape[0], head_dim))
+        half = match[2].lower()
+        if (target, half) in halves:
+            raise FormatError(f"{folder} has two tensors for {target}, one of them {clause(name)}")
+        halves[target, half] = matrix
+        modules[target] = match[1]
+    factors = {
+        target: _factor(config, modules[target], matrix.shape[0], folder)
+        for (target, half), matrix in halves.items()
+        if half == "a"
+    }
+    return LoraAdapter(folder, None, checked_pairs(folder, halves, factors))
+
+
+class _Names:
+    """How modules of checkpoints of an architecture are called in its files."""
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self._folder, self._architecture = folder, architecture
+        classes = {id(one): one for one in CLASSES.values() if one.architecture == architecture}
+        self._classes = [one for one in classes.values() if not _changes(one)]
+        if not self._classes:
+            raise UnsupportedModelError(
+                f"the adapter {folder} is a folder of PEFT's, which is not read for {architecture} models; "
+                "convert it to GGUF with llama.cpp's convert_lora_to_gguf.py"
+            )
+
+    def target(self, module: str) -> str:
+        """The tensor of a module's weight. Raises UnsupportedModelError."""
+        found = {name for hf in self._classes if (name := _target(module, hf)) is not None}
+        if len(found) != 1 or " " in (name := found.pop()):
+            raise UnsupportedModelError(
+                f"the adapter {self._folder} changes {clause(module)}, which is no matrix of "
+                f"{self._architecture} models that adapters can change"
+            )
+        return name
+
+    def permutes(self, target: str) -> bool:
+        """Whether rows lie otherwise in files."""
+        stem = target.rpartition(".")[0].rpartition(".")[2]
+        turned = ARCHITECTURES[self._architecture].rope == "norm" and self._classes[0].rotates == "neox"
+        return turned and stem in ("attn_q", "attn_k")
+
+
+def _changes(hf: HFClass) -> bool:
+    defaults = {one.name: one.default for one in fields(HFClass)}
+    return any(getattr(hf, name) != defaults[name] for name in _CHANGED)
+
+
+def _target(module: str, hf: HFClass) -> str | None:
+    if hf.sees:
+        module = TEXT_MODEL.sub("", module)
+    prefix = hf.layers.partition(".")[0] + "."
+    if not module.startswith((prefix, "lm_head")):
+        module = prefix + module
+    match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", module)
+    if match is not None:
+        inside = hf.layer_tensors.get(match[2])
+        return None if inside is None else f"blk.{int(match[1])}.{inside}.weight"
+    outside = hf.tensors.get(module)
+    return None if outside is None else f"{outside}.weight"
+
+
+def _tensors(folder: Path) -> Mapping[str, np.ndarray]:
+    for name, mapped in (("adapter_model.safetensors", map_safetensors), ("adapter_model.bin", map_torch)):
+        if (folder / name).exists():
+            return mapped(folder / name)[0]
+    raise ModelNotFoundError(f"{folder} holds no adapter_model.safetensors; the adapter is not complete")
+
+
+def _matrix(values: np.ndarray, folder: Path, name: str) -> FloatMatrix:
+    kinds = {np.dtype("<f4"): GGMLType.F32, np.dtype("<f2"): GGMLType.F16, BFLOAT16: GGMLType.BF16}
+    if values.dtype == np.dtype("<f8"):
+        values = values.astype(np.float32)
+    if values.ndim != 2 or 0 in values.shape or values.dtype not in kinds:
+        raise FormatError(
+            f"{folder}: {clause(name)} is {list(values.shape)} of {values.dtype}, and no matrix of floats"
+        )
+    data = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+    return FloatMatrix(kinds[values.dtype], values.shape, data)
+
+
+def _reordered(matrix: FloatMatrix, rows: np.ndarray) -> FloatMatrix:
+    data = matrix.data.reshape(matrix.shape[0], -1)[rows]
+    return FloatMatrix(matrix.type, matrix.shape, np.ascontiguousarray(data).reshape(-1))
+
+
+def _factor(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:
+    """By which what is added is multiplied: alpha over the rank, or over its root."""
+    alpha: Any = config.get("lora_alpha", 8)
+    pattern = config.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise FormatError(f"{folder / CONFIG}: alpha_pattern is {clause(shown(pattern))}, and no object")
+    for names, value in pattern.items():
+        if _LITERAL.fullmatch(names) is None:
+            raise UnsupportedModelError(
+                f"{folder / CONFIG}: alpha_pattern has the pattern {clause(names)}; plain names are supported"
+            )
+        if module == names or module.endswith(f".{names}"):
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise FormatError(f"{folder / CONFIG}: lora_alpha is {clause(shown(alpha))}, and no number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank)

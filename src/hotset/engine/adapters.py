@@ -1,0 +1,130 @@
+"""The adapters (LoRA) of a loaded model: loaded, unloaded and chosen while it answers.
+
+An adapter has a number, as llama-server's have, and a name. Its scale counts for sequences that choose none;
+one that does choose gets what it names, and nothing else. An adapter that is unloaded stays in memory while a
+sequence has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.backends.adapters import AdapterSet, taking_adapters
+from hotset.backends.base import Mix
+from hotset.engine.driver import EngineThread
+from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import real_number, shown
+from hotset.settings import LARGEST_SCALE
+
+if TYPE_CHECKING:
+    from hotset.formats.lora import LoraAdapter
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """id: never used twice. scale: of sequences that choose no adapters."""
+
+    id: int
+    name: str
+    scale: float
+    adapter: LoraAdapter
+
+
+class Adapters:
+    """Those of one model. Every method may be called from any thread.
+
+    thread: that drives the engine. architecture: of the model. read: an adapter of a path.
+    """
+
+    def __init__(self, thread: EngineThread, architecture: str, read: Callable[[str], LoraAdapter]) -> None:
+        self._thread, self._architecture, self._read = thread, architecture, read
+        self._ids = itertools.count()
+        self.loaded: tuple[LoadedAdapter, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that they take."""
+        return sum(each.adapter.nbytes for each in self.loaded)
+
+    def load(self, path: str, scale: float = 1.0, name: str | None = None) -> LoadedAdapter:
+        """Reads an adapter, a GGUF file or a folder of PEFT's, and has it from the next step on.
+
+        name: by default that of the file or folder. Raises ModelNotFoundError, FormatError,
+        UnsupportedModelError for a kind of adapter, or a backend, that is not supported, and
+        InvalidRequestError for one of another model, and one that is loaded already.
+        """
+        backend = taking_adapters(self._thread.engine.backend)
+        scale = checked_scale(scale)
+        adapter = self._read(path)
+        adapter.check_model(self._architecture, backend.adapters.matrices)
+        with self._thread.exclusive():
+            for each in self.loaded:
+                if each.adapter.digest == adapter.digest:
+                    raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
+            made = LoadedAdapter(next(self._ids), self._free_name(name or adapter.path.stem), scale, adapter)
+            self._set((*self.loaded, made))
+        return made
+
+    def unload(self, which: int | str) -> LoadedAdapter:
+        """Forgets an adapter, by its number or name; sequences that have it go on. Raises
+        InvalidRequestError for one that is not loaded."""
+        with self._thread.exclusive():
+            gone = self.find(which)
+            self._set(each for each in self.loaded if each is not gone)
+        return gone
+
+    def set_scales(self, scales: Mapping[int | str, float]) -> None:
+        """Of sequences that choose no adapters and come from now on; those that are not named get 0. Raises
+        InvalidRequestError."""
+        with self._thread.exclusive():
+            chosen = {self.find(which).id: checked_scale(scale) for which, scale in scales.items()}
+            self._set(replace(each, scale=chosen.get(each.id, 0.0)) for each in self.loaded)
+
+    def find(self, which: int | str) -> LoadedAdapter:
+        """By number or name. Raises InvalidRequestError."""
+        for each in self.loaded:
+            if which == (each.id if isinstance(which, int) else each.name):
+                return each
+        names = ", ".join(f"{each.id} ({each.name!r})" for each in self.loaded) or "none"
+        raise InvalidRequestError(f"there is no adapter {clause(shown(which))}; loaded are {names}")
+
+    def mix(self, scales: Mapping[int | str, float]) -> Mix:
+        """What a sequence has that chooses these. Raises InvalidRequestError."""
+        chosen = [(self.find(which), checked_scale(scale)) for which, scale in scales.items()]
+        return _mix((each.adapter.digest, scale) for each, scale in chosen)
+
+    def _set(self, loaded: Iterable[LoadedAdapter]) -> None:
+        """Between two steps."""
+        engine = self._thread.engine
+        backend = taking_adapters(engine.backend)
+        loaded = tuple(loaded)
+        in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.mix}
+        kept = {each.digest: each for each in backend.adapters.adapters if each.digest in in_use}
+        kept |= {each.adapter.digest: each.adapter for each in loaded}
+        default = _mix((each.adapter.digest, each.scale) for each in loaded)
+        tensors = backend.weights.tensors
+        engine.set_adapters(AdapterSet(backend.graph, tensors, list(kept.values()), default))
+        self.loaded = loaded
+
+    def _free_name(self, name: str) -> str:
+        taken = {each.name for each in self.loaded}
+        names = (name, *(f"{name}-{n}" for n in range(2, len(taken) + 2)))
+        return next(one for one in names if one not in taken)
+
+
+def _mix(chosen: Iterable[tuple[str, float]]) -> Mix:
+    """One form for all that is the same: those that add something, by digest, with their scales as they are
+    computed with."""
+    scales = {digest: float(np.float32(scale)) for digest, scale in chosen}
+    return tuple(sorted((digest, scale) for digest, scale in scales.items() if scale))
+
+
+def checked_scale(scale: float) -> float:
+    """Raises InvalidRequestError."""
+    return real_number("the scale of an adapter", scale, -LARGEST_SCALE, LARGEST_SCALE)

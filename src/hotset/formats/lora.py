@@ -1,0 +1,204 @@
+"""Adapters (LoRA): what they add to matrices of a model, and llama.cpp's files of them.
+
+An adapter adds factor * b @ a to a matrix [outputs, inputs], with a [rank, inputs] and b [outputs, rank]. In
+a GGUF file with general.type "adapter" and adapter.type "lora", NAME.lora_a and NAME.lora_b belong to the
+tensor NAME of the model, and factor is adapter.lora.alpha / rank (1 where alpha is 0).
+
+Files are hostile until checked: names, partners, shapes and numbers here, what they fit to in `check_model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.escaping import clause
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType, dequantize, quantize
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_LEAVE_OUT = "name an adapter of this model, or leave it out"
+
+
+@dataclass(frozen=True, eq=False)
+class FloatMatrix:
+    """A matrix of floats in memory. shape: rows, columns. data: uint8, row by row, of a float type."""
+
+    type: GGMLType
+    shape: tuple[int, int]
+    data: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, type: GGMLType = GGMLType.F32) -> FloatMatrix:
+        """float32 [rows, columns], stored as a float type."""
+        return cls(type, values.shape, quantize(np.ascontiguousarray(values, np.float32), type).reshape(-1))
+
+    @cached_property
+    def floats(self) -> np.ndarray:
+        """float32 [rows, columns]."""
+        return dequantize(self.data, self.type, self.shape[::-1]).reshape(self.shape)
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """The bytes of the rows [first, last)."""
+        row = self.data.nbytes // self.shape[0]
+        return self.data[first * row : last * row]
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPair:
+    """What is added to one matrix: factor * b @ a."""
+
+    a: FloatMatrix
+    b: FloatMatrix
+    factor: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def delta(self) -> np.ndarray:
+        """float32 [outputs, inputs], of a scale of 1."""
+        delta: np.ndarray = (self.b.floats * np.float32(self.factor)) @ self.a.floats
+        return delta
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter that was read. pairs: by the names of the model's matrices. architecture: of the model that
+    it is for, None where the file does not say it."""
+
+    path: Path
+    architecture: str | None
+    pairs: Mapping[str, LowRankPair]
+
+    @cached_property
+    def digest(self) -> str:
+        """Says what it adds, whatever its name: 32 hexadecimal digits."""
+        sha = hashlib.sha256()
+        for name in sorted(self.pairs):
+            pair = self.pairs[name]
+            sha.update(f"{name} {pair.factor!r}".encode())
+            for matrix in (pair.a, pair.b):
+                sha.update(f" {int(matrix.type)} {matrix.shape}".encode())
+                sha.update(matrix.data.tobytes())
+        return sha.hexdigest()[:32]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its matrices in memory."""
+        return sum(pair.a.data.nbytes + pair.b.data.nbytes for pair in self.pairs.values())
+
+    def check_model(self, architecture: str, adaptable: Mapping[str, tuple[int, int]]) -> None:
+        """Raises InvalidRequestError where the adapter is for another model. adaptable: names of the model's
+        matrices → outputs, inputs (low_rank.adaptable)."""
+        if self.architecture not in (None, architecture):
+            raise InvalidRequestError(
+                f"the adapter {self.path} is for {clause(str(self.architecture))} models, and this is "
+                f"{architecture}; {_LEAVE_OUT}"
+            )
+        for name, pair in self.pairs.items():
+            expected, found = adaptable.get(name), (pair.b.shape[0], pair.a.shape[1])
+            if expected is None:
+                raise InvalidRequestError(
+                    f"the adapter {self.path} changes {clause(name)}, which is no matrix of this model that "
+                    f"adapters can change (embeddings, experts and the latent attention's heads are none); "
+                    f"{_LEAVE_OUT}"
+                )
+            if expected != found:
+                raise InvalidRequestError(
+                    f"the adapter {self.path} is for a matrix {clause(name)} of {list(found)} (outputs, "
+                    f"inputs), and the model's is {list(expected)}; {_LEAVE_OUT}"
+                )
+
+
+def checked_pairs(
+    path: Path, halves: Mapping[tuple[str, str], FloatMatrix], factors: Mapping[str, float]
+) -> dict[str, LowRankPair]:
+    """The pairs of an adapter. halves: by the matrix's name and "a" or "b". factors: by the name.
+
+    Raises FormatError for a missing partner, ranks that differ, one that is larger than the matrix, and
+    numbers that are not finite.
+    """
+    pairs = {}
+    for name in dict.fromkeys(name for name, _ in halves):
+        shown = clause(name)
+        a, b = halves.get((name, "a")), halves.get((name, "b"))
+        if a is None or b is None:
+            raise FormatError(
+                f"{path}: {shown} has {'lora_b' if a is None else 'lora_a'} without its partner; the adapter "
+                "is damaged, download or convert it again"
+            )
+        rank, factor = a.shape[0], factors[name]
+        if b.shape[1] != rank or rank > max(b.shape[0], a.shape[1]):
+            raise FormatError(
+                f"{path}: the matrices of {shown} are {list(a.shape)} and {list(b.shape)}, which are no "
+                "[rank, inputs] and [outputs, rank] with a rank below these; convert the adapter again"
+            )
+        is_finite = np.isfinite(a.floats).all() and np.isfinite(b.floats).all() and math.isfinite(factor)
+        for matrix in (a, b):
+            matrix.__dict__.pop("floats", None)  # what is kept is their own type
+        if not is_finite:
+            raise FormatError(f"{path} has numbers in {shown} that are not finite; train or convert it again")
+        pairs[name] = LowRankPair(a, b, factor)
+    if not pairs:
+        raise FormatError(f"{path} holds no matrices of an adapter; name another file")
+    return pairs
+
+
+def read_gguf_adapter(path: Path) -> LoraAdapter:
+    """An adapter in llama.cpp's format, copied into memory.
+
+    Raises ModelNotFoundError, FormatError, and UnsupportedModelError for other kinds of adapters.
+    """
+    with open_gguf(path) as gguf:
+        metadata = gguf.metadata
+        if metadata.get("general.type") != "adapter":
+            raise FormatError(
+                f"{path} is not an adapter (general.type is {clause(str(metadata.get('general.type')))}); "
+                "name one, or load it as a model"
+            )
+        kind = metadata.get("adapter.type")
+        if kind != "lora" or "adapter.alora.invocation_tokens" in metadata:
+            found = "an activated LoRA (aLoRA)" if kind == "lora" else f"of the type {clause(str(kind))}"
+            raise UnsupportedModelError(f"the adapter {path} is {found}; plain LoRA adapters are supported")
+        alpha = metadata.get("adapter.lora.alpha")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
+            raise FormatError(f"{path} has no number adapter.lora.alpha of 0 or more; convert it again")
+        halves = {}
+        for name in gguf.tensors:
+            matrix, _, half = name.rpartition(".lora_")
+            if not matrix or half not in ("a", "b"):
+                raise UnsupportedModelError(
+                    f"the adapter {path} has the tensor {clause(name)}, which is no NAME.lora_a or .lora_b"
+                )
+            halves[matrix, half] = _matrix(gguf, name)
+        architecture = gguf.architecture
+    factors = {
+        name: alpha / m.shape[0] if alpha else 1.0 for (name, half), m in halves.items() if half == "a"
+    }
+    return LoraAdapter(path, architecture, checked_pairs(path, halves, factors))
+
+
+def _matrix(gguf: GGUFFile, name: str) -> FloatMatrix:
+    info = gguf.tensors[name]
+    if len(info.shape) != 2 or 0 in info.shape:
+        raise UnsupportedModelError(
+            f"the adapter {gguf.path} has the tensor {clause(name)} of {list(info.shape)}; adapters "
+            "of matrices are supported, not those of experts"
+        )
+    shape, data = (int(info.shape[1]), int(info.shape[0])), gguf.data(name)
+    if info.type in _FLOATS:
+        return FloatMatrix(info.type, shape, data.copy())
+    return FloatMatrix.of(dequantize(data, info.type, info.shape).reshape(shape))

@@ -1,0 +1,56 @@
+"""The adapters (LoRA) of a model that is loaded: those of its settings, and others that are named later."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from hotset.engine.adapters import Adapters
+from hotset.engine.driver import EngineThread
+from hotset.errors import ModelNotFoundError, UnsupportedModelError
+from hotset.files import expanded
+from hotset.formats.lora import LoraAdapter, read_gguf_adapter
+from hotset.loader.decide import Decided
+from hotset.settings import LoadSettings
+
+
+def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
+    """The adapters of a model, with those that its settings name. Raises as Adapters.load, and closes the
+    engine then."""
+    adapters = Adapters(thread, decided.gguf.architecture, partial(read_adapter, decided))
+    try:
+        for path, scale in decided.settings.loras:
+            adapters.load(str(path), scale)
+    except BaseException:
+        thread.engine.close()
+        raise
+    return adapters
+
+
+def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
+    """An adapter for a model: a GGUF file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
+    UnsupportedModelError."""
+    found = expanded(path).absolute()
+    if not found.is_dir():
+        if not found.exists():
+            raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
+        return read_gguf_adapter(found)
+    from hotset.convert.peft import read_peft_adapter
+
+    if decided.graph.recurrent:
+        raise UnsupportedModelError(
+            f"the adapter {found} is a folder of PEFT's, which is not read for models with recurrent layers; "
+            "convert it to GGUF with llama.cpp's convert_lora_to_gguf.py"
+        )
+    return read_peft_adapter(found, decided.config.architecture, decided.config.head_dim)
+
+
+def adapter_bytes(settings: LoadSettings) -> int:
+    """Of memory that the adapters of these settings take, by the sizes of their files; those that are not
+    there are reported when they are read."""
+    files = [
+        file
+        for path, _ in settings.loras
+        for file in ([path] if path.is_file() else path.glob("adapter_model.*"))
+    ]
+    return sum(file.stat().st_size for file in files)

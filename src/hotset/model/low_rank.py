@@ -1,0 +1,78 @@
+"""Where adapters add to the graph of a step, and the graph with what they add (operations.LowRank)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hotset.model.graph import Graph
+from hotset.model.operations import Ffn, Linear, LowRank, Op, TransposedLinear, Value
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+_TRANSPOSED = re.compile(r"_t\.(weight|codes)$")
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+
+
+def adapted_name(op: Linear | TransposedLinear) -> str:
+    """The name of a product's matrix as adapters have it: that of the tensor by output, whichever way it is
+    stored, and of an output that is the embedding that of an output."""
+    name = _TRANSPOSED.sub(".weight", op.weight)
+    return _OUTPUT if name == _EMBEDDING else name
+
+
+def adaptable(graph: Graph, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
+    """The matrices to which adapters can add: name → (outputs, inputs)."""
+    found = {}
+    for op in graph.primitives:
+        if isinstance(op, TransposedLinear):
+            found[adapted_name(op)] = op.out.width, op.x.width
+        elif isinstance(op, Linear):
+            n_out = math.prod(tensors[op.weight].shape) // op.x.width
+            found[adapted_name(op)] = n_out, op.x.width
+    return found
+
+
+def adapted(graph: Graph, matrices: Collection[str]) -> Graph:
+    """The graph with what adapters add to products with these matrices (names as of `adaptable`).
+
+    Its values are those of the graph, and the products before anything was added.
+    """
+    new = Graph(values=list(graph.values))
+    waiting: list[LowRank] = []  # behind products of one input, which a backend may compute together
+
+    def product(op: Linear | TransposedLinear) -> tuple[Linear | TransposedLinear, LowRank]:
+        y = new.value(f"{op.out.name}.product", op.out.width)
+        first_row = op.first_row if isinstance(op, Linear) else 0
+        added = LowRank(op.out, op.x, y, adapted_name(op), first_row, layer=op.layer, part=op.part)
+        return replace(op, out=y), added
+
+    def is_adapted(op: object) -> bool:
+        return isinstance(op, Linear | TransposedLinear) and adapted_name(op) in matrices
+
+    def inside(ffn: Ffn) -> Ffn:
+        parts = {"gate": ffn.gate, "up": ffn.up, "down": ffn.down}
+        made = {name: product(op) for name, op in parts.items() if is_adapted(op)}  # type: ignore[arg-type]
+        changes = {name: op for name, (op, _) in made.items()}
+        low_ranks = tuple(added for _, added in made.values())
+        return replace(ffn, **changes, low_ranks=low_ranks)  # type: ignore[arg-type]
+
+    x: Value | None = None
+    for op in graph.ops:
+        if not isinstance(op, Linear) or op.x != x:
+            new.ops += waiting
+            waiting.clear()
+        x = op.x if isinstance(op, Linear) else None
+        plain: Op = op
+        if isinstance(op, Ffn):
+            plain = inside(op)
+        elif isinstance(op, Linear | TransposedLinear) and is_adapted(op):
+            plain, added = product(op)
+            waiting.append(added)
+        new.ops.append(plain)
+    new.ops += waiting
+    return new

@@ -1,0 +1,101 @@
+"""Adapters (LoRA): which a model has, and how much of each by default, as llama-server's clients ask it;
+loaded and unloaded as vLLM's do.
+
+They are of all clients, and are read from this machine's files: without an API key only this machine may
+change them, as it may load models (manage.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import ConfigDict, Field, RootModel
+
+from hotset.backends.adapters import MOST_ADAPTERS
+from hotset.engine.adapters import LoadedAdapter
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.server.body import BodyRoute
+from hotset.server.errors import RequestError
+from hotset.server.manage import check_manager
+from hotset.server.openai.schema import Body, LoraScale
+from hotset.server.replies import JsonReply
+from hotset.server.service import Service
+from hotset.server.shapes import AdapterReply
+from hotset.server.streams import serving, while_connected
+
+router = APIRouter(route_class=BodyRoute)
+_managed = [Depends(check_manager)]
+_Name = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class ScalesBody(RootModel[Annotated[list[LoraScale], Field(max_length=MOST_ADAPTERS)]]):
+    """A list, as llama-server has it."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class LoadBody(Body):
+    """lora_name: by which requests choose it; None: that of the file. scale: of requests that choose none."""
+
+    lora_path: _Name
+    lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")] | None = None
+    scale: float = 0.0
+    model: str | None = None
+
+
+class UnloadBody(Body):
+    lora_name: _Name | None = None
+    lora_int_id: int | None = None
+    model: str | None = None
+
+
+@router.get("/lora-adapters", responses={200: {"model": list[AdapterReply]}})
+async def listed(http: Request) -> Response:
+    """Those of a model (`?model=`)."""
+    service = await serving(http, http.query_params.get("model"), required=False)
+    return JsonReply([_entry(each) for each in service.model.adapters.loaded])
+
+
+@router.post("/lora-adapters", responses={200: {"model": list[AdapterReply]}}, dependencies=_managed)
+async def scaled(body: ScalesBody, http: Request) -> Response:
+    """How much of each adapter requests get that choose none; of those that are left out nothing."""
+    service = await serving(http, http.query_params.get("model"), required=False)
+    adapters = service.model.adapters
+    await _done(http, service, adapters.set_scales, {one.id: one.scale for one in body.root})
+    return JsonReply([_entry(each) for each in adapters.loaded])
+
+
+@router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
+async def load(body: LoadBody, http: Request) -> Response:
+    """Reads a GGUF file, or a folder of PEFT's, of the server's machine. By default only requests that choose
+    the adapter have it."""
+    service = await serving(http, body.model, required=False)
+    adapters = service.model.adapters
+    made = await _done(http, service, adapters.load, body.lora_path, body.scale, body.lora_name)
+    return JsonReply(_entry(made))
+
+
+@router.post("/v1/unload_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
+async def unload(body: UnloadBody, http: Request) -> Response:
+    """Answers that have it go on."""
+    which = body.lora_name if body.lora_int_id is None else body.lora_int_id
+    if which is None:
+        raise RequestError("lora_name is missing", param="lora_name", code="missing_required_parameter")
+    service = await serving(http, body.model, required=False)
+    return JsonReply(_entry(await _done(http, service, service.model.adapters.unload, which)))
+
+
+async def _done(http: Request, service: Service, work: Any, *given: Any) -> Any:
+    """What `work` returns, in a thread: it waits for a step. Raises RequestError for what is wrong with what
+    was given."""
+    try:
+        return await while_connected(http, service.in_thread(work, *given))
+    except InvalidRequestError as error:
+        raise RequestError(str(error)) from None
+    except HotsetError as error:
+        raise RequestError(str(error), param="lora_path") from None
+
+
+def _entry(each: LoadedAdapter) -> dict[str, Any]:
+    return AdapterReply.written(id=each.id, name=each.name, path=each.adapter.path.name, scale=each.scale)

@@ -1,0 +1,204 @@
+"""Adapters (LoRA) over HTTP: chosen by requests, listed, loaded and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from byte_models import write_model
+from tiny_adapters import random_pairs, write_adapter
+from tiny_server import client_of, client_to
+
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.server.catalogue import Catalogue
+from hotset.server.model_settings import ModelsFile
+from hotset.server.models import Models
+from hotset.server.service import Service
+from hotset.settings import LoadSettings
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+ASKED = {
+    "/v1/completions": {"prompt": "hello", **GREEDY},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **GREEDY},
+    "/v1/responses": {"input": "hello", "temperature": 0, "max_output_tokens": 8},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], **GREEDY},
+    "/api/generate": {"prompt": "hello", "stream": False, "options": {"temperature": 0, "num_predict": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    with open_gguf(write_model(folder / "tiny.gguf")) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        for seed, name in enumerate(("one", "two")):
+            write_adapter(folder / f"{name}.gguf", random_pairs(graph, gguf.tensors, seed=seed), alpha=2.0)
+    return folder
+
+
+def run(
+    folder: Path,
+    work: Callable[[httpx.AsyncClient, Service], Awaitable[None]],
+    lora: tuple[str, ...] = (),
+    **settings: Any,
+) -> None:
+    async def whole() -> None:
+        paths = [str(folder / one) for one in lora]
+        async with client_of(folder / "tiny.gguf", load={"lora": paths}, **settings) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more: Any) -> Any:
+    """What an answer says, without ids and times."""
+    reply = await client.post(path, json={"model": "tiny", **ASKED[path], **more})
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    match path:
+        case "/v1/completions":
+            return body["choices"][0]["text"]
+        case "/v1/chat/completions":
+            return body["choices"][0]["message"]["content"]
+        case "/v1/responses":
+            return body["output"][-1]["content"][0]["text"]
+        case "/v1/messages":
+            return body["content"][0]["text"]
+    return body["response"]
+
+
+def test_requests_choose_adapters(folder: Path) -> None:
+    """By number or name, in every API schema by the model's name; side by side as one by one."""
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        chosen: list[dict[str, Any]] = [
+            {}, {"lora": []}, {"lora": [{"id": 0, "scale": 1}]}, {"lora": [{"id": "two", "scale": 0.5}]},
+            {"lora": [{"id": 1, "scale": 0.5}]}, {"lora": [{"id": 0, "scale": 0.5}, {"id": 1}]},
+            {"model": "tiny:two"}, {"lora": [{"id": "two"}]},
+        ]  # fmt: skip
+        one_by_one = [await asked(client, **each) for each in chosen]
+        assert await asyncio.gather(*(asked(client, **each) for each in chosen)) == one_by_one
+        default, none, one, half, same, both, named, two = one_by_one
+        assert (default, half, named) == (one, same, two)  # by default the first has a scale of 1
+        assert len({none, one, half, both, two}) == 5
+        for path in ASKED:
+            plain, other = await asked(client, path), await asked(client, path, model="tiny:two")
+            assert plain != other, path
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in listed] == ["tiny", "tiny:one", "tiny:two"]
+        assert listed[2]["parent"] == "tiny"
+
+    run(folder, work, ("one.gguf", "two.gguf:0"))
+
+
+def test_adapters_that_are_not_there(folder: Path) -> None:
+    wrong: list[tuple[str, dict[str, Any], int, str]] = [
+        ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; loaded are 0"),
+        ("/v1/completions", {"lora": [{"id": "none"}]}, 400, "no adapter 'none'"),
+        ("/v1/completions", {"lora": [{"id": 0, "scale": 1e9}]}, 400, "scale of an adapter"),
+        ("/v1/completions", {"lora": [{"id": 0, "size": 1}]}, 400, "size"),
+        ("/v1/completions", {"lora": {"id": 0}}, 400, "lora"),
+        ("/v1/completions", {"lora": [{"id": 0}] * 101}, 400, "lora"),
+        ("/v1/completions", {"model": "tiny:none"}, 404, "no adapter 'none'"),
+        ("/v1/completions", {"model": "other:one"}, 404, "'other:one' is not served"),
+        ("/v1/embeddings", {"model": "tiny:one", "input": "a"}, 404, "'tiny:one' is not served"),
+    ]
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for path, body, status, message in wrong:
+            reply = await client.post(path, json={"model": "tiny", **ASKED.get(path, {}), **body})
+            assert reply.status_code == status, reply.text
+            assert message in reply.json()["error"]["message"]
+
+    run(folder, work, ("one.gguf",))
+
+
+def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        plain = await asked(client)
+        assert (await client.get("/lora-adapters")).json() == []
+        given = {"lora_name": "first", "lora_path": str(folder / "one.gguf")}
+        loaded = await client.post("/v1/load_lora_adapter", json=given)
+        entry = {"id": 0, "name": "first", "path": "one.gguf", "scale": 0.0}
+        assert (loaded.status_code, loaded.json()) == (200, entry)
+        assert await asked(client) == plain  # by default none has it
+        chosen = await asked(client, model="tiny:first")
+        assert chosen != plain
+        scaled = await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
+        assert scaled.json() == (await client.get("/lora-adapters")).json() == [entry | {"scale": 1.0}]
+        assert await asked(client) == chosen
+        assert (await client.post("/lora-adapters", json=[])).json() == [entry]
+        assert await asked(client) == plain
+        gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first"})
+        assert (gone.status_code, gone.json()) == (200, entry)
+        assert (await client.get("/lora-adapters")).json() == []
+        assert service.model.adapters.nbytes == 0
+        for path, body, message in (
+            ("load", given | {"lora_path": str(folder / "none")}, "there is no adapter"),
+            ("load", given | {"lora_path": str(folder / "tiny.gguf")}, "is not an adapter"),
+            ("load", given | {"lora_name": "a/b"}, "lora_name"),
+            ("load", {"lora_name": "a"}, "lora_path"),
+            ("unload", {"lora_name": "first"}, "no adapter 'first'"),
+            ("unload", {}, "lora_name is missing"),
+        ):
+            reply = await client.post(f"/v1/{path}_lora_adapter", json=body)
+            assert reply.status_code == 400, reply.text
+            assert message in reply.json()["error"]["message"]
+        wrong = await client.post("/lora-adapters", json=[{"id": 3, "scale": 1}])
+        assert wrong.status_code == 400
+        assert "no adapter 3" in wrong.json()["error"]["message"]
+
+    run(folder, work)
+
+
+def test_who_may_change_adapters(folder: Path) -> None:
+    """With keys whose holder manages; without one this machine alone, and no page of another origin."""
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for path, body in (
+            ("/lora-adapters", []),
+            ("/v1/load_lora_adapter", {"lora_path": str(folder / "one.gguf")}),
+            ("/v1/unload_lora_adapter", {"lora_name": "one"}),
+        ):
+            reply = await client.post(path, json=body, headers={"x-forwarded-for": "10.0.0.1"})
+            assert reply.status_code == 403, path
+        assert (await client.get("/lora-adapters")).json() == []
+
+    run(folder, work)
+
+
+def test_models_of_a_file_have_adapters_of_their_own(folder: Path) -> None:
+    """`load = { lora = [...] }`, paths from the file's folder."""
+    text = """
+    [models.tiny]
+    load = { lora = ["one.gguf:0", "two.gguf"] }
+    [models.plain]
+    model = "tiny.gguf"
+    """
+    (folder / "models.toml").write_text(text)
+    file = ModelsFile.read(folder / "models.toml")
+    assert file.models["tiny"].load["lora"] == [
+        [str(folder / "one.gguf"), 0.0],
+        [str(folder / "two.gguf"), 1.0],
+    ]
+
+    async def whole() -> None:
+        catalogue = Catalogue({"tiny": folder / "tiny.gguf"}, file=file)
+        catalogue.scan()
+        models = Models(catalogue, load=LoadSettings(backend="cpu", n_threads=1), budget=1 << 33)
+        async with client_to(models) as client:
+            plain = await asked(client, model="plain")
+            two = await asked(client)
+            assert await asked(client, model="tiny:two") == two != plain
+            assert await asked(client, lora=[]) == plain
+            assert len({plain, two, await asked(client, model="tiny:one")}) == 3
+            listed = await client.get("/lora-adapters?model=tiny")
+            assert [(each["name"], each["scale"]) for each in listed.json()] == [("one", 0.0), ("two", 1.0)]
+
+    asyncio.run(whole())

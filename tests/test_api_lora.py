@@ -1,0 +1,208 @@
+"""Adapters (LoRA) through the Python API: loaded, chosen, unloaded, and never mixed up by a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_models import PRINTABLE, write_model
+from tiny_adapters import random_pairs, write_adapter, write_merged
+
+import hotset
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Mix
+from hotset.engine.driver import EngineThread
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.settings import LoadSettings
+
+PROMPT = "x" * (2 * PAGE_SIZE) + "why?"
+SAMPLING: dict[str, Any] = {"seed": 1, "max_tokens": 12, "logit_bias": PRINTABLE}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, two adapters, and the model with the first."""
+    folder = tmp_path_factory.mktemp("lora")
+    with open_gguf(write_model(folder / "tiny.gguf")) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        for seed, name in enumerate(("one", "two")):
+            pairs = random_pairs(graph, gguf.tensors, seed=seed)
+            write_adapter(folder / f"{name}.gguf", pairs, alpha=2.0)
+            if name == "one":
+                write_merged(folder / "merged.gguf", gguf, [(pairs, 1.0)])
+    return folder
+
+
+@pytest.fixture
+def model(folder: Path) -> Iterator[hotset.Model]:
+    with hotset.load(folder / "tiny.gguf", backend="cpu") as model:
+        yield model
+
+
+def answers(
+    model: hotset.Model, mixes: Mapping[str, Mix | None], prompt: str = PROMPT
+) -> dict[str, list[int]]:
+    """The tokens of an answer with each mix, side by side."""
+    params = SamplingParams(**SAMPLING)
+    made = {name: model.prepare(model.encode(prompt), params, mix=mix) for name, mix in mixes.items()}
+    with ExitStack() as running:
+        for generation in made.values():
+            running.enter_context(generation)
+        return {name: generation.finish().tokens for name, generation in made.items()}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_model_with_an_adapter_is_the_merged_one(folder: Path, backend: str) -> None:
+    """Greedy answers of random models: logits that far apart are not changed by rounding."""
+    given = {"backend": backend, "max_batch": 256}
+    with hotset.load(folder / "merged.gguf", **given) as merged:
+        expected = merged.generate(PROMPT, temperature=0, max_tokens=12).tokens
+    with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", **given) as model:
+        assert model.generate(PROMPT, temperature=0, max_tokens=12).tokens == expected
+        assert [(each.id, each.name, each.scale) for each in model.adapters.loaded] == [(0, "one", 1.0)]
+        assert model.adapters.nbytes > 0
+        model.adapters.unload("one")
+        assert model.generate(PROMPT, temperature=0, max_tokens=12).tokens != expected
+
+
+def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
+    """Each is what it is alone, whatever the prefix cache holds of the others."""
+    alone = {}
+    for name, lora in {
+        "none": None, "one": ["one.gguf"], "half": ["one.gguf:0.5"], "both": ["one.gguf", "two.gguf:-0.25"],
+    }.items():  # fmt: skip
+        paths = None if lora is None else [str(folder / one) for one in lora]
+        with hotset.load(folder / "tiny.gguf", lora=paths, backend="cpu") as model:
+            alone[name] = answers(model, {name: None})[name]
+    assert len({tuple(tokens) for tokens in alone.values()}) == 4
+    given = {"lora": [folder / "two.gguf", (folder / "one.gguf", 1)], "n_seqs": 4, "max_batch": 100}
+    with hotset.load(folder / "tiny.gguf", backend="cpu", **given) as model:
+        mixes = {
+            "none": NO_ADAPTERS, "one": model.adapters.mix({"one": 1.0}),
+            "half": model.adapters.mix({1: 0.5}), "both": model.adapters.mix({"two": -0.25, "one": 1}),
+        }  # fmt: skip
+        assert answers(model, mixes) == alone
+        reused = model.engine.counters().reused_tokens
+        assert answers(model, dict(reversed(mixes.items()))) == alone
+        assert model.engine.counters().reused_tokens == reused + 4 * 2 * PAGE_SIZE
+        # By default they have what the adapters' scales say.
+        model.adapters.set_scales({"one": 0.5})
+        assert answers(model, {"half": None})["half"] == alone["half"]
+        model.adapters.set_scales({})
+        assert answers(model, {"none": None})["none"] == alone["none"]
+
+
+def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: hotset.Model) -> None:
+    one = model.adapters.load(str(folder / "one.gguf"), 0.0)
+    expected = answers(model, {"a": model.adapters.mix({one.id: 1})})["a"]
+    mix = model.adapters.mix({"one": 1.0})
+    generation = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
+    with generation:
+        model.adapters.unload(0)
+        assert generation.finish().tokens == expected
+    again = model.adapters.load(str(folder / "one.gguf"))
+    assert again.id == 1  # numbers are not used twice
+    assert answers(model, {"a": None})["a"] == expected
+    # An answer that begins afterwards fails by itself, and not what runs beside it.
+    late = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
+    beside = model.prepare(model.encode("other"), SamplingParams(**SAMPLING), mix=NO_ADAPTERS)
+    model.adapters.unload("one")
+    assert not model.backend.adapters.adapters
+    with beside, late:
+        with pytest.raises(InvalidRequestError, match="not loaded any more"):
+            late.finish()
+        assert len(beside.finish().tokens) == 12
+
+
+def test_wrong_use_is_one_message(folder: Path, model: hotset.Model, tmp_path: Path) -> None:
+    model.adapters.load(str(folder / "one.gguf"))
+    for wrong, error, message in (
+        (lambda: model.adapters.load(str(folder / "one.gguf")), InvalidRequestError, "loaded already"),
+        (lambda: model.adapters.load(str(folder / "none.gguf")), ModelNotFoundError, "there is no adapter"),
+        (lambda: model.adapters.load(str(folder / "tiny.gguf")), HotsetError, "is not an adapter"),
+        (lambda: model.adapters.load(str(tmp_path)), ModelNotFoundError, "adapter_config.json"),
+        (lambda: model.adapters.load(str(folder / "two.gguf"), 1e9), InvalidRequestError, "scale"),
+        (lambda: model.adapters.unload("two"), InvalidRequestError, "'two'; loaded are 0"),
+        (lambda: model.adapters.unload(7), InvalidRequestError, "no adapter 7"),
+        (lambda: model.adapters.mix({"one": float("nan")}), InvalidRequestError, "scale"),
+        (lambda: model.adapters.set_scales({3: 1.0}), InvalidRequestError, "no adapter 3"),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
+    assert len(model.adapters.loaded) == 1
+
+
+def test_a_load_that_fails_leaves_nothing_open(folder: Path) -> None:
+    with pytest.raises(HotsetError, match="is not an adapter"):
+        hotset.load(folder / "tiny.gguf", lora=folder / "tiny.gguf", backend="cpu")
+    assert not [thread for thread in _threads() if not thread.closed and thread.engine.has_work]
+
+
+def _threads() -> list[EngineThread]:
+    from hotset.engine import driver
+
+    return list(driver._living)
+
+
+def test_a_cache_on_disk_knows_adapters(folder: Path, tmp_path: Path) -> None:
+    given = {"backend": "cpu", "cache_dir": tmp_path, "lora": folder / "one.gguf", "n_seqs": 4}
+    found = []
+    for _ in range(2):
+        with hotset.load(folder / "tiny.gguf", **given) as model:
+            mixes = {"one": None, "none": NO_ADAPTERS, "half": model.adapters.mix({"one": 0.5})}
+            found.append({name: answers(model, {name: mix})[name] for name, mix in mixes.items()})
+            assert model.engine.counters().restored_tokens == (len(found) - 1) * 3 * 2 * PAGE_SIZE
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0].values()}) == 3
+
+
+def test_drafts_leave_answers_with_adapters_as_they_are(folder: Path) -> None:
+    with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", backend="cpu") as model:
+        expected = answers(model, {"a": None, "b": NO_ADAPTERS})
+    for speculate in ({"speculate": "ngram"}, {"draft": folder / "tiny.gguf"}):
+        given = {"lora": folder / "one.gguf", "backend": "cpu", **speculate}
+        with hotset.load(folder / "tiny.gguf", **given) as model:
+            assert answers(model, {"a": None, "b": NO_ADAPTERS}) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None), ([], None), ("a.gguf", (("a.gguf", 1.0),)), ("a.gguf:0.5", (("a.gguf", 0.5),)),
+        (["a:-1e-1", Path("b")], (("a", -0.1), ("b", 1.0))), (("a", 2), (("a", 2.0),)),
+        ([("a:b", 2), ["c", 0]], (("a:b", 2.0), ("c", 0.0))), ("C:/a.gguf", (("C:/a.gguf", 1.0),)),
+        (("a", "b"), (("a", 1.0), ("b", 1.0))),
+    ],
+)  # fmt: skip
+def test_settings_name_adapters(given: Any, expected: Any) -> None:
+    settings = LoadSettings(lora=given)
+    assert settings.lora == (expected and tuple((Path(path), scale) for path, scale in expected))
+    assert LoadSettings(lora=settings.lora) == settings
+
+
+@pytest.mark.parametrize("given", [3, [3], "", ["a:nan"], [("a", "b", "c")], [("a", True)], ["a:1e9"]])
+def test_settings_that_name_none(given: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        LoadSettings(lora=given)
+
+
+def test_devices_do_not_compute_adapters() -> None:
+    for device in ({"device": "cuda:0"}, {"device": "vulkan"}, {"n_gpu_layers": 3}):
+        with pytest.raises(InvalidRequestError, match="computed by the CPU alone"):
+            LoadSettings(lora="a", **device)
+
+
+def test_adapters_beside_a_budget_of_memory(folder: Path) -> None:
+    """What is read from disk as needed, and adapters: the same answers."""
+    given = {"lora": folder / "one.gguf", "backend": "cpu", "n_ctx": 256}
+    with hotset.load(folder / "tiny.gguf", **given) as model:
+        expected = answers(model, {"a": None})
+    with hotset.load(folder / "tiny.gguf", ram_budget=2.0, **given) as model:
+        assert model.ram is not None
+        assert answers(model, {"a": None}) == expected

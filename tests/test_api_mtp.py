@@ -1,0 +1,269 @@
+"""Drafts by a model's own layer for multi-token prediction, through the API, on tiny models."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_models import write_model
+from made_once import made_once
+
+import hotset
+from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.engine import mtp
+from hotset.engine.draft_model import draw
+from hotset.engine.engine import Engine
+from hotset.engine.mtp import MtpDrafter
+from hotset.engine.sampler import Sampler, SamplingParams
+from hotset.engine.sequence import Sequence
+from hotset.engine.speculation import Draft, StepTimes
+from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.generation import Completion
+from hotset.loader.build import open_model
+from hotset.loader.speculate import drafting_bytes, open_speculator
+from hotset.model.decoder import NEXTN_INPUT, describe_nextn
+from hotset.settings import LoadSettings
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+pytest.importorskip("transformers")
+nextn_models = pytest.importorskip("nextn_models")
+
+N_CTX, N_PAGES = 256, 5
+SMALL: dict[str, Any] = {"backend": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
+SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
+PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # of different lengths, over several pages
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.7, "logprobs": 0},
+    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1},
+]
+SELDOM = ("qwen3next", "qwen35moe")  # as qwen35, or as both it and glm4moe
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
+    for name in (*nextn_models.MODELS, nextn_models.NEMOTRON)
+]
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
+    note = StepTimes.note
+    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
+    monkeypatch.setattr(MtpDrafter, "seconds_per_token", 0.01)
+
+
+@pytest.fixture
+def path_of(run_folder: Path) -> Callable[[str], Path]:
+    def write(name: str) -> Path:
+        def make(path: Path) -> None:
+            folder = path.with_suffix(".parts")
+            folder.mkdir(exist_ok=True)
+            nextn_models.write_agreeing(folder, name).rename(path)
+
+        return made_once(run_folder / f"nextn-{name}.gguf", make)
+
+    return write
+
+
+def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
+    """One alone, and then all of the prompts side by side."""
+    alone = model.generate(PROMPTS[3], seed=1, max_tokens=24, **kind)
+    return [alone, *model.generate_many(PROMPTS, seed=5, max_tokens=24, **kind)]
+
+
+def essence(found: list[Completion]) -> list[Any]:
+    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> None:
+    path = path_of(name)
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **SMALL) as drafting:
+        for kind in KINDS if name in ("glm4moe", "qwen35") else KINDS[:2]:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
+
+
+class Recorded:
+    """The logits of which a drafter drew, by the tokens that there were; its sequences are greedy."""
+
+    def __init__(self, model: hotset.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        speculator = model.engine.speculator
+        assert speculator is not None
+        assert isinstance(speculator.drafter, MtpDrafter)
+        self.logits: dict[tuple[int, ...], np.ndarray] = {}
+        self._model, self._drafter = model, speculator.drafter
+        self._draft, self._rows = speculator.drafter.draft, dict[int, list[np.ndarray]]()
+        monkeypatch.setattr(speculator.drafter, "draft", self.draft)
+        monkeypatch.setattr(mtp, "draw", self.draw)
+
+    def draw(self, draft: Draft, sampler: Sampler, row: np.ndarray) -> bool:
+        self._rows.setdefault(id(draft), []).append(row.copy())
+        return draw(draft, sampler, row)
+
+    def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
+        drafts = self._draft(wanted)
+        for (sequence, _), draft in zip(wanted, drafts, strict=True):
+            if rows := self._rows.pop(id(draft), None):
+                self.logits[tuple(sequence.tokens)] = np.array(rows)
+        return drafts
+
+    def check(self) -> None:
+        """They are those of the layer over the whole text, read at once, in a cache of its own."""
+        model, options = self._model, {"n_pages": N_PAGES, "n_threads": 1}
+        layer = CpuBackend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
+        whole = CpuBackend(model.weights, model.graph, **options)
+        reads, hidden = self._drafter.reads, dict[tuple[int, ...], np.ndarray]()
+        for tokens, rows in sorted(self.logits.items(), key=lambda each: -len(each[0])):
+            text = next((text for text in hidden if text[: len(tokens)] == tokens), tokens)
+            if text not in hidden:
+                step = one_row(tokens, 0, reads).with_states_of_rows(0)
+                hidden[text] = self._drafter._normed(whole.step(step).taps[reads])
+            np.testing.assert_array_equal(logits_of(layer, tokens, hidden[text], len(rows)), rows)
+        layer.close()
+        whole.close()
+
+
+def one_row(tokens: Many[int], start: int, tap: str) -> Batch:
+    n, pages = len(tokens), np.arange(N_PAGES, dtype=np.int32)[None]
+    positions, every = np.arange(start, start + n, dtype=np.int32), np.arange(n, dtype=np.int32)
+    return Batch(np.array(tokens, np.int32), positions, np.zeros(n, np.int32), pages, every, (tap,))
+
+
+def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n: int) -> np.ndarray:
+    """Of n tokens that a layer drafts greedily. hidden: the model's states at the tokens."""
+    found: list[np.ndarray] = []
+    part, start, rows = list(tokens[1:]), 1, hidden[: len(tokens) - 1]
+    while len(found) < n:
+        found.append(layer.run(one_row(part, start, NEXTN_INPUT), rows)[-1].copy())
+        start += len(part)
+        part, rows = [int(found[-1].argmax())], layer.tapped[NEXTN_INPUT][-1:]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "qwen35"])
+def test_drafts_are_those_of_the_whole_text(
+    path_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is shared, preempted, cancelled or taken again, they are a function of the tokens."""
+    shared, die = SOURCE[:140], random.Random(3)
+    with hotset.load(path_of(name), speculate="mtp", **SMALL | {"n_seqs": 2, "max_batch": 48}) as model:
+        recorded, kind = Recorded(model, monkeypatch), {"temperature": 0, "max_tokens": 24}
+        model.generate(shared, **kind)
+        model.generate_many([shared + text for text in ("", "a", " = 1", "\n\n")], **kind)
+        assert model.thread.counters().reused_tokens > 0
+        with model.thread.exclusive() as engine:
+            for text in PROMPTS[:6]:
+                params = SamplingParams(temperature=0, max_tokens=100)
+                engine.enqueue(engine.prepare(model.tokenizer.encode(text), params))
+            lose(engine, die, monkeypatch)
+            while engine.has_work:
+                with contextlib.suppress(KeyboardInterrupt):
+                    engine.step()
+            counted = engine.counters()
+        assert counted.cancelled_steps > 5
+        assert counted.preemptions > 0
+        recorded.check()
+
+
+def test_pages_of_tokens_that_were_not_drafted_are_whole(
+    path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on from them."""
+    with hotset.load(path_of("glm4moe"), speculate="mtp", **SMALL) as model:
+        assert model.engine.speculator is not None
+        ids = model.tokenizer.encode(SOURCE[:30])
+        with monkeypatch.context() as patch, model.thread.exclusive() as engine:
+            patch.setattr(model.engine.speculator, "draft", lambda *_: None)
+            params = SamplingParams(temperature=0, max_tokens=110)
+            first = engine.enqueue(engine.prepare(ids, params))
+            while engine.has_work:
+                engine.step()
+        recorded = Recorded(model, monkeypatch)
+        with model.thread.exclusive() as engine:
+            params = SamplingParams(temperature=0, max_tokens=20)
+            again = engine.enqueue(engine.prepare(first.tokens[:130], params))
+            while engine.has_work:
+                engine.step()
+        assert again.n_reused == 2 * PAGE_SIZE
+        recorded.check()
+
+
+def lose(engine: Engine, die: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on steps are cancelled, and interrupted before and between their tokens."""
+    step, append = engine.backend.step, engine._append_token
+    assert engine.speculator is not None
+    assert engine.speculator.reader is not None
+    note_step = engine.speculator.reader.note_step
+
+    def stopped(batch: Batch) -> Any:
+        if die.random() < 0.1:
+            raise StepCancelledError
+        return step(batch)
+
+    def noted(*given: Any) -> None:
+        note_step(*given)
+        if die.random() < 0.1:
+            raise KeyboardInterrupt
+
+    def interrupted(*given: Any) -> None:
+        append(*given)
+        if die.random() < 0.05:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.backend, "step", stopped)
+    monkeypatch.setattr(engine.speculator.reader, "note_step", noted)
+    monkeypatch.setattr(engine, "_append_token", interrupted)
+
+
+def test_pages_on_the_disk_have_the_layers_part(
+    path_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL | {"speculate": "mtp", "cache_dir": tmp_path / "cache"}
+    kind: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+    path = path_of("qwen35")
+    with hotset.load(path, **settings) as model:
+        expected = model.generate(SOURCE[:150], **kind)
+    with hotset.load(path, **settings) as model:
+        recorded = Recorded(model, monkeypatch)
+        assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
+        assert model.thread.counters().restored_tokens >= PAGE_SIZE
+        recorded.check()
+    with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its pages are others
+        assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
+        assert model.thread.counters().restored_tokens == 0
+
+
+def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
+    path, settings = path_of("glm4moe"), SMALL | {"ram_budget": 3.0}
+    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
+        assert drafting.stored is not None
+        for kind in KINDS[:2]:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        assert drafting.thread.counters().accepted_tokens > 0
+    with open_model(path, LoadSettings(n_ctx=N_CTX, speculate="mtp")) as opened:
+        own = sum(info.nbytes for name, info in opened.gguf.tensors.items() if name.startswith("blk.2."))
+        output = opened.gguf.tensors["output.weight"].nbytes
+        assert own + output < drafting_bytes(opened) < own + output + (33 << 20)
+
+
+def test_what_cannot_draft_says_so(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"model\.gguf has no layer for multi-token prediction"):
+        hotset.load(write_model(tmp_path / "model.gguf"), speculate="mtp", **SMALL)
+    path = path_of("glm4moe")
+    with pytest.raises(InvalidRequestError, match="NumPy"):
+        hotset.load(path, speculate="mtp", **SMALL | {"backend": "reference"})
+    with hotset.load(path, **SMALL) as model:
+        settings = LoadSettings(speculate="mtp")
+        divided: Any = object()
+        with pytest.raises(InvalidRequestError, match="by one process on the CPU"):
+            open_speculator(replace(model.decided, settings=settings), divided, lambda: model.tokenizer)
