@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from byte_models import write_model
 from made_once import made_once
+from tiny_adapters import random_pairs, write_adapter
 
 import hotset
 from hotset.backends.base import PAGE_SIZE, Batch
@@ -26,10 +27,12 @@ from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
 from hotset.loader.build import open_model
 from hotset.loader.speculate import drafting_bytes, open_speculator
-from hotset.model.decoder import NEXTN_INPUT, describe_nextn
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import NEXTN_INPUT, describe, describe_nextn
 from hotset.settings import LoadSettings
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
@@ -241,6 +244,20 @@ def test_pages_on_the_disk_have_the_layers_part(
     with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its pages are others
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
         assert model.thread.counters().restored_tokens == 0
+
+
+def test_beside_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """They change the hidden states that the layer reads, and nothing of the layer."""
+    path = path_of("glm4moe")
+    with open_gguf(path) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors)
+        write_adapter(tmp_path / "one.gguf", pairs, architecture=gguf.architecture, alpha=0.1)
+    settings = SMALL | {"lora": tmp_path / "one.gguf"}
+    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
+        for kind in KINDS[:2]:
+            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
+        assert drafting.thread.counters().accepted_tokens > 0
 
 
 def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:

@@ -63,11 +63,6 @@ KV_TYPES = ("f16", "q8_0")
 RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
 ENCODERS = {f"encoder/{name}": name for name in tiny_models.ENCODERS}
 FIRST = tiny_models.first_of_each_architecture()
-ONE_OF_EACH_KIND = (  # of attention, recurrence, FFN and experts
-    "llama", "bamboo", "opt", "bitnet", "gemma3", "gemma3n", "gpt-oss", "deepseek2-lite", "deepseek32",
-    "turbosparse-mixtral", "smallthinker", "mamba2", "rwkv7", "qwen3next", "lfm2moe", "falcon-h1",
-    "nemotron-h-moe", "kimi-linear",
-)  # fmt: skip
 OF_RECIPES = quick_are([f"recipe/{name}" for name in FIRST], RECIPES)
 REAL = {
     "real/smollm2-135m": ("smollm2-135m", {}),
@@ -281,7 +276,7 @@ def bits_of_recipe(
     return found
 
 
-@pytest.mark.parametrize("name", quick_are(ONE_OF_EACH_KIND, FIRST))
+@pytest.mark.parametrize("name", quick_are(tiny_models.ONE_OF_EACH_KIND, FIRST))
 def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
     """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
     found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)

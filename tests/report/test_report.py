@@ -295,6 +295,7 @@ def test_the_json_of_a_text_is_what_numpy_computes(plain: Path, text: Path):
     assert result["active_share"] == pytest.approx(np.mean([x["active_share"] for x in result["layers"]]))
 
 
+@pytest.mark.slow
 def test_report_of_a_profile_and_a_text(
     plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -289,7 +289,7 @@ def test_a_call_that_is_asked_for(tmp_path: Path, schema: ApiSchema, choice: str
     with_template(tmp_path, HERMES, work)
 
 
-@pytest.mark.parametrize("name", quick_are(list(TEMPLATES)[::3], TEMPLATES))
+@pytest.mark.parametrize("name", quick_are(list(dict(TEMPLATES))[::3], dict(TEMPLATES)))
 def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
     """The tiny model's tokens are bytes, so that every letter and every mark is cut."""
     pytest.importorskip("llguidance")

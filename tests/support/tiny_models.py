@@ -1537,6 +1537,13 @@ def first_of_each_architecture() -> list[str]:
     return list(kinds.values())
 
 
+# Of attention, recurrence, FFN and experts, in `make test` where every architecture takes long.
+ONE_OF_EACH_KIND = (
+    "llama", "bamboo", "opt", "bitnet", "gemma3", "gemma3n", "gpt-oss", "deepseek2-lite", "deepseek32",
+    "turbosparse-mixtral", "smallthinker", "mamba2", "rwkv7", "qwen3next", "lfm2moe", "falcon-h1",
+    "nemotron-h-moe", "kimi-linear",
+)  # fmt: skip
+
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 32 channels in a width of 96
 GPT2_HEADS = {"num_attention_heads": 3}
 LATENT_32 = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}

@@ -92,7 +92,6 @@ class ReferenceBackend:
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.adapters = AdapterSet(graph, weights.tensors)
-        self._entering = graph.split(0, len(graph.ops))[1]
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
@@ -140,8 +139,9 @@ class ReferenceBackend:
             if tap not in names:
                 raise InvalidRequestError(f"the model has no value named {tap!r} to tap")
         values: dict[int, np.ndarray] = {}
-        if self._entering is not None and x is not None:
-            values[self._entering.id] = x
+        if x is not None:
+            (entering,) = self.graph.entering
+            values[entering.id] = x
         taps: dict[str, np.ndarray] = {}
         last_use = _last_use(graph)
         counts = np.zeros((self.graph.n_layer, len(COUNTS)), np.int64)

@@ -110,6 +110,11 @@ class Graph:
                 return False
         return True
 
+    @property
+    def entering(self) -> set[Value]:
+        """What the operations read and none of them makes."""
+        return {value for op in self.ops for value in op.inputs} - {op.out for op in self.ops}
+
     def split(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
         """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
 
@@ -121,9 +126,8 @@ class Graph:
                 f"a graph of {len(self.ops)} operations has no part {first_op}:{last_op}"
             )
         part = Graph(self.ops[first_op:last_op], self.values)
-        inner = {op.out for op in part.ops}
-        entering = {value for op in part.ops for value in op.inputs} - inner
-        leaving = {value for op in self.ops[last_op:] for value in op.inputs} & inner
+        entering = part.entering
+        leaving = {value for op in self.ops[last_op:] for value in op.inputs} & {op.out for op in part.ops}
         if len(entering) > 1 or leaving - {part.result}:
             raise InvalidRequestError(
                 f"a graph is split between layers, where one value crosses, not at operations "

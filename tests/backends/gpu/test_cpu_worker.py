@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import tokens
+from cases import quick_are
 from fake_cuda import FakeCuda
 from sparse_runs import MODELS, N_FF, cpu, hot_neurons, prepared, step, write
 from tiny_gguf import write_llama, write_relu
@@ -27,7 +28,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType as T
 
 
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("n_threads", quick_are((2,), [1, 2]))
 @pytest.mark.parametrize("type_", [T.F32, T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
 @pytest.mark.parametrize("model", MODELS)
 def test_with_all_neurons_it_is_the_ffn_to_the_bit(

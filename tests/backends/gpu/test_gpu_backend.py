@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, logits_of, tokens
+from cases import quick_are
 from fake_cold import FakeCpuWorker
 from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, masks, run, split, write
 from sparse_runs import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
@@ -308,7 +309,7 @@ def test_a_dense_step_reads_every_row(tmp_path: Path, model: str) -> None:
 # ---- hot and cold, stages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", quick_are((0.3,), [0.0, 0.3, 1.0]))
 @pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | None, share: float) -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers_oracle import LENGTHS, N_CTX, PAGES_EACH, PLANS, TOLERANCE, recipe, relative_error, run
+from cases import quick_are
+from transformers_oracle import (
+    LENGTHS,
+    N_CTX,
+    PAGES_EACH,
+    PLANS,
+    RECIPES,
+    TOLERANCE,
+    recipe,
+    relative_error,
+    run,
+    tiny_models,
+)
 
 from hotset.backends.base import Backend
 from hotset.backends.gpu import open_gpu
@@ -21,7 +33,8 @@ torch = pytest.importorskip("torch")
 __all__ = ["recipe"]  # the fixture
 
 
-@pytest.mark.parametrize("plan", [pytest.param("chunks", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize("recipe", quick_are(tiny_models.ONE_OF_EACH_KIND, RECIPES), indirect=True)
+@pytest.mark.parametrize("plan", quick_are(("mixed",), ["chunks", "mixed"]))
 def test_logits_match_transformers(recipe: Any, plan: str) -> None:
     gguf, sequences, expected = recipe
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)

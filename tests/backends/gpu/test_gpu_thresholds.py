@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from cases import quick_if
+from cases import quick_are, quick_if
 from threshold_models import (
     CASES,
     EVERY,
@@ -169,7 +169,7 @@ def test_layers_are_cut_wherever_they_are(tmp_path: Path, owners: tuple[int, int
     assert close_to(backend, expected, [3, 9, 10, 11])
 
 
-@pytest.mark.parametrize("type_", [T.F32, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", quick_are((T.Q4_0,), [T.F32, T.Q8_0, T.Q4_0]), ids=lambda t: t.name)
 @pytest.mark.parametrize("kind", ["plain", "one by one", "relu"])
 def test_experts_are_cut_alike_wherever_they_are(tmp_path: Path, kind: str, type_: T) -> None:
     gguf = write_experts(tmp_path, kind, type_)

@@ -357,6 +357,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
         assert tokens.count() == len(chunks)
 
 
+@pytest.mark.slow
 def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> None:
     shares = [[0.1, 0.1, 0.1], [0.1, 0.5, 0.1], [0.1, 0.1, 0.1], [0.3, 0.1, 0.1]]
     for scheme in ("light", "dark"):
@@ -441,6 +442,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         )
 
 
+@pytest.mark.slow
 def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> None:
     server.replies += [
         [token(i, f" {i}", [0.9, 0.9, 0.9]) for i in range(3)],

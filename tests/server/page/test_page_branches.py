@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from chat_page import answers, done, questions, say, sent, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal
 
@@ -49,6 +50,7 @@ def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, 
     assert violations(page) == []
 
 
+@pytest.mark.slow
 def test_a_question_that_is_edited_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     page = opened(server.url)
@@ -105,6 +107,7 @@ def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
     assert len(sent(server)) == 5
 
 
+@pytest.mark.slow
 def test_one_message_is_deleted_and_comes_back(server: FakeServer, opened: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
     page = opened(server.url)

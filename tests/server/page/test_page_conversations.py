@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chat_page import say, until, violations
 from fake_chat_server import FakeServer
 
@@ -83,6 +84,7 @@ def test_titles_and_pins_last(server: FakeServer, opened: Any) -> None:
     assert names(page) == ["about fish", "My trees", "about birds"]
 
 
+@pytest.mark.slow
 def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tmp_path: Path) -> None:
     server.replies += [["A."], ["B."]]
     page = opened(server.url, STORED, accept_downloads=True)
@@ -112,6 +114,7 @@ def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tm
     assert other.locator(".versions span").inner_text() == "2 / 2"
 
 
+@pytest.mark.slow
 def test_beside_the_chat_where_there_is_room(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, STORED, viewport={"width": 1600, "height": 800})
     history, chat, picture = (page.locator(name) for name in ("#history", "#chat", "#picture"))

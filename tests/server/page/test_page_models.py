@@ -94,6 +94,7 @@ def test_a_model_comes_while_the_page_is_open(several: FakeServer, opened: Any) 
     page.locator("#model-list li", has_text="new").wait_for()
 
 
+@pytest.mark.slow
 def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> None:
     hold = Hold()
     several.replies_of = {
@@ -137,6 +138,7 @@ def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> Non
     assert answers(page)[:2] == ["Warm one", "Cold one."]
 
 
+@pytest.mark.slow
 def test_one_model_is_compared_with_other_settings(server: FakeServer, opened: Any) -> None:
     server.replies += [["a"], ["b"]]
     page = opened(

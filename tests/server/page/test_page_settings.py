@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from chat_page import say, sent, violations
 from fake_chat_server import FakeServer
 
@@ -49,6 +50,7 @@ def test_a_conversation_has_settings_of_its_own(server: FakeServer, opened: Any)
     assert server.requests[-1]["temperature"] == 0.5
 
 
+@pytest.mark.slow
 def test_presets(server: FakeServer, opened: Any) -> None:
     server.replies += [["a"], ["b"]]
     page = opened(server.url, LATER)

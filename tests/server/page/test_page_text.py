@@ -100,6 +100,7 @@ def test_code_has_colours_and_is_copied_as_it_stands(server: FakeServer, opened:
     assert violations(page) == []
 
 
+@pytest.mark.slow
 def test_narrow_tables_scroll(server: FakeServer, opened: Any) -> None:
     row = "|" + "a cell of words|" * 8
     server.replies.append([f"{row}\n|{'-|' * 8}\n{row}\n"])
@@ -230,6 +231,7 @@ ACTIVITY = """async () => {
 }"""
 
 
+@pytest.mark.slow
 def test_figures_of_a_long_answer_are_carried_along(server: FakeServer, opened: Any) -> None:
     found = opened(server.url).evaluate(ACTIVITY)
     assert found["read"] <= 20  # a few, not the ten thousand
