@@ -28,6 +28,7 @@ NAVIGATION = {
         "docs/guides/chat",
         "docs/SERVER",
         "docs/PROMPT-CACHE",
+        "docs/KV-CACHE",
         "docs/LORA",
         "docs/guides/clients",
         "docs/EMBEDDINGS",

@@ -324,7 +324,7 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
 // ---- Attention over pages
 // ---------------------------------------------------------------------------------------
 
-constexpr int kRowTile = 6;  // query rows that share one read of the keys
+constexpr int kRowTile = 6;  // query rows that share one read of the keys, at most
 
 // Vectors of positions or channels at once for R query rows: as many as there are registers for their sums.
 template <int R>
@@ -339,7 +339,23 @@ inline V load_kv(const uint8_t* p, int64_t i) {
     if constexpr (kType == KvType::Q8_0) return V::load_i8(reinterpret_cast<const int8_t*>(p) + i);
 }
 
-// scores[r][0:64] = q_r · k for the 64 positions of a page: lanes are positions, channels are added in order.
+// Calls f with the type as a template argument.
+template <class F>
+inline void with_type(KvType type, F f) {
+    switch (type) {
+        case KvType::F32:
+            return f.template operator()<KvType::F32>();
+        case KvType::F16:
+            return f.template operator()<KvType::F16>();
+        case KvType::Q8_0:
+            return f.template operator()<KvType::Q8_0>();
+        case KvType::Q4_0:
+            return f.template operator()<KvType::Q4_0>();
+    }
+}
+
+// scores[r][0:64] = q_r · k for the 64 positions of a page: lanes are positions, channels are added in order,
+// those of Q4_0 in pairs of the two halves of a block.
 template <KvType kType, int R, int C>
 inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales, const float* const* q,
                         float (*scores)[kPageSize]) {
@@ -347,14 +363,24 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
         V acc[R][C];
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) acc[r][c] = V::zero();
+        auto add_channel = [&](int d, auto load) {
+            for (int c = 0; c < C; c++) {
+                const V key = load(position + c * 16);
+                for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
+            }
+        };
         auto add = [&](int first, int last) {
             for (int d = first; d < last; d++)
-                for (int c = 0; c < C; c++) {
-                    const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + position + c * 16);
-                    for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
+                if constexpr (kType == KvType::Q4_0) {
+                    const int pair = (d - first) / 2, high = (d - first) % 2;
+                    const uint8_t* codes = keys + (first / 2 + pair) * kPageSize;
+                    add_channel(first + pair + high * 16,
+                                [&](int at) { return V::load_nibbles(codes + at, high * 4); });
+                } else {
+                    add_channel(d, [&](int at) { return load_kv<kType>(keys, int64_t(d) * kPageSize + at); });
                 }
         };
-        if constexpr (kType == KvType::Q8_0) {
+        if constexpr (kType == KvType::Q8_0 || kType == KvType::Q4_0) {
             V total[R][C];
             for (int r = 0; r < R; r++)
                 for (int c = 0; c < C; c++) total[r][c] = V::zero();
@@ -386,17 +412,36 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
     V acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) acc[r][c] = V::load(out + r * stride + channel + c * 16);
-    for (int slot = first; slot < last; slot++) {
-        V value[C];
-        for (int c = 0; c < C; c++) {
-            value[c] = load_kv<kType>(values, int64_t(slot) * stride + channel + c * 16);
-            if constexpr (kType == KvType::Q8_0)
-                value[c] = value[c] *
-                           V::set(f16_to_f32(scales[slot * (kv.head_dim_v / 32) + (channel + c * 16) / 32]));
+    if constexpr (kType == KvType::Q4_0) {
+        const int block = channel / 32, half = channel % 32 / 16;  // half: 0 where C is even
+        alignas(64) float weights[(C + 1) / 2][R][kPageSize];      // p times the scales
+        for (int b = 0; b < (C + 1) / 2; b++)
+            for (int slot = 0; slot < kPageSize; slot += 16) {
+                const V scale = V::load_f16(scales + (block + b) * kPageSize + slot);
+                for (int r = 0; r < R; r++) (V::load(p[r] + slot) * scale).store(weights[b][r] + slot);
+            }
+        for (int slot = first; slot < last; slot++) {
+            const uint8_t* codes = values + (slot * (stride / 32) + block) * 16;
+            for (int c = 0; c < C; c++) {
+                const V value = V::load_nibbles(codes + c / 2 * 16, (C == 1 ? half : c % 2) * 4);
+                for (int r = 0; r < R; r++)
+                    acc[r][c] = fma(V::set(weights[c / 2][r][slot]), value, acc[r][c]);
+            }
         }
-        for (int r = 0; r < R; r++) {
-            const V weight = V::set(p[r][slot]);
-            for (int c = 0; c < C; c++) acc[r][c] = fma(weight, value[c], acc[r][c]);
+    } else {
+        for (int slot = first; slot < last; slot++) {
+            V value[C];
+            for (int c = 0; c < C; c++) {
+                value[c] = load_kv<kType>(values, int64_t(slot) * stride + channel + c * 16);
+                if constexpr (kType == KvType::Q8_0)
+                    value[c] =
+                        value[c] *
+                        V::set(f16_to_f32(scales[slot * (kv.head_dim_v / 32) + (channel + c * 16) / 32]));
+            }
+            for (int r = 0; r < R; r++) {
+                const V weight = V::set(p[r][slot]);
+                for (int c = 0; c < C; c++) acc[r][c] = fma(weight, value[c], acc[r][c]);
+            }
         }
     }
     for (int r = 0; r < R; r++)
@@ -405,7 +450,7 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
 
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-template <KvType kType, int R>
+template <int R>
 inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* slopes,
                         const float* const* q, const int32_t* row_first, const int32_t* row_last,
                         const int32_t* row_at, AttentionState* state, float* out) {
@@ -421,9 +466,10 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
 
     const int64_t slab = int64_t(page) * kv.n_head_kv + head;
     alignas(64) float p[R][kPageSize];
-    page_scores<kType, R, kColumns<R>>(kv,
-                                       kv.k + slab * kv.head_dim * kPageSize * KvLayer::element_bytes(kType),
-                                       kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
+    with_type(kv.k_type, [&]<KvType kType>() {
+        page_scores<kType, R, kColumns<R>>(kv, kv.k + slab * kv.k_slab_bytes(),
+                                           kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
+    });
     for (int r = 0; r < R; r++) {
         const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
         if (first >= last) {
@@ -459,19 +505,20 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
             for (int c = 0; c < stride; c += 16)
                 (V::load(out + r * stride + c) * V::set(rescale)).store(out + r * stride + c);
     }
-    const uint8_t* values = kv.v + slab * stride * kPageSize * KvLayer::element_bytes(kType);
+    const uint8_t* values = kv.v + slab * kv.v_slab_bytes();
     const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
-    int channel = 0;
-    for (; channel + 16 * kColumns<R> <= stride; channel += 16 * kColumns<R>)
-        page_values<kType, R, kColumns<R>>(kv, values, value_scales, channel, lowest, highest, p, out);
-    for (; channel < stride; channel += 16)
-        page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, out);
+    with_type(kv.v_type, [&]<KvType kType>() {
+        int channel = 0;
+        for (; channel + 16 * kColumns<R> <= stride; channel += 16 * kColumns<R>)
+            page_values<kType, R, kColumns<R>>(kv, values, value_scales, channel, lowest, highest, p, out);
+        for (; channel < stride; channel += 16)
+            page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, out);
+    });
 }
 
-template <KvType kType>
-inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-                   float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-                   const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
+void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
+               float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
+               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
         state[r] = {-INFINITY, 0.0f};
@@ -480,44 +527,33 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, softcap,
-                                  slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r,
-                                  row_at + r, state + r, out + r * stride);
+            attend_page<R>(kv, head, pages[index], index * kPageSize, softcap, slopes ? slopes + r : nullptr,
+                           q + r, row_first + r, row_last + r, row_at + r, state + r, out + r * stride);
+            r += R;
         };
-        for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
-        switch (n_rows - r) {
-            case 5:
-                rows.template operator()<5>();
-                break;
-            case 4:
-                rows.template operator()<4>();
-                break;
-            case 3:
-                rows.template operator()<3>();
-                break;
-            case 2:
-                rows.template operator()<2>();
-                break;
-            case 1:
-                rows.template operator()<1>();
-                break;
+        while (r < n_rows) {
+            const int passes = (n_rows - r + kRowTile - 1) / kRowTile;
+            switch ((n_rows - r + passes - 1) / passes) {  // alike: 7 rows are 4 and 3
+                case 6:
+                    rows.template operator()<6>();
+                    break;
+                case 5:
+                    rows.template operator()<5>();
+                    break;
+                case 4:
+                    rows.template operator()<4>();
+                    break;
+                case 3:
+                    rows.template operator()<3>();
+                    break;
+                case 2:
+                    rows.template operator()<2>();
+                    break;
+                case 1:
+                    rows.template operator()<1>();
+                    break;
+            }
         }
-    }
-}
-
-void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-               float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
-    switch (kv.type) {
-        case KvType::F32:
-            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                       row_last, row_at, state, out);
-        case KvType::F16:
-            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                       row_last, row_at, state, out);
-        case KvType::Q8_0:
-            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, softcap, slopes, q, row_first,
-                                        row_last, row_at, state, out);
     }
 }
 
@@ -556,49 +592,92 @@ inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
     return half;
 }
 
+template <int kHalf>
+bool encode_symmetric(const float* x, uint8_t* p);  // encode_kernels.h
+
+// 16 bytes with the codes of 32 values, and their scale, as Q4_0 stores them. A value that is not finite
+// makes all of them NaN.
+inline uint16_t quantize_q4_0(const float* x, uint8_t* q) {
+    uint8_t block[18] = {0xff, 0x7f};
+    encode_symmetric<8>(x, block);
+    memcpy(q, block + 2, 16);
+    return uint16_t(block[0] | block[1] << 8);
+}
+
 void store_key(const KvLayer& kv, int page, int slot, int head, const float* k) {
-    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
-    const int64_t origin = slab * kv.head_dim * kPageSize + slot;
-    switch (kv.type) {
+    const int64_t slab = int64_t(page) * kv.n_head_kv + head, blocks = kv.head_dim / 32;
+    uint8_t* const keys = kv.k + slab * kv.k_slab_bytes();
+    uint16_t* const scales = kv.k_scale + slab * blocks * kPageSize + slot;
+    switch (kv.k_type) {
         case KvType::F32:
-            for (int d = 0; d < kv.head_dim; d++)
-                reinterpret_cast<float*>(kv.k)[origin + int64_t(d) * kPageSize] = k[d];
+            for (int64_t d = 0; d < kv.head_dim; d++)
+                reinterpret_cast<float*>(keys)[d * kPageSize + slot] = k[d];
             break;
         case KvType::F16:
-            for (int d = 0; d < kv.head_dim; d++)
-                reinterpret_cast<uint16_t*>(kv.k)[origin + int64_t(d) * kPageSize] = to_f16(k[d]);
+            for (int64_t d = 0; d < kv.head_dim; d++)
+                reinterpret_cast<uint16_t*>(keys)[d * kPageSize + slot] = to_f16(k[d]);
             break;
         case KvType::Q8_0:
-            for (int block = 0; block < kv.head_dim / 32; block++) {
+            for (int64_t block = 0; block < blocks; block++) {
                 int8_t q[32];
-                kv.k_scale[(slab * (kv.head_dim / 32) + block) * kPageSize + slot] =
-                    quantize_q8_0(k + block * 32, q);
-                for (int i = 0; i < 32; i++)
-                    reinterpret_cast<int8_t*>(kv.k)[origin + int64_t(block * 32 + i) * kPageSize] = q[i];
+                scales[block * kPageSize] = quantize_q8_0(k + block * 32, q);
+                for (int i = 0; i < 32; i++) keys[(block * 32 + i) * kPageSize + slot] = uint8_t(q[i]);
+            }
+            break;
+        case KvType::Q4_0:
+            for (int64_t block = 0; block < blocks; block++) {
+                uint8_t q[16];
+                scales[block * kPageSize] = quantize_q4_0(k + block * 32, q);
+                for (int i = 0; i < 16; i++) keys[(block * 16 + i) * kPageSize + slot] = q[i];
             }
             break;
     }
 }
 
 void store_value(const KvLayer& kv, int page, int slot, int head, const float* v) {
-    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
+    const int64_t slab = int64_t(page) * kv.n_head_kv + head, blocks = kv.head_dim_v / 32;
     const int stride = kv.value_stride();
-    const int64_t origin = (slab * kPageSize + slot) * stride;
-    switch (kv.type) {
+    uint8_t* const row = kv.v + slab * kv.v_slab_bytes() + slot * (kv.v_slab_bytes() / kPageSize);
+    uint16_t* const scales = kv.v_scale + slab * blocks * kPageSize;
+    switch (kv.v_type) {
         case KvType::F32:
             for (int c = 0; c < stride; c++)
-                reinterpret_cast<float*>(kv.v)[origin + c] = c < kv.head_dim_v ? v[c] : 0.0f;
+                reinterpret_cast<float*>(row)[c] = c < kv.head_dim_v ? v[c] : 0.0f;
             break;
         case KvType::F16:
             for (int c = 0; c < stride; c += 16)
-                V::load_n(v + c, imin(kv.head_dim_v - c, 16))
-                    .store_f16(reinterpret_cast<uint16_t*>(kv.v) + origin + c);
+                V::load_n(v + c, imin(kv.head_dim_v - c, 16)).store_f16(reinterpret_cast<uint16_t*>(row) + c);
             break;
         case KvType::Q8_0:
-            for (int block = 0; block < kv.head_dim_v / 32; block++)
-                kv.v_scale[(slab * kPageSize + slot) * (kv.head_dim_v / 32) + block] =
-                    quantize_q8_0(v + block * 32, reinterpret_cast<int8_t*>(kv.v) + origin + block * 32);
+            for (int64_t block = 0; block < blocks; block++)
+                scales[slot * blocks + block] =
+                    quantize_q8_0(v + block * 32, reinterpret_cast<int8_t*>(row) + block * 32);
             break;
+        case KvType::Q4_0:
+            for (int64_t block = 0; block < blocks; block++)
+                scales[block * kPageSize + slot] = quantize_q4_0(v + block * 32, row + block * 16);
+            break;
+    }
+}
+
+// Butterflies of ever wider distance; the narrow ones within lanes.
+void hadamard(int64_t n, int width, float* x) {
+    const V scale = V::set(1.0f / sqrtf(float(width)));
+    for (int64_t block = 0; block < n; block += width) {
+        float* const of = x + block;
+        for (int apart = 1; apart < 16; apart *= 2)
+            for (int i = 0; i < width; i += 2 * apart)
+                for (int j = i; j < i + apart; j++) {
+                    const float a = of[j], b = of[j + apart];
+                    of[j] = a + b, of[j + apart] = a - b;
+                }
+        for (int apart = 16; apart < width; apart *= 2)
+            for (int i = 0; i < width; i += 2 * apart)
+                for (int j = i; j < i + apart; j += 16) {
+                    const V a = V::load(of + j), b = V::load(of + j + apart);
+                    (a + b).store(of + j), (a - b).store(of + j + apart);
+                }
+        for (int i = 0; i < width; i += 16) (V::load(of + i) * scale).store(of + i);
     }
 }
 
@@ -756,6 +835,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.merge_attention = merge_attention;
     table.store_key = store_key;
     table.store_value = store_value;
+    table.hadamard = hadamard;
     table.delta_rule = delta_rule;
     table.selective_scan = selective_scan;
     table.channel_scan = channel_scan;

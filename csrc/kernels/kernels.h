@@ -250,30 +250,36 @@ static constexpr size_t kernel_scratch_bytes(int64_t k) {
     return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + 65536;
 }
 
-enum class KvType : int { F32 = 0, F16 = 1, Q8_0 = 2 };
+// How keys or values are stored. Q8_0 and Q4_0 share a scale among 32 channels of a token; Q4_0 stores heads
+// after `hadamard`.
+enum class KvType : int { F32 = 0, F16 = 1, Q8_0 = 2, Q4_0 = 3 };
+
+HOTSET_INLINE int bits_of(KvType type) {
+    return type == KvType::F32 ? 32 : type == KvType::F16 ? 16 : type == KvType::Q8_0 ? 8 : 4;
+}
 
 // One layer's cache. Keys of a page and head are stored transposed, [head_dim][64 positions]; values
-// [64][stride].
+// [64][stride]. A byte of Q4_0 has the codes of channel c of a block in its low half and of channel c + 16 in
+// its high one: keys are [head_dim / 32][16][64 positions], values [64][head_dim_v / 32][16].
 struct KvLayer {
-    KvType type = KvType::F16;
+    KvType k_type = KvType::F16;
+    KvType v_type = KvType::F16;
     int n_head_kv = 0;
     int head_dim = 0;    // of keys
     int head_dim_v = 0;  // of values
     uint8_t* k = nullptr;
     uint8_t* v = nullptr;
-    uint16_t* k_scale = nullptr;  // Q8_0: [page][head][head_dim / 32][64]
-    uint16_t* v_scale = nullptr;  // Q8_0: [page][head][64][head_dim_v / 32]
+    uint16_t* k_scale = nullptr;  // [page][head][head_dim / 32][64]
+    uint16_t* v_scale = nullptr;  // Q8_0: [page][head][64][head_dim_v / 32]; Q4_0: as of keys
 
     HOTSET_INLINE int value_stride() const { return (head_dim_v + 15) / 16 * 16; }
-    static HOTSET_INLINE int element_bytes(KvType type) {
-        return type == KvType::F32 ? 4 : type == KvType::F16 ? 2 : 1;
+    // Of one head.
+    HOTSET_INLINE size_t k_slab_bytes() const { return size_t(head_dim) * kPageSize * bits_of(k_type) / 8; }
+    HOTSET_INLINE size_t v_slab_bytes() const {
+        return size_t(value_stride()) * kPageSize * bits_of(v_type) / 8;
     }
-    HOTSET_INLINE size_t k_page_bytes() const {
-        return size_t(n_head_kv) * head_dim * kPageSize * element_bytes(type);
-    }
-    HOTSET_INLINE size_t v_page_bytes() const {
-        return size_t(n_head_kv) * value_stride() * kPageSize * element_bytes(type);
-    }
+    HOTSET_INLINE size_t k_page_bytes() const { return n_head_kv * k_slab_bytes(); }
+    HOTSET_INLINE size_t v_page_bytes() const { return n_head_kv * v_slab_bytes(); }
 };
 
 // A running softmax of one query row: sum of exp(score - max) * value, their sum, and the max.
@@ -356,6 +362,9 @@ struct Kernels {
                             int64_t n, float* out);
     void (*store_key)(const KvLayer& kv, int page, int slot, int head, const float* k);
     void (*store_value)(const KvLayer& kv, int page, int slot, int head, const float* v);
+    // The normalised Walsh-Hadamard transform of each `width` of n values, in place; it is its own inverse.
+    // width: a power of two from 16 on, which divides n.
+    void (*hadamard)(int64_t n, int width, float* x);
     // One token of the gated delta rule, on state [dim_k][dim_v]: it decays, and then k * d is added to its
     // rows, d = (v - its rows summed by k) * beta; out are its rows summed by q. Sums run over the rows in
     // order.

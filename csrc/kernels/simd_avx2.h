@@ -38,6 +38,11 @@ struct V {
         lo = {_mm256_mul_ps(by, a.lo), _mm256_mul_ps(by, a.hi)};
         hi = {_mm256_mul_ps(by, z.lo), _mm256_mul_ps(by, z.hi)};
     }
+    static V load_nibbles(const uint8_t* p, int shift) {
+        const __m128i values = _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        const __m128i codes = _mm_and_si128(_mm_srli_epi16(load128(p), shift), _mm_set1_epi8(15));
+        return widen_i8(_mm_shuffle_epi8(values, codes));
+    }
     void store(float* p) const {
         _mm256_storeu_ps(p, lo);
         _mm256_storeu_ps(p + 8, hi);

@@ -34,6 +34,11 @@ struct V {
         lo = {_mm512_permutexvar_ps(codes, values)};  // looks at the low four bits of an index only
         hi = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values)};
     }
+    static V load_nibbles(const uint8_t* p, int shift) {
+        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        return {_mm512_permutexvar_ps(_mm512_srl_epi32(codes, _mm_cvtsi32_si128(shift)), values)};
+    }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void store_n(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
     void store_f16(uint16_t* p) const {

@@ -46,6 +46,10 @@ struct V {
         lo = each([&](int i) { return vmulq_n_f32(a.v[i], scale); });
         hi = each([&](int i) { return vmulq_n_f32(z.v[i], scale); });
     }
+    static V load_nibbles(const uint8_t* p, int shift) {
+        const uint8x16_t codes = vandq_u8(vshlq_u8(vld1q_u8(p), vdupq_n_s8(int8_t(-shift))), vdupq_n_u8(15));
+        return widen_i8(vsubq_s8(vreinterpretq_s8_u8(codes), vdupq_n_s8(8)));
+    }
     static V widen_i8(int8x16_t b) {
         const int16x8_t lo = vmovl_s8(vget_low_s8(b)), hi = vmovl_s8(vget_high_s8(b));
         return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(lo))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(lo))),

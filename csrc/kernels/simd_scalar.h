@@ -50,6 +50,12 @@ struct V {
             hi.v[i] = scale * float((p[i] >> 4) - 8);
         }
     }
+    // code - 8 for the codes in the low (shift 0) or high nibbles (shift 4) of 16 bytes.
+    static V load_nibbles(const uint8_t* p, int shift) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = float((p[i] >> shift & 15) - 8);
+        return r;
+    }
     void store(float* p) const {
         for (int i = 0; i < 16; i++) p[i] = v[i];
     }

@@ -1,9 +1,14 @@
 // Attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
 //
+// A Q4_0 cache holds heads after a Hadamard transform, which spreads what single channels have among 32 or
+// more: queries are transformed as keys are, and the result is transformed back.
+//
 // Positions are divided into splits of kSplitPages pages, each with its own running softmax, merged in order.
 // The limits of the splits depend on positions alone, so a token's sum is the same however the work is shared
 // out.
 #include <algorithm>
+#include <array>
+#include <string_view>
 
 #include "../facts.h"
 
@@ -27,6 +32,14 @@ struct AttentionFacts {
     std::vector<float> slopes;  // of each query head, by which scores fall with distance; empty: none
 };
 
+constexpr std::pair<std::string_view, KvType> kKvTypes[] = {
+    {"f32", KvType::F32}, {"f16", KvType::F16}, {"q8_0", KvType::Q8_0}, {"q4_0", KvType::Q4_0}};
+
+// The largest power of two that divides a head.
+constexpr int hadamard_width(int head_dim) {
+    return head_dim & -head_dim;
+}
+
 constexpr int kSplitTokens = kSplitPages * kPageSize;
 constexpr int kTileRows = 24;  // query rows (tokens × heads of a group) that attend together
 constexpr int kStoreTokens = 4;
@@ -40,6 +53,8 @@ class Attention : public Op {
         group_ = f_.n_head / f_.kv.n_head_kv;
         tile_tokens_ = std::max(1, kTileRows / group_);
         stride_ = f_.kv.value_stride();
+        k_block_ = f_.kv.k_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim) : 0;
+        v_block_ = f_.kv.v_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim_v) : 0;
         max_splits_ = ceil_div(plan.max_pages(), kSplitPages);
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
         most_chunk_units_ = ceil_div(int64_t(plan.max_tokens()) * f_.kv.n_head_kv, kMaxChunks);
@@ -68,8 +83,7 @@ class Attention : public Op {
         if (phase != 1 || step.n_tokens > kPrivateInputs || piece >= kPrefetchPieces || splits_apart(step))
             return false;
         const int t = tile(step, chunk / f_.kv.n_head_kv).first, head = chunk % f_.kv.n_head_kv;
-        const int64_t keys = int64_t(f_.kv.k_page_bytes()) / f_.kv.n_head_kv,
-                      values = int64_t(f_.kv.v_page_bytes()) / f_.kv.n_head_kv;
+        const int64_t keys = int64_t(f_.kv.k_slab_bytes()), values = int64_t(f_.kv.v_slab_bytes());
         const int64_t at = piece * kPrefetchBytes, page = at / (keys + values), within = at % (keys + values);
         if (page > step.positions[t] / kPageSize) return false;
         const int64_t number = int64_t(pages(step, t)[page]) * f_.kv.n_head_kv + head;
@@ -81,7 +95,8 @@ class Attention : public Op {
 
     Needs needs() const override {
         const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
-                             size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim;
+                             (size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim +
+                              (v_block_ ? size_t(f_.kv.n_head_kv) * f_.kv.head_dim_v : 0));
         const size_t rows = tile_rows();
         const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + sink_floats() +
                               chunk_floats(most_chunk_units_) + rows * stride_;
@@ -148,15 +163,24 @@ class Attention : public Op {
         const int first_q = heads_kv.first * group_, n_q = heads_kv.count() * group_;
         float* q = worker.results.as<float>();
         float* k = q + int64_t(rows.count()) * n_q * dim;
-        float* scratch = k + int64_t(rows.count()) * heads_kv.count() * dim;
+        float* v = k + int64_t(rows.count()) * heads_kv.count() * dim;
+        const int v_width = heads_kv.count() * f_.kv.head_dim_v;
+        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             float* heads = q + int64_t(i) * n_q * dim;
             head_rows(step, t, plan_.buffer(f_.q).row(t) + first_q * dim, n_q, f_.q_norm, scratch, heads);
             for (int64_t d = 0; d < int64_t(n_q) * dim; d++) heads[d] *= f_.scale;
+            if (k_block_) plan_.kernels().hadamard(int64_t(n_q) * dim, k_block_, heads);
             if (f_.k < 0) continue;
+            float* keys = k + int64_t(i) * heads_kv.count() * dim;
             head_rows(step, t, plan_.buffer(f_.k).row(t) + heads_kv.first * dim, heads_kv.count(), f_.k_norm,
-                      scratch, k + int64_t(i) * heads_kv.count() * dim);
+                      scratch, keys);
+            if (k_block_) plan_.kernels().hadamard(int64_t(heads_kv.count()) * dim, k_block_, keys);
+            if (!v_block_) continue;
+            float* values = v + int64_t(i) * v_width;
+            std::copy_n(plan_.buffer(f_.v).row(t) + heads_kv.first * f_.kv.head_dim_v, v_width, values);
+            plan_.kernels().hadamard(v_width, v_block_, values);
         }
         if (!worker.begin_commit()) return;
         for (int t = rows.first; t < rows.last; t++) {
@@ -165,11 +189,13 @@ class Attention : public Op {
             if (f_.k < 0) continue;
             const int page = pages(step, t)[step.positions[t] / kPageSize],
                       slot = step.positions[t] % kPageSize;
-            for (int h = heads_kv.first; h < heads_kv.last; h++) {
-                plan_.kernels().store_key(f_.kv, page, slot, h,
-                                          k + (int64_t(i) * heads_kv.count() + h - heads_kv.first) * dim);
-                plan_.kernels().store_value(f_.kv, page, slot, h,
-                                            plan_.buffer(f_.v).row(t) + h * f_.kv.head_dim_v);
+            const float* values = v_block_ ? v + int64_t(i) * v_width
+                                           : plan_.buffer(f_.v).row(t) + heads_kv.first * f_.kv.head_dim_v;
+            for (int h = 0; h < heads_kv.count(); h++) {
+                plan_.kernels().store_key(f_.kv, page, slot, heads_kv.first + h,
+                                          k + (int64_t(i) * heads_kv.count() + h) * dim);
+                plan_.kernels().store_value(f_.kv, page, slot, heads_kv.first + h,
+                                            values + h * f_.kv.head_dim_v);
             }
         }
         worker.end_commit();
@@ -342,6 +368,7 @@ class Attention : public Op {
             }
             plan_.kernels().merge_attention(with_sink, row_states, of_row, apart, dim, out + row * dim);
         }
+        if (v_block_) plan_.kernels().hadamard(int64_t(rows) * dim, v_block_, out);
     }
     // What merge_rows needs.
     size_t sink_floats() const {
@@ -362,10 +389,33 @@ class Attention : public Op {
     int group_;  // query heads per KV head
     int tile_tokens_;
     int stride_;
+    int k_block_, v_block_;  // channels that are transformed together; 0: none are
     int max_splits_;
     int max_split_units_;
     int most_chunk_units_;  // units of one chunk, at most
 };
+
+// "f16": of keys and values; "q8_0/q4_0": of keys, of values.
+std::array<KvType, 2> kv_types(const std::string& text) {
+    const size_t slash = text.find('/');
+    const std::string names[2] = {text.substr(0, slash),
+                                  slash == std::string::npos ? text : text.substr(slash + 1)};
+    std::array<KvType, 2> types;
+    for (int i = 0; i < 2; i++) {
+        const auto known = std::ranges::find(kKvTypes, names[i], [](const auto& pair) { return pair.first; });
+        require(known != std::end(kKvTypes), "a cache is F32, F16, Q8_0 or Q4_0");
+        types[i] = known->second;
+    }
+    return types;
+}
+
+uint16_t* scales_of(Facts& facts, const char* name, KvType type, int dim, size_t places) {
+    if (bits_of(type) > 8) return nullptr;
+    require(dim % 32 == 0, "a Q8_0 or Q4_0 cache needs heads of whole 32-blocks");
+    const std::span<uint8_t> scales = facts.writable_bytes(name);
+    require(scales.size() == places * (dim / 32) * sizeof(uint16_t), "a Q8_0 or Q4_0 cache has scales");
+    return reinterpret_cast<uint16_t*>(scales.data());
+}
 
 }  // namespace
 
@@ -400,32 +450,21 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
     f.sinks = facts.floats_or_none("sinks", f.n_head);
     f.slopes = facts.floats_or_none("slopes", f.n_head);
-    const std::string type = facts.text("kv_type");
-    require(type == "f32" || type == "f16" || type == "q8_0", "a cache is F32, F16 or Q8_0");
+    const auto [k_type, v_type] = kv_types(facts.text("kv_type"));
     const std::span<uint8_t> k = facts.writable_bytes("k_cache"), v = facts.writable_bytes("v_cache");
-    f.kv = {type == "f32"   ? KvType::F32
-            : type == "f16" ? KvType::F16
-                            : KvType::Q8_0,
+    const size_t places = size_t(plan.limits().n_pages) * n_head_kv * kPageSize;
+    f.kv = {k_type,
+            v_type,
             n_head_kv,
             head_dim,
             head_dim_v,
             k.data(),
             v.data(),
-            nullptr,
-            nullptr};
+            scales_of(facts, "k_scale", k_type, head_dim, places),
+            scales_of(facts, "v_scale", v_type, head_dim_v, places)};
     const int n_pages = plan.limits().n_pages;
     require(k.size() == n_pages * f.kv.k_page_bytes() && v.size() == n_pages * f.kv.v_page_bytes(),
             "the cache has the size of its pages");
-    if (f.kv.type == KvType::Q8_0) {
-        require(head_dim % 32 == 0 && head_dim_v % 32 == 0, "a Q8_0 cache needs heads of whole 32-blocks");
-        const std::span<uint8_t> k_scale = facts.writable_bytes("k_scale"),
-                                 v_scale = facts.writable_bytes("v_scale");
-        const size_t scales = size_t(n_pages) * n_head_kv * kPageSize * 2;
-        require(k_scale.size() == scales * (head_dim / 32) && v_scale.size() == scales * (head_dim_v / 32),
-                "a Q8_0 cache has scales");
-        f.kv.k_scale = reinterpret_cast<uint16_t*>(k_scale.data());
-        f.kv.v_scale = reinterpret_cast<uint16_t*>(v_scale.data());
-    }
     return std::make_unique<Attention>(plan, std::move(f));
 });
 

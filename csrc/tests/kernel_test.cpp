@@ -5,6 +5,8 @@
 // The reference's own results are hashed and compared with the hash below, so that a compiler or a processor
 // that rounds differently (say, contracts a * b + c where -ffp-contract=off is missing) is found out as well.
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +27,9 @@ constexpr uint64_t kReferenceHash = 0x255d82da7594a03d;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
-constexpr uint64_t kLaterHash = 0x09646eccc0434eaf;
+constexpr std::array<KvType, 2> kLaterCaches[] = {
+    {KvType::Q4_0, KvType::Q4_0}, {KvType::Q8_0, KvType::Q4_0}, {KvType::Q4_0, KvType::F16}};
+constexpr uint64_t kLaterHash = 0x2ef86dd90fda67ee;
 
 std::mt19937 random_engine;
 int failures = 0;
@@ -637,10 +641,10 @@ void test_states(const Kernels& kernels, int dim_k, int dim_v) {
     }
 }
 
-void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window,
-                    float softcap, const float* slopes = nullptr, bool around = false) {
+void test_attention(const Kernels& kernels, std::array<KvType, 2> types, int head_dim, int n_rows, int last,
+                    int window, float softcap, const float* slopes = nullptr, bool around = false) {
     const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
-    KvLayer kv = {type, heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
+    KvLayer kv = {types[0], types[1], heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
         std::vector<uint8_t> k, v;
         std::vector<uint16_t> ks, vs;
@@ -687,12 +691,35 @@ void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_row
         out[side].insert(out[side].end(), merged.begin(), merged.end());
     }
     char detail[96];
-    std::snprintf(detail, sizeof detail, "kv type %d, head_dim %d, %d rows, %d positions", int(type),
-                  head_dim, n_rows, last);
+    std::snprintf(detail, sizeof detail, "kv types %d %d, head_dim %d, %d rows, %d positions", int(types[0]),
+                  int(types[1]), head_dim, n_rows, last);
     expect_equal("keys", kernels.isa, detail, caches[0].k, caches[1].k);
     expect_equal("values", kernels.isa, detail, caches[0].v, caches[1].v);
     expect_equal("attention", kernels.isa, detail, out[0], out[1]);
     expect_equal("attention state", kernels.isa, detail, states[0], states[1]);
+}
+
+// Against the matrix itself, and its own inverse.
+void test_hadamard(const Kernels& kernels, int width) {
+    const int n = 3 * width;
+    const std::vector<float> x = normals(n);
+    std::vector<float> got = x, want = x;
+    kernels.hadamard(n, width, got.data());
+    scalar_kernels()->hadamard(n, width, want.data());
+    const std::string detail = std::to_string(width);
+    expect_equal("hadamard", kernels.isa, detail.c_str(), got, want);
+    for (int i = 0; i < n; i++) {
+        double sum = 0, magnitude = 0;
+        for (int j = 0; j < width; j++) {
+            const double term = x[i / width * width + j] / std::sqrt(double(width));
+            sum += std::popcount(unsigned(i % width & j)) % 2 ? -term : term;
+            magnitude += std::abs(term);
+        }
+        if (!(std::abs(got[i] - sum) <= 12 * 6e-8 * magnitude)) {  // ten additions at most, root, quotient
+            std::printf("FAIL %s hadamard %d: %g, not %g\n", kernels.isa, width, got[i], sum);
+            failures++;
+        }
+    }
 }
 
 void test_type(const Kernels& kernels, Type type) {
@@ -751,18 +778,27 @@ void test_all(const Kernels& kernels) {
             if (type == KvType::Q8_0 && head_dim % 32) continue;
             for (int rows : {1, 3, 6, 11})
                 for (int last : {11, 64, 65, 200})
-                    test_attention(kernels, type, head_dim, rows, last, rows == 3 ? 20 : 0,
+                    test_attention(kernels, {type, type}, head_dim, rows, last, rows == 3 ? 20 : 0,
                                    rows == 6 ? 3.0f : 0.0f);
         }
     first_hash = reference_hash;
     for (const Type type : kLaterTypes) test_type(kernels, type);
     const float slopes[4] = {0.25f, 0.0625f, 0.7071f, 0.0039f};
     for (int rows : {1, 3, 4})
-        for (int last : {11, 65, 200}) test_attention(kernels, KvType::F32, 32, rows, last, 0, 0.0f, slopes);
-    for (int last : {11, 65, 200}) test_attention(kernels, KvType::F32, 32, 3, last, 0, 0.0f, slopes, true);
+        for (int last : {11, 65, 200})
+            test_attention(kernels, {KvType::F32, KvType::F32}, 32, rows, last, 0, 0.0f, slopes);
+    for (int last : {11, 65, 200})
+        test_attention(kernels, {KvType::F32, KvType::F32}, 32, 3, last, 0, 0.0f, slopes, true);
     for (int64_t n : {1, 16, 33}) test_xielu(kernels, n);
     for (int dim_v : {5, 16, 64, 87})
         for (int dim_k : {1, 20}) test_states(kernels, dim_k, dim_v);
+    for (const std::array<KvType, 2>& types : kLaterCaches)
+        for (int head_dim : {32, 64, 96, 128})
+            for (int rows : {1, 3, 6, 11})
+                for (int last : {11, 64, 65, 200})
+                    test_attention(kernels, types, head_dim, rows, last, rows == 3 ? 20 : 0,
+                                   rows == 6 ? 3.0f : 0.0f);
+    for (int width : {16, 32, 64, 128, 512}) test_hadamard(kernels, width);
 }
 
 }  // namespace

@@ -36,7 +36,8 @@ class LoadSettings:
     n_ctx: tokens of one conversation, prompt and answers; by default what the model was trained for, 4096 at
     most, and less (down to 512) where file and cache would not fit in the memory that is free.
     n_threads: of the CPU; None takes the physical cores that this process may use.
-    kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
+    kv_type: how keys and values are stored: "f16"; "q8_0" in about half the memory; "q4_0" in about a
+    quarter, rotated (docs/KV-CACHE.md); or "q8_0/q4_0", these of keys and of values.
     backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
     "reference" is the slow one in plain NumPy that the others are checked against.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import assert_every_operation_is_right, tokens
+from backend_runs import assert_every_operation_is_right, batch, tokens
 from transformers_oracle import (
     BACKENDS,
     LENGTHS,
@@ -86,6 +86,26 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
 
 
 __all__ = ["recipe"]  # the fixture
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2-caps", "gemma3n-widths", "gpt-oss", "deepseek2-lite", "refact-odd-heads", "nomic-bert"],
+    ids=["soft cap", "shared layers", "sinks", "MLA", "ALiBi", "encoder"],
+)
+def test_a_q4_0_cache_of_every_kind_of_attention(name: str, run_folder: Path) -> None:
+    """Transformed and back: each operation is the reference's, with taps and without the same bits."""
+    heads = tiny_models.HEADS_OF_32.get(name, tiny_models.THREE_HEADS if name == "nomic-bert" else {})
+    with open_gguf(tiny_models.shared_gguf(name, run_folder, **heads)) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        ids, splits = tokens(80), [] if graph.is_encoder else [70, 71]
+        backend = CpuBackend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, kv_type="q4_0")
+        assert_every_operation_is_right(gguf, graph, backend, ids, splits, [1, 0])
+        step = batch([(ids, 0, [0, 1])])
+        plain = backend.step(step).logits.copy()
+        tapped = backend.step(replace(step, taps=tuple(value.name for value in graph.values))).logits
+        np.testing.assert_array_equal(plain, tapped)
+        backend.close()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "granitemoe", "qwen3next"])

@@ -67,6 +67,7 @@ OF_RECIPES = quick_are([f"recipe/{name}" for name in FIRST], RECIPES)
 REAL = {
     "real/smollm2-135m": ("smollm2-135m", {}),
     "real/smollm2-135m/q8_0 cache": ("smollm2-135m", {"kv_type": "q8_0"}),
+    "real/smollm2-135m/q4_0 cache": ("smollm2-135m", {"kv_type": "q4_0"}),
     "real/smollm2-135m-relu/dense": ("relu", {"sparsity": "dense"}),
     "real/smollm2-135m-relu/exact": ("relu", {"sparsity": "exact"}),
     "synthetic/bamboo/dense": ("synthetic", {"sparsity": "dense"}),
@@ -315,7 +316,13 @@ def known_of_recipe(name: str, kv_types: Sequence[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact", "recipe/qwen3next"),
+        *(
+            "dense/llama/Q4_K",
+            "dense/llama/Q4_1/q4_0 cache",
+            "powerinfer/bamboo/Q4_0/predicted",
+            "plain/opt/Q8_0/exact",
+            "recipe/qwen3next",
+        ),
         *("encoder/gemma-embedding", "encoder/jina-bert-v2"),
     ],
 )

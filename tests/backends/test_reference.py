@@ -107,7 +107,9 @@ def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
     assert 0 < sum(w.nbytes for w in decoded.kept.values()) <= 30_000
 
 
-@pytest.mark.parametrize(("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2)])
+@pytest.mark.parametrize(
+    ("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2), ("q4_0", 1e-3, 0.3)]
+)
 def test_a_rounded_cache_is_close_and_not_equal(
     llama: GGUFFile, kv_type: KVType, low: float, high: float
 ) -> None:
@@ -117,15 +119,21 @@ def test_a_rounded_cache_is_close_and_not_equal(
     assert low < error < high
 
 
-@pytest.mark.parametrize(("keys", "values", "have"), [(48, 48, "48"), (32, 12, "32 and 12")])
-def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_type", "keys", "values", "have"),
+    [
+        *(("q8_0", 48, 48, "48"), ("q8_0", 32, 12, "32 and 12"), ("q4_0", 80, 80, "80")),
+        ("f16/q4_0", 32, 12, "32 and 12"),
+    ],
+)
+def test_a_quantised_cache_needs_whole_blocks(kv_type: KVType, keys: int, values: int, have: str) -> None:
     graph = Graph()
     q, v, out = Value(0, keys, "q"), Value(1, values, "v"), Value(2, values, "out")
     graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
     with pytest.raises(
         UnsupportedModelError, match=f"multiple of 32 channels, and this model's have {have};"
     ):
-        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
+        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type=kv_type)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str,
 
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0, T.Q8_0], ids=lambda t: t.name)
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0/q8_0"])
 def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> None:
     path = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128, type_of=lambda name: type_)
     gguf = open_gguf(path)

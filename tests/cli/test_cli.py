@@ -672,6 +672,10 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
 @needs_core
 def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
     arguments = ("bench", model, "-p", 8, "-n", 4, "-t", 1, "-r", 2)
+    mixed = inside(*arguments, "-ctk", "f16,q8_0/q4_0", "-o", "jsonl").stdout.splitlines()
+    types = [(line["type_k"], line["type_v"]) for line in map(json.loads, mixed)]
+    assert types == [("f16", "f16")] * 2 + [("q8_0", "q4_0")] * 2
+    assert "'q4_1' is none of f16, q8_0, q4_0, f16/q8_0" in inside(*arguments, "-ctk", "q4_1").stderr
     table = inside(*arguments).stdout
     assert re.match(r"read bandwidth of the mapped file: [\d.]+ GB/s with 1 thread\n", table)
     assert re.search(r"\| llama \S+ K Q8_0 +\|.*\| +pp8 \| +[\d.]+ ± [\d.]+ \|", table)
@@ -860,9 +864,15 @@ def test_options_of_llama_cpp_are_taken_or_answered(model: Path):
     assert answer(model, "Hello", "--temp", 0, *taken[:2], "--jinja")["text"] == plain["text"]
     quantized = [answer(model, "Hello", "--temp", 0, *given)["text"] for given in (taken, taken[2:4])]
     assert quantized[0] == quantized[1]
+    mixed = [
+        answer(model, "Hello", "--temp", 0, *given)["tokens"]
+        for given in (("-ctk", "q8_0", "-ctv", "q4_0"), ("-ctk", "q8_0/q4_0"))
+    ]
+    assert mixed[0] == mixed[1]
+    done = inside("run", "-m", model, "-p", "Hello", "-ctv", "q5_1")
+    assert (done.returncode, "not 'f16/q5_1'" in done.stderr) == (1, True)
     for options, named in (
         (("-fa", "off"), "--flash-attn"),
-        (("-ctv", "q8_0"), "--cache-type "),
         (("--cpu-moe",), "--vram-budget"),
         (("--n-cpu-moe", "3"), "--vram-budget"),
         (("-ot", "exps=CPU"), "--n-gpu-layers"),

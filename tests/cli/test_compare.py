@@ -227,6 +227,7 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
         ("predicted:svd:32", "M", {"sparsity": "predicted", "predictor": "svd:32"}, ()),
         ("predicted", "M", {"sparsity": "predicted"}, ()),
         ("cache-type=q8_0", "M", {"kv_type": "q8_0"}, ("cache-type=q8_0",)),
+        ("cache-type=q8_0/q4_0", "M", {"kv_type": "q8_0/q4_0"}, ("cache-type=q8_0/q4_0",)),
         ("dense,backend=reference", "M", {"sparsity": "dense", "backend": "reference"},
          ("backend=reference",)),
         ("other.gguf", "other.gguf", {"activation": None}, ()),

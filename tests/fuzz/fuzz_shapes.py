@@ -288,7 +288,7 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     modes = drawn.modes
     mode = str(one_of(rng, *modes))
     predictor = one_of(rng, *drawn.predictors) if mode == "predicted" else None
-    kv_types = ["f32", "f16", "q8_0"] if drawn.head_step % 32 == 0 else ["f32", "f16"]
+    kv_types = ["f32", "f16", "q8_0", "q4_0", "q8_0/q4_0"] if drawn.head_step % 32 == 0 else ["f32", "f16"]
     kv_type = str(one_of(rng, *kv_types))
     lengths = one_of(
         rng, [int(rng.integers(1, 30))], [int(rng.integers(30, 700))],

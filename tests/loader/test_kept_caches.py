@@ -57,12 +57,21 @@ def conversation(path: Path, folder: Path | None, **how: Any) -> tuple[list[Any]
     return found, reused
 
 
-@pytest.mark.parametrize("how", [{}, {"kv_type": "q8_0"}, {"speculate": "ngram"}, {"ram_budget": 0.5}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"kv_type": "q8_0"},
+        {"kv_type": "q4_0", "speculate": "ngram"},
+        {"speculate": "ngram"},
+        {"ram_budget": 0.5},
+    ],
+)
 def test_a_conversation_over_restarts_is_the_same_bits(
     tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)  # a budget would have to hold the test process
-    if how.get("kv_type") == "q8_0":
+    if "kv_type" in how:
         path = write_sparse(tmp_path / "wide.gguf", n_head=2, n_head_kv=1)
     else:
         path = write_model(tmp_path / "tiny.gguf")

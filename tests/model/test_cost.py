@@ -68,6 +68,8 @@ def test_kv_bytes(cost: Cost) -> None:
     assert cost.kv_bytes_per_token("f32") == channels * 4
     assert cost.kv_bytes_per_token("f16") == channels * 2
     assert cost.kv_bytes_per_token("q8_0") == channels * 34 // 32
+    assert cost.kv_bytes_per_token("q4_0") == channels * 18 // 32
+    assert cost.kv_bytes_per_token("q8_0/q4_0") == channels // 2 * (34 + 18) // 32
     # At depth 99 the first layer sees 100 tokens, the second its window.
     assert cost.kv_bytes_read(99, "f16") == (100 + 16) * channels
     assert cost.kv_bytes_read(0, "f16") == 2 * channels

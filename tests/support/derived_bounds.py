@@ -11,6 +11,8 @@ taps, so that each operation is compared by itself, with nothing of the errors b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +20,9 @@ import numpy as np
 
 from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.reference import ReferenceBackend, add_streams, head_dot, seen_by, short_conv
+from hotset.backends.reference import ReferenceBackend, add_streams, hadamard, head_dot, seen_by, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.model.cost import KV_FORMATS, KVFormat
 from hotset.model.operations import (
     XIELU,
     Activate,
@@ -263,6 +266,31 @@ def q8_0_stored(x: np.ndarray) -> np.ndarray:
     scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     return (np.clip(np.rint(blocks * inverse), -127, 127) * scale).reshape(x.shape)
+
+
+def q4_0_stored(x: np.ndarray) -> np.ndarray:
+    """Keys or values [..., dim] as a q4_0 cache stores them, exactly: transformed, and not back."""
+    blocks = hadamard(np.asarray(x, np.float32)).reshape(-1, BLOCK)
+    first = np.abs(blocks).argmax(axis=1)
+    scale = blocks[np.arange(len(blocks)), first][:, None] / np.float32(-8)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.minimum(np.floor(blocks * inverse + np.float32(8.5)), 15) - 8
+    return (codes * scale.astype(np.float16).astype(np.float32)).reshape(x.shape)
+
+
+STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "f32": lambda x: x, "f16": lambda x: x.astype(np.float16), "q8_0": q8_0_stored, "q4_0": q4_0_stored,
+}  # fmt: skip
+
+
+def spread(x: np.ndarray) -> np.ndarray:
+    """What numbers of magnitudes [..., dim] can become by a Hadamard transform."""
+    width = x.shape[-1] & -x.shape[-1]
+    sums = x.reshape(-1, width).sum(axis=1, keepdims=True) / math.sqrt(width)
+    return np.broadcast_to(sums, (len(sums), width)).reshape(x.shape)
+
+
+TRANSFORM = 12  # roundings of a Hadamard transform of up to 512 channels: additions, the factor and its root
 
 
 class Oracle(ReferenceBackend):
@@ -592,20 +620,27 @@ class Oracle(ReferenceBackend):
     ) -> np.ndarray:
         keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         group = op.n_head // op.n_head_kv
+        of_keys, of_values = self._formats
+        roundings = op.head_dim + of_keys.rotated * TRANSFORM
         bound = np.empty((len(slots), op.n_head, op.head_dim_v))
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             q = taps[op.q.id][token].reshape(op.n_head, op.head_dim) * op.scale
+            sizes = spread(np.abs(q)) if of_keys.rotated else np.abs(q)
+            q = hadamard(q) if of_keys.rotated else q
             for head in range(op.n_head):
                 k = keys[seen, head // group].astype(np.float64)
                 v = values[seen, head // group].astype(np.float64)
-                scores, magnitude = k @ q[head], np.abs(k) @ np.abs(q[head])
+                scores, magnitude = k @ q[head], np.abs(k) @ sizes[head]
                 if op.slopes is not None:
                     fallen = op.slopes[head] * np.abs(ago)
                     scores, magnitude = scores - fallen, magnitude + fallen
                 if op.sinks is not None:  # as a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])
                     magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])
-                bound[token, head] = attention_bound(scores, magnitude, op.head_dim, v, op.softcap)
+                off = attention_bound(scores, magnitude, roundings, v, op.softcap)
+                if of_values.rotated:  # back; here and in the kernel
+                    off = spread(off + 2 * gamma(TRANSFORM) * np.abs(v).max(axis=0))
+                bound[token, head] = off
         return bound.reshape(len(slots), -1)
 
     def _magnitudes(self, name: str) -> np.ndarray:
@@ -615,5 +650,5 @@ class Oracle(ReferenceBackend):
             kept[key] = magnitudes(self.weights.data(name), info.type, info.shape, self._weight(name))
         return kept[key]
 
-    def _stored(self, x: np.ndarray) -> np.ndarray:
-        return q8_0_stored(x) if self.kv_type == "q8_0" else x
+    def _stored(self, x: np.ndarray, format: KVFormat) -> np.ndarray:
+        return STORED[next(name for name, known in KV_FORMATS.items() if known is format)](x)

@@ -47,7 +47,8 @@ def dense_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield f"dense/{name}/F32", options, {}
     for type_ in sorted(DECODABLE):
         yield f"dense/llama/{type_.name}", {"type": type_}, {}
-    yield "dense/llama/Q4_1/q8_0 cache", {"type": T.Q4_1}, {"kv_type": "q8_0"}
+    for kv_type in ("q8_0", "q4_0", "q8_0/q4_0"):
+        yield f"dense/llama/Q4_1/{kv_type} cache", {"type": T.Q4_1}, {"kv_type": kv_type}
 
 
 def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:

@@ -20,7 +20,7 @@ from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KVType, check_cache
+from hotset.model.cost import KVFormat, KVType, check_cache, kv_formats
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     PARTS,
@@ -70,7 +70,8 @@ class ReferenceBackend:
     """The Backend protocol over NumPy float32.
 
     kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
-    q8_0 to 8-bit blocks of 32 channels. Raises UnsupportedModelError where q8_0 does not fit the head size.
+    q8_0 and q4_0 to blocks of 32 channels, those of q4_0 after `hadamard`. Raises UnsupportedModelError where
+    blocks do not fit the head size.
     n_states: slots for states, where the graph has any.
     sparse says only how `stats` counts rows: those that the step's neurons needed, or all. All are computed.
     """
@@ -102,13 +103,14 @@ class ReferenceBackend:
         self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
         self._cancelled = False
-        stored = np.float16 if kv_type == "f16" else np.float32
+        self._formats = kv_formats(kv_type)  # of keys, of values
+        stored_k, stored_v = (np.float16 if format.bits == 16 else np.float32 for format in self._formats)
         for op in graph.ops:
             if isinstance(op, Attention) and op.source is None:
                 check_cache(op, kv_type)
                 slots = n_pages * PAGE_SIZE
-                self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
-                self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)
+                self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored_k)
+                self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored_v)
 
     def cancel(self) -> None:
         """Ends the step in flight after its operation, from any thread; it raises StepCancelledError."""
@@ -376,13 +378,16 @@ class ReferenceBackend:
         """Stores the batch's keys and values, then lets each token look back, or around, one at a time."""
         keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         own = [seen[-1] for seen in slots]
+        of_keys, of_values = self._formats
         if op.source is None:
-            keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim))
-            values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v))
+            keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
+            values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
+            if of_keys.rotated:
+                query = hadamard(query)
             past_k = keys[seen].astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
             past_v = values[seen].astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
             scores = query @ past_k
@@ -398,17 +403,37 @@ class ReferenceBackend:
                 total = np.exp(sinks - highest)
             weights = np.exp(scores - highest)
             out[token] = weights @ past_v / (weights.sum(axis=-1, keepdims=True) + total)
+        if of_values.rotated:
+            out = hadamard(out)  # its own inverse
         return out.reshape(len(slots), op.out.width)
 
-    def _stored(self, x: np.ndarray) -> np.ndarray:
+    def _stored(self, x: np.ndarray, format: KVFormat) -> np.ndarray:
         """Keys or values as the cache holds them (an f16 array rounds when it is assigned to)."""
-        if self.kv_type != "q8_0":
+        if format.bits > 8:
             return x
-        rows = np.ascontiguousarray(x, np.float32).reshape(-1, x.shape[-1])
-        return dequantize(quantize(rows, GGMLType.Q8_0), GGMLType.Q8_0, rows.shape[::-1]).reshape(x.shape)
+        rows = np.ascontiguousarray(x, F32).reshape(-1, x.shape[-1])
+        rows = hadamard(rows) if format.rotated else rows
+        type = GGMLType.Q8_0 if format.bits == 8 else GGMLType.Q4_0
+        return dequantize(quantize(rows, type), type, rows.shape[::-1]).reshape(x.shape)
 
     def _weight(self, name: str) -> np.ndarray:
         return self._weights.whole(name)
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """The normalised Walsh-Hadamard transform of heads, float [..., head_dim]; it is its own inverse.
+
+    A head is transformed in blocks of the largest power of two that divides it: a channel that is much larger
+    than the others becomes that many of one size (QuaRot, arXiv 2404.00456). One order of additions, which
+    the kernels have too: pairs of channels that are 1 apart, then 2, 4, ...
+    """
+    width = x.shape[-1] & -x.shape[-1]
+    out, apart = x.reshape(-1, width), 1
+    while apart < width:
+        a, b = np.moveaxis(out.reshape(-1, width // (2 * apart), 2, apart), 2, 0)
+        out = np.stack([a + b, a - b], axis=2).reshape(-1, width)
+        apart *= 2
+    return (out * (F32(1) / np.sqrt(F32(width)))).reshape(x.shape)
 
 
 def _last_use(graph: Graph) -> dict[int, int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
 import typer
@@ -41,6 +41,7 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.step_sizes import measure_steps
 from hotset.escaping import LONGEST_CELL, escaped
 from hotset.formats.mapped import MappedFile
+from hotset.model.cost import KVType, kv_names
 from hotset.offload.cache_stats import CacheStats
 from hotset.placement.machine import processor_name
 from hotset.report.bars import percent
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from hotset.engine.engine import ThresholdedTokens
     from hotset.engine.sequence import Sequence
     from hotset.engine.speculation import Speculator
-    from hotset.model.cost import KVType
     from hotset.offload.weight_store import StoredWeights
     from hotset.settings import LoadSettings
 
@@ -136,7 +136,10 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,
     cache_type: Annotated[
-        str, typer.Option("--cache-type-k", "-ctk", help="Type of the KV cache: f16, q8_0.")
+        str,
+        typer.Option(
+            "--cache-type-k", "-ctk", help="Types of the KV cache: f16,q8_0,q4_0; q8_0/q4_0 is KEYS/VALUES."
+        ),
     ] = "f16",
     file: Annotated[
         Path | None,
@@ -272,12 +275,11 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _kv_types(text: str) -> list[KVType]:
-    types: list[KVType] = []
+    known: dict[str, KVType] = {name: name for name in get_args(KVType) if name != "f32"}
     for name in text.split(","):
-        if name not in ("f16", "q8_0"):
-            raise typer.BadParameter(f"'{name}' is neither f16 nor q8_0.", param_hint="-ctk")
-        types.append(name)  # type: ignore[arg-type]
-    return types
+        if name not in known:
+            raise typer.BadParameter(f"'{name}' is none of {', '.join(known)}.", param_hint="-ctk")
+    return [known[name] for name in text.split(",")]
 
 
 def _mean_depth(test: Test) -> float:
@@ -483,6 +485,7 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     """What all entries of a model share, under llama-bench's names."""
     facts = describe(model.gguf, path)
     main_type = next(iter(facts["types"]))
+    type_k, type_v = kv_names(model.kv_type)
     return {
         "build_commit": f"hotset {package_version('hotset') or '(source)'}",
         "cpu_info": processor_name(),
@@ -496,8 +499,8 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
         "n_batch": batch,
         "n_ubatch": min(batch, model.backend.max_batch),
         "n_threads": model.backend.n_threads or 1,
-        "type_k": model.kv_type,
-        "type_v": model.kv_type,
+        "type_k": type_k,
+        "type_v": type_v,
         "sparsity": model.sparsity.mode,
         "predictor": str(model.sparsity.spec) if model.sparsity.spec else None,
     }
@@ -591,7 +594,7 @@ class _Markdown:
             human_count(entry["model_n_params"]),
             entry["backends"],
             str(entry["n_threads"]),
-            entry["type_k"],
+            options.kv_type(entry["type_k"], entry["type_v"]),
             Test(entry["n_prompt"], entry["n_gen"], entry["n_depth"]).name,
             f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
             f"{100 * share:.0f}%" if share is not None else "",

@@ -66,7 +66,11 @@ LONGEST = 512  # tokens of a sequence that is watched
 OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
 SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 CacheType = Annotated[
-    str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)
+    str, _option("--cache-type --cache-type-k -ctk", "Type of the KV cache: f16, q8_0 or q4_0.", _ENGINE)
+]
+ValueType = Annotated[
+    str | None,
+    _option("--cache-type-v -ctv", "Type of the values, where it is not that of the keys.", _ENGINE),
 ]
 Activation = Annotated[
     str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
@@ -194,9 +198,6 @@ HfRepo = Annotated[
 ]
 HfFile = Annotated[
     str | None, _option("--hf-file -hff", "The file of that repository.", _LLAMA, metavar="FILE")
-]
-ValueType = Annotated[
-    str | None, _option("--cache-type-v -ctv", "Has to be the type of --cache-type.", _LLAMA)
 ]
 FlashAttention = Annotated[
     str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
@@ -478,14 +479,19 @@ class BenchOptions(SpeculationOptions, LoraOptions, GPUOptions, SparsityOptions)
     """How a model is loaded, but for what a bench varies."""
 
 
+def kv_type(keys: str, values: str | None) -> str:
+    """The setting of that name: of keys and values alike, or of both."""
+    return keys if values in (None, keys) else f"{keys}/{values}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
     """How a model is loaded, but for the size of its context."""
 
     threads: Threads = None
     cache_type: CacheType = "f16"
-    backend: BackendName = "auto"
     cache_type_v: ValueType = None
+    backend: BackendName = "auto"
     flash_attn: FlashAttention = None
     jinja: Jinja = False
     cpu_moe: CpuMoe = False
@@ -494,11 +500,6 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
 
     def _check_llama_cpp(self) -> None:
         """Wrong usage for what llama.cpp's options say that hotset does in another way."""
-        if self.cache_type_v not in (None, self.cache_type):
-            raise typer.BadParameter(
-                f"keys and values have one type, which --cache-type names ({self.cache_type}).",
-                param_hint="--cache-type-v",
-            )
         if self.flash_attn not in (None, "on", "auto", "1", "true"):
             raise typer.BadParameter(
                 f"attention is always fused; '{self.flash_attn}' is none of on and auto.",
@@ -519,7 +520,10 @@ class ModelOptions(LoraOptions, SparsityOptions, GPUOptions):
 
     def fields(self) -> dict[str, Any]:
         self._check_llama_cpp()
-        own: dict[str, Any] = {"n_threads": self.threads, "kv_type": self.cache_type}
+        own: dict[str, Any] = {
+            "n_threads": self.threads,
+            "kv_type": kv_type(self.cache_type, self.cache_type_v),
+        }
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own

@@ -44,6 +44,7 @@ def plan(  # noqa: PLR0913 - options of a subcommand
     ] = 1,
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Most tokens of a step.")] = _BATCH,
     cache_type: options.CacheType = "f16",
+    cache_type_v: options.ValueType = None,
     threads: options.Threads = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print a row for each layer too.")] = False,
     output: Annotated[
@@ -73,8 +74,8 @@ def plan(  # noqa: PLR0913 - options of a subcommand
     """Plan what is stored where within a VRAM or RAM budget; nothing is loaded."""
     with ProgressBar() as bar:
         settings = loading.settings(
-            n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
-            progress=bar,
+            n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads,
+            kv_type=options.kv_type(cache_type, cache_type_v), progress=bar,
         )  # fmt: skip
         if settings.vulkan is not None:
             raise DeviceError(

@@ -258,7 +258,7 @@ def context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float
     if (n_bytes := cache_bytes(settings, cost, asked)) > free:
         raise OutOfMemoryError(
             f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
+            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0 or q4_0"
         )
     return asked
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType
@@ -24,23 +24,54 @@ from hotset.model.operations import (
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
+# How keys and values are stored: both alike, or keys/values. f32: reference backend and tests only.
 KVType = Literal[
-    "f16", "q8_0", "f32"
-]  # how keys and values are stored; f32: reference backend and tests only
+    "f16", "q8_0", "q4_0", "f16/q8_0", "f16/q4_0", "q8_0/f16", "q8_0/q4_0", "q4_0/f16", "q4_0/q8_0", "f32"
+]
 
-# Bytes and channels of one block of the cache: q8_0 shares a 2-byte scale among 32 channels.
-KV_BLOCKS: dict[KVType, tuple[int, int]] = {"f32": (4, 1), "f16": (2, 1), "q8_0": (34, 32)}
+
+class KVFormat(NamedTuple):
+    """How keys, or values, are stored: blocks of n_channels channels of a token in n_bytes.
+
+    bits: of a channel, without the float16 scale that a block of several has. rotated: what is stored is the
+    Hadamard transform of the head (`hadamard`), which spreads outliers.
+    """
+
+    n_bytes: int
+    n_channels: int
+    bits: int
+    rotated: bool = False
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    "f32": KVFormat(4, 1, 32),
+    "f16": KVFormat(2, 1, 16),
+    "q8_0": KVFormat(34, 32, 8),
+    "q4_0": KVFormat(18, 32, 4, rotated=True),
+}
+
+
+def kv_names(kv_type: KVType) -> tuple[str, str]:
+    """The formats of keys and of values."""
+    keys, _, values = kv_type.partition("/")
+    return keys, values or keys
+
+
+def kv_formats(kv_type: KVType) -> tuple[KVFormat, KVFormat]:
+    """Of keys and of values."""
+    keys, values = kv_names(kv_type)
+    return KV_FORMATS[keys], KV_FORMATS[values]
 
 
 def check_cache(op: Attention, kv_type: KVType) -> None:
     """Refuses (UnsupportedModelError) heads that blocks of the cache do not divide."""
-    block = KV_BLOCKS[kv_type][1]
-    if op.head_dim % block or op.head_dim_v % block:
-        have = f"{op.head_dim}" if op.head_dim_v == op.head_dim else f"{op.head_dim} and {op.head_dim_v}"
-        raise UnsupportedModelError(
-            f"a {kv_type} cache needs heads of a multiple of {block} channels, and this model's have {have}; "
-            "use an f16 cache"
-        )
+    for format, dim in zip(kv_formats(kv_type), (op.head_dim, op.head_dim_v), strict=True):
+        if dim % format.n_channels:
+            have = f"{op.head_dim}" if op.head_dim_v == op.head_dim else f"{op.head_dim} and {op.head_dim_v}"
+            raise UnsupportedModelError(
+                f"a {kv_type} cache needs heads of a multiple of {format.n_channels} channels, and this "
+                f"model's have {have}; use an f16 cache"
+            )
 
 
 class Cost:
@@ -103,5 +134,8 @@ class Cost:
 
 def kv_bytes(op: Attention, kv_type: KVType) -> int:
     """Bytes that one token occupies in the cache of one layer."""
-    n_bytes, n_channels = KV_BLOCKS[kv_type]
-    return op.n_head_kv * (op.head_dim + op.head_dim_v) * n_bytes // n_channels
+    widths = op.n_head_kv * op.head_dim, op.n_head_kv * op.head_dim_v
+    return sum(
+        width * format.n_bytes // format.n_channels
+        for format, width in zip(kv_formats(kv_type), widths, strict=True)
+    )

@@ -33,7 +33,7 @@ from hotset.model.decoder import describe
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0", "q8_0/q4_0"])
 def test_every_operation_is_the_references(mixed: GGUFFile, kv_type: str, isa: str) -> None:
     graph = describe(config_from_gguf(mixed), mixed.tensors)
     backend = cpu(mixed, kv_type=kv_type, isa=isa)
@@ -54,7 +54,7 @@ def test_every_tensor_type_runs(tmp_path: Path, type_: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q4_0/q8_0"])
 @pytest.mark.parametrize("keys", [{}, {"llama.attention.sliding_window": 70}], ids=["full", "window"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: Any, keys: dict) -> None:
     path = write_llama(
@@ -69,15 +69,18 @@ def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: 
         np.testing.assert_array_equal(logits_of(two, ids, splits, pages), expected)
 
 
-def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
+def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile, kv_type: str) -> None:
     ids, pages = tokens(90), [0, 1]
-    expected = logits_of(cpu(mixed, isa="scalar"), ids, [33], pages)
+    expected = logits_of(cpu(mixed, isa="scalar", kv_type=kv_type), ids, [33], pages)
     for isa in _core.available_isas():
-        np.testing.assert_array_equal(logits_of(cpu(mixed, isa=isa), ids, [33], pages), expected)
+        found = logits_of(cpu(mixed, isa=isa, kv_type=kv_type), ids, [33], pages)
+        np.testing.assert_array_equal(found, expected)
 
 
-def test_the_same_bits_beside_neighbours(mixed: GGUFFile) -> None:
-    backend, alone = cpu(mixed), cpu(mixed)
+@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
+def test_the_same_bits_beside_neighbours(mixed: GGUFFile, kv_type: str) -> None:
+    backend, alone = cpu(mixed, kv_type=kv_type), cpu(mixed, kv_type=kv_type)
     first, second, third = tokens(70, 1), tokens(5, 2), tokens(20, 3)
     pages = ([5, 0], [8], [2])
     mixed_step = backend.step(
@@ -91,21 +94,25 @@ def test_the_same_bits_beside_neighbours(mixed: GGUFFile) -> None:
     np.testing.assert_array_equal(mixed_step[69:], logits_of(alone, third, [], [13]))
 
 
-def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
+def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile, kv_type: str) -> None:
     """A second sequence reads the pages of a first one, as prefix reuse does."""
     prefix, tail = tokens(2 * PAGE_SIZE, 1), tokens(9, 2)
-    backend = cpu(mixed)
+    backend = cpu(mixed, kv_type=kv_type)
     backend.step(batch([(prefix, 0, [0, 1])]))
     found = backend.step(batch([(tail, 2 * PAGE_SIZE, [0, 1, 5])])).logits
-    whole = logits_of(cpu(mixed, max_batch=256), np.concatenate([prefix, tail]), [], [0, 1, 2])
+    whole = logits_of(
+        cpu(mixed, max_batch=256, kv_type=kv_type), np.concatenate([prefix, tail]), [], [0, 1, 2]
+    )
     np.testing.assert_array_equal(found, whole[2 * PAGE_SIZE :])
 
 
-def test_the_same_bits_far_into_a_context(mixed: GGUFFile) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
+def test_the_same_bits_far_into_a_context(mixed: GGUFFile, kv_type: str) -> None:
     """Beyond one split of the softmax: shared out for few tokens, done in one go for many."""
     ids = tokens(1300)
     pages = list(range(21))
-    options = {"n_pages": 21, "max_batch": 512}
+    options = {"n_pages": 21, "max_batch": 512, "kv_type": kv_type}
     expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], pages)
     splits = [500, 1000, *range(1250, 1300)]
     np.testing.assert_array_equal(logits_of(cpu(mixed, n_threads=3, **options), ids, splits, pages), expected)
@@ -216,8 +223,9 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
     with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.9\.out'"):
         cpu(mixed).step(batch([(tokens(1), 0, [0])], ("blk.9.out",)))
     narrow = open_gguf(write_llama(tmp_path / "m.gguf", head_dim=24))
-    with pytest.raises(UnsupportedModelError, match="f16 cache"):
-        cpu(narrow, kv_type="q8_0")
+    for kv_type in ("q8_0", "q4_0", "f16/q4_0"):
+        with pytest.raises(UnsupportedModelError, match=f"a {kv_type} cache needs .* use an f16 cache"):
+            cpu(narrow, kv_type=kv_type)
 
 
 def test_what_does_not_fit_its_heads_is_refused() -> None:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from derived_bounds import (
     FLOATS,
+    STORED,
     TINY,
+    TRANSFORM,
     U,
     activation_bound,
     attention_bound,
@@ -25,19 +27,21 @@ from derived_bounds import (
     layer_norm_bound,
     linear_bound,
     magnitudes,
+    q4_0_stored,
     q8_0_stored,
     rms_norm_bound,
     rounding_of_inputs,
+    spread,
     xielu_bound,
 )
 from make_blocks import random_blocks
 
 from hotset import _core
-from hotset.backends.cpu.backend import KV_TYPES
 from hotset.backends.cpu.lowering import PLANES
-from hotset.backends.reference import ACTIVATIONS, xielu
+from hotset.backends.reference import ACTIVATIONS, hadamard, xielu
 from hotset.formats.planes import decode
-from hotset.formats.quants import DECODABLE, GGMLType, dequantize
+from hotset.formats.quants import DECODABLE, GGMLType, dequantize, quantize
+from hotset.model.cost import KVType, kv_formats, kv_names
 from hotset.model.operations import XIELU
 
 F32 = int(GGMLType.F32)
@@ -308,37 +312,46 @@ def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_type", sorted(KV_TYPES))
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "q4_0", "q8_0", "q8_0/q4_0", "q4_0/f16"])
 @pytest.mark.parametrize(
     "kind",
     ["normal", "cancelling", "all alike", "one position takes all", "one huge channel", "far below", "tiny"],
 )
-def test_attention(isa: str, kv_type: str, kind: str) -> None:
-    heads, heads_kv, dim, dim_v = (4, 2, 64, 96) if kv_type == "q8_0" else (4, 2, 40, 24)
-    n, size = 1100, KV_TYPES[kv_type]  # more than two splits
+def test_attention(isa: str, kv_type: KVType, kind: str) -> None:
+    heads, heads_kv, dim, dim_v = (4, 2, 64, 96) if "q" in kv_type else (4, 2, 40, 24)
+    n, formats = 1100, kv_formats(kv_type)  # more than two splits
+    rotated_k, rotated_v = (format.rotated for format in formats)
     q, k = queries_and_keys(kind, n, heads, heads_kv, dim)
     v = ill("outliers", (n, heads_kv * dim_v), 3)
     for window, softcap in ((0, 0.0), (77, 0.0), (77, 2.5)):
         n_pages = -(-n // _core.PAGE_SIZE)
         slots = n_pages * heads_kv * _core.PAGE_SIZE
-        caches = [np.zeros(slots * width * size, np.uint8) for width in (dim, -(-dim_v // 16) * 16)]
-        scales = [np.zeros(slots * width // 32 * 2, np.uint8) for width in (dim, dim_v)]
+        widths = dim, -(-dim_v // 16) * 16
+        caches = [
+            np.zeros(slots * width * format.bits // 8, np.uint8)
+            for width, format in zip(widths, formats, strict=True)
+        ]
+        scales = [
+            np.zeros(slots * width // 32 * 2, np.uint8) if format.n_channels == 32 else None
+            for width, format in zip(widths, formats, strict=True)
+        ]
         fed = Fed(isa, n, n_pages)
         inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
         scale = dim**-0.5
-        cache = dict(zip(("k_cache", "v_cache"), caches, strict=True))
-        if kv_type == "q8_0":
-            cache |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        facts = zip(("k_cache", "v_cache", "k_scale", "v_scale"), [*caches, *scales], strict=True)
+        cache = {name: array for name, array in facts if array is not None}
         fed.plan.add(
             "attention", **dict(zip("qkv", inputs, strict=True)), out=out, n_head=heads, n_head_kv=heads_kv,
             head_dim=dim, head_dim_v=dim_v, scale=scale, softcap=softcap, window=window, kv_type=kv_type,
             **cache,
         )  # fmt: skip
         found = fed.run(out).reshape(n, heads, dim_v)
-        store = {"f32": lambda x: x, "f16": lambda x: x.astype(np.float16), "q8_0": q8_0_stored}[kv_type]
-        keys = store(k).astype(np.float64).reshape(n, heads_kv, dim)
-        values = store(v).astype(np.float64).reshape(n, heads_kv, dim_v)
+        store_k, store_v = (STORED[name] for name in kv_names(kv_type))
+        keys = store_k(k.reshape(n, heads_kv, dim)).astype(np.float64)
+        values = store_v(v.reshape(n, heads_kv, dim_v)).astype(np.float64)
         query = q.astype(np.float64).reshape(n, heads, dim) * np.float64(np.float32(scale))
+        sizes = spread(np.abs(query)) if rotated_k else np.abs(query)
+        query = transformed(query) if rotated_k else query
         for token in (0, 1, 63, 64, 500, 511, 512, 700, 1023, 1024, n - 1):
             seen = slice(max(0, token + 1 - window) if window else 0, token + 1)
             for head in range(heads):
@@ -347,9 +360,35 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
                 capped = softcap * np.tanh(scores / softcap) if softcap else scores
                 weights = np.exp(capped - capped.max())
                 expected = weights @ of / weights.sum()
-                magnitude = np.abs(past) @ np.abs(query[token, head])
-                bound = attention_bound(scores, magnitude, dim, of, softcap)
+                magnitude = np.abs(past) @ sizes[token, head]
+                bound = attention_bound(scores, magnitude, dim + rotated_k * TRANSFORM, of, softcap)
+                if rotated_v:
+                    bound = spread(bound + gamma(TRANSFORM) * np.abs(expected))
+                    expected = transformed(expected)
                 assert_within(found[token, head], expected, bound, f"{isa} {kv_type} {kind} {window} {token}")
+
+
+def transformed(x: np.ndarray) -> np.ndarray:
+    """The Hadamard transform of heads [..., dim], by its matrix."""
+    width = x.shape[-1] & -x.shape[-1]
+    signs = [[1 - 2 * (int(i & j).bit_count() % 2) for j in range(width)] for i in range(width)]
+    return (x.reshape(-1, width) @ np.array(signs) / np.sqrt(width)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256])
+def test_what_a_q4_0_cache_stores_is_close_and_the_references(dim: int) -> None:
+    """The transform is that of its matrix, and its own inverse; codes are within half a step."""
+    x = ill("outliers", (100, dim), dim)
+    found, expected = hadamard(x), transformed(x.astype(np.float64))
+    off = gamma(TRANSFORM) * spread(np.abs(x.astype(np.float64)))
+    assert_within(found, expected, off, "transform")
+    assert_within(hadamard(found), x, spread(off + gamma(TRANSFORM) * np.abs(expected)), "inverse")
+    stored = q4_0_stored(x)
+    as_blocks = quantize(found, GGMLType.Q4_0)
+    np.testing.assert_array_equal(stored, dequantize(as_blocks, GGMLType.Q4_0, (dim, 100)))
+    apart = np.abs(stored.astype(np.float64) - found).reshape(-1, 32)
+    largest = np.abs(found).reshape(-1, 32).max(axis=1, keepdims=True)
+    assert (apart <= largest / 8 * (1 + 2**-8)).all()  # a whole step at the end that has no code, 8
 
 
 def test_what_a_q8_0_cache_stores_is_close() -> None:

@@ -477,8 +477,9 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match=r"cuda:7 .*(install|driver)"):
             gpu(gguf, graph, device="cuda:7")
-    with pytest.raises(UnsupportedModelError, match="q8_0 cache"):
-        gpu(gguf, graph, kv_type="q8_0")
+    for kv_type in ("q8_0", "q4_0", "q8_0/q4_0"):
+        with pytest.raises(UnsupportedModelError, match=f"a {kv_type} cache runs on the CPU only"):
+            gpu(gguf, graph, kv_type=kv_type)
     backend = gpu(gguf, graph)
     with pytest.raises(InvalidRequestError, match="1 to 64 tokens"):
         backend.step(batch([(tokens(65), 0, [0, 1])]))

@@ -142,6 +142,14 @@ def test_what_no_kernel_computes_is_named(tmp_path: Path, options: dict[str, Any
         vulkan(gguf)
 
 
+@pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
+def test_a_cache_that_no_kernel_reads_is_named(tmp_path: Path, kv_type: Any) -> None:
+    sentence = f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out"
+    path = write_llama(tmp_path / "m.gguf")
+    with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
+        vulkan(gguf, kv_type=kv_type)
+
+
 def test_devices_by_name() -> None:
     found = list_devices()
     assert find_device(f"vulkan:{found[0].index}") == found[0]

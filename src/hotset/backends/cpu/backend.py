@@ -29,13 +29,11 @@ from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
-from hotset.model.cost import KV_BLOCKS, KVType, check_cache
+from hotset.model.cost import KVType, check_cache, kv_formats
 from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.weight_store import StoredWeights
-
-KV_TYPES = {"f32": 4, "f16": 2, "q8_0": 1}  # name → bytes per element
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 assert _core.SAVED_TOKENS == SAVED_TOKENS
@@ -65,8 +63,8 @@ class CpuBackend:
     first_op, last_op: the operations that it executes; a part of the model has no `step`, only `run`.
 
     n_states: slots for recurrent states, where the graph has any.
-    kv_type: how keys and values are stored (f16, q8_0; f32 for tests). n_threads: None takes every core that
-    this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
+    kv_type: how keys and values are stored (model/cost.py; f32 for tests). n_threads: None takes every core
+    that this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
     channel_rates: of types, the bytes per second that are read input-major over those by row, 1 where nothing
@@ -75,7 +73,7 @@ class CpuBackend:
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     cache_of: another backend of the same layers, pages and kv_type, whose keys and values it reads and
     writes.
-    Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
+    Raises UnsupportedModelError for tensor types without a kernel and heads that kv_type does not fit.
     """
 
     name = "cpu"
@@ -340,13 +338,13 @@ class CpuBackend:
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""
-        size = KV_TYPES[self.kv_type]
-        stride_v = -(-op.head_dim_v // 16) * 16
-        slots = self.n_pages * op.n_head_kv * PAGE_SIZE
-        k, v = np.zeros(slots * op.head_dim * size, np.uint8), np.zeros(slots * stride_v * size, np.uint8)
-        if self.kv_type != "q8_0":
-            return k, v, None, None
         check_cache(op, self.kv_type)
-        block = KV_BLOCKS[self.kv_type][1]
-        scales = [np.zeros(slots * dim // block * 2, np.uint8) for dim in (op.head_dim, op.head_dim_v)]
-        return k, v, *scales
+        slots = self.n_pages * op.n_head_kv * PAGE_SIZE
+        codes: list[np.ndarray | None] = []
+        scales: list[np.ndarray | None] = []
+        widths = op.head_dim, -(-op.head_dim_v // 16) * 16  # values are padded to whole vectors
+        for format, width in zip(kv_formats(self.kv_type), widths, strict=True):
+            codes.append(np.zeros(slots * width * format.bits // 8, np.uint8))
+            has_scales = format.n_channels > 1
+            scales.append(np.zeros(slots * width // format.n_channels * 2, np.uint8) if has_scales else None)
+        return *codes, *scales

@@ -24,7 +24,7 @@ KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 class PagedCache:
     """Keys and values of some layers: per layer [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v].
 
-    Raises UnsupportedModelError for q8_0: the attention kernels read halves and floats.
+    Raises UnsupportedModelError for other types: the attention kernels read halves and floats.
     """
 
     def __init__(

@@ -16,7 +16,14 @@ from hotset.backends.vulkan.devices import VulkanInfo, validates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena
-from hotset.backends.vulkan.program import KV_CHANNELS, CacheOfLayer, Lowered, StageParts, stride_of
+from hotset.backends.vulkan.program import (
+    KV_CHANNELS,
+    KV_CODES,
+    CacheOfLayer,
+    Lowered,
+    StageParts,
+    stride_of,
+)
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
@@ -56,6 +63,11 @@ class VulkanStage:
             raise UnsupportedModelError(
                 "models with recurrent layers have no Vulkan kernels yet; leave --device out, and the CPU "
                 "computes this one"
+            )
+        if kv_type not in KV_CODES:
+            raise UnsupportedModelError(
+                f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out, and the "
+                "CPU computes"
             )
         self.name = device.name
         self._source, self._info = weights, device
