@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overloa
 
 from hotset.backends.base import SAVED_TOKENS
 from hotset.errors import InvalidRequestError
+from hotset.files import expanded
 from hotset.model.activation import parse_activation
 from hotset.model.cost import KVType
 from hotset.parameters import flag, real_number, shown, text, whole_number
@@ -325,7 +326,9 @@ def _lora(name: str, value: Any) -> tuple[Path, float]:
             value, scale = (path, float(behind)) if path else (value, scale)
     if value == "":
         raise InvalidRequestError(f"{name} must be a path, not ''")
-    return _path(name, value), real_number(f"the scale of {name}", scale, -LARGEST_SCALE, LARGEST_SCALE)
+    return expanded(_path(name, value)), real_number(
+        f"the scale of {name}", scale, -LARGEST_SCALE, LARGEST_SCALE
+    )
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -121,6 +121,14 @@ def test_right_drafts_take_fewer_steps() -> None:
     assert sequence.n_accepted == 120 - sequence.n_steps
 
 
+def test_sequences_that_were_never_drafted_for_are_forgotten_too() -> None:
+    engine, guesser = speculating({}, 0.0)
+    found = [engine.enqueue(engine.prepare((1, 2, 3), SamplingParams(max_tokens=1)))]
+    found.append(engine.enqueue(engine.prepare_score((1, 2, 3), lambda *_: None)))
+    drain(engine)
+    assert guesser.forgotten == set(found)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_what_ends_an_answer_ends_it_inside_a_draft_too(seed: int) -> None:
     plain = alone(prompt(9, seed), seed=seed, max_tokens=60)

@@ -130,6 +130,7 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         ({"model": "x", "from": "none"}, 404, "is not served here"),
         ({"model": "x", "from": "/etc/passwd"}, 404, "is not served here"),
         ({"model": "x", "modelfile": "FROM ./base.gguf"}, 404, "is not served here"),
+        ({"model": "x", "modelfile": "FROM base\nADAPTER /etc/passwd"}, 403, "start it with --lora-dir"),
         ({"model": "../x", "from": "base"}, 400, "a name has letters"),
         ({"model": "base", "from": "base"}, 400, "is called 'base' already"),
         ({"model": "x", "from": "base", "parameters": {"heat": 1}}, 400, "there is no PARAMETER 'heat'"),

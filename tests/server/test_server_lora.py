@@ -13,6 +13,7 @@ from byte_models import write_model
 from tiny_adapters import random_pairs, write_adapter
 from tiny_server import client_of, client_to
 
+from hotset.engine.sampler import SamplingParams
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -123,7 +124,7 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         plain = await asked(client)
         assert (await client.get("/lora-adapters")).json() == []
-        given = {"lora_name": "first", "lora_path": str(folder / "one.gguf")}
+        given = {"lora_name": "first", "lora_path": "one.gguf"}
         loaded = await client.post("/v1/load_lora_adapter", json=given)
         entry = {"id": 0, "name": "first", "path": "one.gguf", "scale": 0.0}
         assert (loaded.status_code, loaded.json()) == (200, entry)
@@ -135,13 +136,23 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert await asked(client) == chosen
         assert (await client.post("/lora-adapters", json=[])).json() == [entry]
         assert await asked(client) == plain
+        for name, message in (("first", "is loaded already"), ("second", "is loaded already")):
+            again = await client.post("/v1/load_lora_adapter", json=given | {"lora_name": name})
+            assert (again.status_code, message in again.text) == (400, True)
+        taken = await client.post("/v1/load_lora_adapter", json=given | {"lora_path": "two.gguf"})
+        assert (taken.status_code, "is called 'first' already" in taken.text) == (400, True)
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first"})
         assert (gone.status_code, gone.json()) == (200, entry)
         assert (await client.get("/lora-adapters")).json() == []
         assert service.model.adapters.nbytes == 0
         for path, body, message in (
-            ("load", given | {"lora_path": str(folder / "none")}, "there is no adapter"),
-            ("load", given | {"lora_path": str(folder / "tiny.gguf")}, "is not an adapter"),
+            ("load", given | {"lora_path": "none"}, "there is no such adapter"),
+            ("load", given | {"lora_path": "/etc/passwd"}, "there is no such adapter"),
+            ("load", given | {"lora_path": "../" * 20 + "etc/passwd"}, "there is no such adapter"),
+            ("load", given | {"lora_path": "link"}, "there is no such adapter"),
+            ("load", given | {"lora_path": "a\0b"}, "there is no such adapter"),
+            ("load", given | {"lora_path": "a" * 3000}, "there is no such adapter"),
+            ("load", given | {"lora_path": "tiny.gguf"}, "is not an adapter"),
             ("load", given | {"lora_name": "a/b"}, "lora_name"),
             ("load", {"lora_name": "a"}, "lora_path"),
             ("unload", {"lora_name": "first"}, "no adapter 'first'"),
@@ -154,7 +165,31 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert wrong.status_code == 400
         assert "no adapter 3" in wrong.json()["error"]["message"]
 
+    (folder / "link").symlink_to("/etc/passwd")
+    run(folder, work, lora_dir=str(folder))
+
+
+def test_without_a_folder_clients_load_no_adapters(folder: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        reply = await client.post("/v1/load_lora_adapter", json={"lora_path": str(folder / "one.gguf")})
+        assert (reply.status_code, "--lora-dir" in reply.text) == (403, True)
+
     run(folder, work)
+
+
+def test_requests_that_name_none_have_the_default_of_when_they_are_queued(folder: Path) -> None:
+    """Not of when they were prepared: an adapter may be gone by then."""
+
+    async def work(_: httpx.AsyncClient, service: Service) -> None:
+        model = service.model
+        sequence = model.engine.prepare(model.encode("hello"), SamplingParams(temperature=0, max_tokens=2))
+        model.adapters.unload("one")
+        model.thread.submit(sequence)
+        while sequence.finish_reason is None:
+            await asyncio.sleep(0.01)
+        assert sequence.error is None
+
+    run(folder, work, ("one.gguf",))
 
 
 def test_who_may_change_adapters(folder: Path) -> None:

@@ -114,6 +114,12 @@ class ServerOptions:
         Path | None,
         _option("--slot-save-path", "Folder for what POST /slots saves.", exists=True, file_okay=False),
     ] = None
+    lora_dir: Annotated[
+        Path | None,
+        _option(
+            "--lora-dir", "Folder that clients may load adapters (LoRA) from.", exists=True, file_okay=False
+        ),
+    ] = None
     grace: Annotated[float, _option("--grace", "Seconds that running answers get at shutdown.", min=0)] = 30.0
 
     @property
@@ -140,6 +146,7 @@ class ServerOptions:
             request_log=self.request_log,
             log_form=self.log_form,
             slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
+            lora_dir=None if self.lora_dir is None else str(self.lora_dir),
             grace_seconds=self.grace,
         )
 

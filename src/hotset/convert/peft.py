@@ -33,6 +33,7 @@ from hotset.parameters import shown
 
 CONFIG = "adapter_config.json"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_MOST_ALPHA = 1e30
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 # What a conversion does to matrices beyond the order of rows of q and k: adapters would need it done too.
 _CHANGED = (
@@ -182,6 +183,9 @@ def _factor(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
         if module == names or module.endswith(f".{names}"):
             alpha = value
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MOST_ALPHA:
         raise FormatError(f"{folder / CONFIG}: lora_alpha is {clause(shown(alpha))}, and no number")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank)
+    by_root = config.get("use_rslora")
+    if by_root is not None and not isinstance(by_root, bool):
+        raise FormatError(f"{folder / CONFIG}: use_rslora is true or false, not {clause(shown(by_root))}")
+    return alpha / (math.sqrt(rank) if by_root else rank)

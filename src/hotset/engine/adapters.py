@@ -8,8 +8,10 @@ sequence has it.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,11 +65,15 @@ class Adapters:
         scale = checked_scale(scale)
         adapter = self._read(path)
         adapter.check_model(self._architecture, backend.adapters.matrices)
+        digest = adapter.digest  # takes a while: no answer waits for it
         with self._thread.exclusive():
             for each in self.loaded:
-                if each.adapter.digest == adapter.digest:
+                if each.adapter.digest == digest:
                     raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
-            made = LoadedAdapter(next(self._ids), self._free_name(name or adapter.path.stem), scale, adapter)
+                if each.name == name:
+                    raise InvalidRequestError(f"an adapter is called {name!r} already; choose another name")
+            name = name or self._free_name(_name_of(adapter.path))
+            made = LoadedAdapter(next(self._ids), name, scale, adapter)
             self._set((*self.loaded, made))
         return made
 
@@ -116,6 +122,11 @@ class Adapters:
         taken = {each.name for each in self.loaded}
         names = (name, *(f"{name}-{n}" for n in range(2, len(taken) + 2)))
         return next(one for one in names if one not in taken)
+
+
+def _name_of(path: Path) -> str:
+    """That of a file or folder, as requests can name it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", path.name if path.is_dir() else path.stem)
 
 
 def _mix(chosen: Iterable[tuple[str, float]]) -> Mix:

@@ -205,7 +205,8 @@ class Engine:
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
-        sequence.mix = self.default_mix if mix is None else mix
+        if mix is not None:
+            sequence.choose(mix)
         sequence.sampler, sequence.stop_ids = sampler, frozenset(stop_ids)
         return sequence
 
@@ -266,7 +267,7 @@ class Engine:
     ) -> Sequence:
         """A sequence of checked tokens; every one is made here. n_tokens_max: with what is generated."""
         sequence = Sequence(tokens, n_tokens_max or len(tokens), owner or Owner())
-        sequence.reuse_prefix, sequence.mix = reuse_prefix, self.default_mix
+        sequence.reuse_prefix = reuse_prefix
         match self.thresholded:
             case "none":
                 sequence.first_thresholded_token = NONE_THRESHOLDED
@@ -281,6 +282,8 @@ class Engine:
     def enqueue(self, sequence: Sequence) -> Sequence:
         """Queues a new sequence and returns it; call `step` until its `finish_reason` is set."""
         if sequence.finish_reason is None:  # it may have been cancelled before it came here
+            if sequence.has_default_mix:  # that of now: adapters may have come and gone since it was prepared
+                sequence.mix = self.default_mix
             if sequence.mix and not taking_adapters(self.backend).adapters.has(sequence.mix):
                 self._fail(sequence, InvalidRequestError(ADAPTER_GONE))
                 return sequence

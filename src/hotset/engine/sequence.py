@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, StepStats
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Mix, StepStats
 from hotset.engine.blocks import Reading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
@@ -99,6 +99,7 @@ class Sequence:
         "first_output",
         "first_thresholded_token",
         "first_token",
+        "has_default_mix",
         "id_slot",
         "last_token",
         "logprobs",
@@ -134,7 +135,7 @@ class Sequence:
         self.tokens = tokens
         self.n_prompt = len(tokens)
         self.first_thresholded_token = NONE_THRESHOLDED
-        self.mix = NO_ADAPTERS
+        self.mix, self.has_default_mix = NO_ADAPTERS, True
         self.sampler: Sampler | None = None
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
@@ -170,6 +171,11 @@ class Sequence:
         self.process = os.getpid()
         self.client, self.deadline = owner.client, owner.deadline
         self.preempted = False  # it lost its pages once
+
+    def choose(self, mix: Mix) -> None:
+        """Takes these adapters; a sequence that chooses none has those that are the default when it is
+        queued."""
+        self.mix, self.has_default_mix = mix, False
 
     def notify(self) -> None:
         """Puts what is new into the queue of events."""

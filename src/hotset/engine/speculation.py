@@ -172,8 +172,8 @@ class Speculator:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence that came to its end."""
-        if self._sequences.pop(sequence, None) is not None:
-            self.drafter.forget(sequence)
+        self._sequences.pop(sequence, None)
+        self.drafter.forget(sequence)
 
     def close(self) -> None:
         self._sequences.clear()

@@ -7,7 +7,7 @@ from functools import partial
 
 from hotset.engine.adapters import Adapters
 from hotset.engine.driver import EngineThread
-from hotset.errors import ModelNotFoundError, UnsupportedModelError
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import expanded
 from hotset.formats.lora import LoraAdapter, read_gguf_adapter
 from hotset.loader.decide import Decided
@@ -31,8 +31,12 @@ def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
     """An adapter for a model: a GGUF file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
     UnsupportedModelError."""
     found = expanded(path).absolute()
-    if not found.is_dir():
-        if not found.exists():
+    try:
+        is_folder, is_there = found.is_dir(), found.exists()
+    except OSError as error:
+        raise FormatError(f"the adapter {found} cannot be read ({error.strerror})") from None
+    if not is_folder:
+        if not is_there:
             raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
         return read_gguf_adapter(found)
     from hotset.convert.peft import read_peft_adapter

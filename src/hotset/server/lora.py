@@ -17,7 +17,7 @@ from hotset.engine.adapters import LoadedAdapter
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
-from hotset.server.manage import check_manager
+from hotset.server.manage import adapter_path, check_manager
 from hotset.server.openai.schema import Body, LoraScale
 from hotset.server.replies import JsonReply
 from hotset.server.service import Service
@@ -68,11 +68,12 @@ async def scaled(body: ScalesBody, http: Request) -> Response:
 
 @router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
 async def load(body: LoadBody, http: Request) -> Response:
-    """Reads a GGUF file, or a folder of PEFT's, of the server's machine. By default only requests that choose
-    the adapter have it."""
+    """Reads a GGUF file, or a folder of PEFT's, in the folder of --lora-dir. By default only requests that
+    choose the adapter have it."""
+    path = adapter_path(http, body.lora_path)
     service = await serving(http, body.model, required=False)
     adapters = service.model.adapters
-    made = await _done(http, service, adapters.load, body.lora_path, body.scale, body.lora_name)
+    made = await _done(http, service, adapters.load, path, body.scale, body.lora_name)
     return JsonReply(_entry(made))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -70,6 +72,26 @@ def _is_loopback(http: Request) -> bool:
 
 
 router = APIRouter(route_class=BodyRoute)
+
+
+def adapter_path(http: Request, given: str) -> str:
+    """The adapter that a client names, in the folder of --lora-dir: it may name no other file of the machine.
+    Raises RequestError."""
+    folder = host_of(http).settings.lora_dir
+    if folder is None:
+        raise RequestError(
+            "clients load no adapters from this server; start it with --lora-dir", 403, code="not_supported"
+        )
+    try:
+        found = Path(folder).resolve().joinpath(given).resolve()
+        is_inside = found.is_relative_to(Path(folder).resolve()) and found.exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
+        is_inside = False
+    if not is_inside:
+        raise RequestError("there is no such adapter in the folder of --lora-dir", param="lora_path")
+    return str(found)
+
+
 _managed = [Depends(check_manager)]
 _Name = Annotated[str, Field(min_length=1)]
 
@@ -274,11 +296,12 @@ async def create(body: CreateBody, http: Request) -> Response:
         raise RequestError(f"a model is called {name!r} already; choose another name", param="model")
 
     def kept() -> None:
+        adapters = tuple(adapter_path(http, one) for one in modelfile.adapters)
         if created.find(base) is not None:
             raise RequestError(
                 f"{base!r} was created itself: name the model that it is made of", param="from"
             )
-        created.add(name, made_of(modelfile, path, base=base, source=text))
+        created.add(name, made_of(replace(modelfile, adapters=adapters), path, base=base, source=text))
 
     await asyncio.to_thread(kept)
     if old is not None and host.catalogue.find(name) is not None:

@@ -411,7 +411,7 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     if mix is not None:
         for one in prepared:
             for sequence in one.sequences:
-                sequence.mix = mix
+                sequence.choose(mix)
     return prepared
 
 

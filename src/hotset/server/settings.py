@@ -34,6 +34,7 @@ class ServerSettings:
     grace_seconds: which a shutdown leaves to answers that run.
     request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
     slot_save_path: a folder for what /slots saves; None: nothing is saved.
+    lora_dir: the folder that clients may load adapters from; None: they load none.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
     """
@@ -55,6 +56,7 @@ class ServerSettings:
     request_log: str | None = None
     log_form: str = "json"
     slot_save_path: str | None = None
+    lora_dir: str | None = None
     trusted_proxies: tuple[str, ...] = ()
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20

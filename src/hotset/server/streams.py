@@ -104,8 +104,9 @@ async def _without_adapter(host: Host, name: str) -> tuple[str, str | None]:
         model, _, adapter = name.rpartition(":")
         try:
             await host.file_of(model)
-        except RequestError:
-            pass
+        except RequestError as error:
+            if error.status != 404:  # it is loading
+                raise
         else:
             return model, adapter
         raise
