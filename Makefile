@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 JOBS ?= 2
+# Of pytest: one more than there are cores, for tests wait for processes, servers and clocks.
+WORKERS ?= 3
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
@@ -47,13 +49,13 @@ QUICK := tests/text tests/formats tests/model tests/placement tests/storage \
   $(addprefix --ignore=tests/,text/test_chat.py text/test_output_grammar.py text/test_tool_calls.py \
     formats/test_powerinfer.py model/test_supported.py)
 check: build $(VENV)/.dev lint
-	$(BIN)/python -m pytest -n $(JOBS) $(QUICK)
+	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK)
 
 # What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
 test: STRICT := -C cmake.define.HOTSET_WERROR=ON
 test: build $(VENV)/.dev lint kernel-test
 	$(BIN)/python tests/support/prepare.py
-	$(BIN)/python -m pytest -n $(JOBS) $(MARKED)
+	$(BIN)/python -m pytest -n $(WORKERS) $(MARKED)
 
 # The tests marked `slow` too.
 test-all: MARKED := -m ''
