@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import os
 
-# There are as many workers as cores, or more. More threads of NumPy and torch, here and in the processes that tests
-# start, do little but wait for one another: they took a third of the suite's time. NumPy and torch read this
-# when they are imported.
+# There are as many workers as cores, or more. More threads of NumPy and torch, here and in the processes
+# that tests start, do little but wait for one another: they took a third of the suite's time. NumPy and torch
+# read this when they are imported.
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
 
 import gc
