@@ -179,7 +179,12 @@ def test_the_first_half_hour_ends_and_goes_on(
     (tmp_path / "mended").touch()
     order = tuple(first.Step(name, (name,), 60.0) for name in names)
     assert first.run(tmp_path, [], 600, steps=order) == 0
-    assert (tmp_path / "begun").read_text().split() == [*names, "hangs", "fails"]
+    begun = (tmp_path / "begun").read_text().split()
+    assert begun[-2:] == ["hangs", "fails"]
+    assert begun[:-2] in (
+        [*names],
+        [name for name in names if name != "hangs"],
+    )  # it may be ended before that
     assert capsys.readouterr().out.rstrip().endswith("Complete.")
     assert first.run(tmp_path, [], -1, steps=(*order, first.Step("late", ("late",), 60))) == 1
 

@@ -123,7 +123,7 @@ def test_right_drafts_take_fewer_steps() -> None:
 
 def test_sequences_that_were_never_drafted_for_are_forgotten_too() -> None:
     engine, guesser = speculating({}, 0.0)
-    found = [engine.enqueue(engine.prepare((1, 2, 3), SamplingParams(max_tokens=1)))]
+    found = [engine.enqueue(engine.prepare((1, 2, 3), SamplingParams(max_tokens=1, temperature=0)))]
     found.append(engine.enqueue(engine.prepare_score((1, 2, 3), lambda *_: None)))
     drain(engine)
     assert guesser.forgotten == set(found)
