@@ -67,12 +67,6 @@ class LowRankPair:
     def rank(self) -> int:
         return self.a.shape[0]
 
-    @property
-    def delta(self) -> np.ndarray:
-        """float32 [outputs, inputs], of a scale of 1."""
-        delta: np.ndarray = (self.b.floats * np.float32(self.factor)) @ self.a.floats
-        return delta
-
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
