@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.convert import hf_nextn
-from hotset.convert.checkpoints.names import TEXT_MODEL
 from hotset.convert.fp8 import Scaled
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
@@ -377,11 +376,8 @@ class _Place:
 def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
     name = hf_nextn.as_layer(name, hf.layers, config.n_layer, in_parts=hf.parts)
-    if hf.sees:
-        name = TEXT_MODEL.sub("", name)
-    # OPT's .bin files leave out the first part of each name.
-    prefix = hf.layers.partition(".")[0] + "."
-    full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+    name = hf.text_name(name)
+    full = hf.full_name(name)
     stem, _, kind = full.rpartition(".")
     if kind not in ("weight", "bias"):  # parameters that belong to no matrix have no kind
         stem, kind = full, "weight"
@@ -592,7 +588,7 @@ def _converted_name(target: str, dialect: Dialect) -> str:
 
 def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialect: Dialect) -> Origin:
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
-    row, hf = ARCHITECTURES[config.architecture], config.hf_class
+    hf = config.hf_class
     expected = _shape(target, config)
     if config.rwkv is not None and target.startswith("blk."):
         _check_fits(values.shape, expected, name)
@@ -615,7 +611,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     if config.space is not None and stem in ("ssm_a", "ssm_d", "ssm_norm"):
         rows = config.space.n_group if stem == "ssm_norm" else config.space.n_head
         return Origin(values.reshape(rows, -1), decays=stem == "ssm_a")
-    if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
+    if hf.turns_rows(config.architecture) and stem in ("attn_q", "attn_k"):
         return Origin(values, rows=neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv" and hf.grouped_qkv:
         return Origin(values, rows=_ungrouped(config))
@@ -644,7 +640,7 @@ def _of_fused_qkv(values: np.ndarray, i: int, name: str, config: HFConfig) -> Or
     _check_fits(values.shape, (heads + 2 * kv, config.n_embd)[: values.ndim], name)
     rows = _ungrouped(config) if hf.grouped_qkv else np.arange(heads + 2 * kv)
     rows = np.split(rows, [heads, heads + kv])[i]
-    if i < 2 and ARCHITECTURES[config.architecture].rope == "norm" and hf.rotates == "neox":
+    if i < 2 and hf.turns_rows(config.architecture):
         rows = rows[neighbours(len(rows), config.head_dim)]
     return Origin(values, rows=rows)
 

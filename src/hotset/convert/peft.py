@@ -18,7 +18,6 @@ import numpy as np
 
 from hotset.convert.checkpoints import CLASSES
 from hotset.convert.checkpoints.classes import HFClass
-from hotset.convert.checkpoints.names import TEXT_MODEL
 from hotset.convert.hf_checkpoint import map_safetensors
 from hotset.convert.hf_config import read_json
 from hotset.convert.hf_rope import neighbours
@@ -28,7 +27,6 @@ from hotset.formats.lora import FloatMatrix, LoraAdapter, checked_pairs
 from hotset.formats.mapped import MappedFile
 from hotset.formats.quants import GGMLType
 from hotset.formats.torch_file import BFLOAT16, map_torch
-from hotset.model.architectures import ARCHITECTURES
 from hotset.parameters import shown
 
 CONFIG = "adapter_config.json"
@@ -122,8 +120,7 @@ class _Names:
     def permutes(self, target: str) -> bool:
         """Whether rows lie otherwise in files."""
         stem = target.rpartition(".")[0].rpartition(".")[2]
-        turned = ARCHITECTURES[self._architecture].rope == "norm" and self._classes[0].rotates == "neox"
-        return turned and stem in ("attn_q", "attn_k")
+        return self._classes[0].turns_rows(self._architecture) and stem in ("attn_q", "attn_k")
 
 
 def _changes(hf: HFClass) -> bool:
@@ -132,11 +129,7 @@ def _changes(hf: HFClass) -> bool:
 
 
 def _target(module: str, hf: HFClass) -> str | None:
-    if hf.sees:
-        module = TEXT_MODEL.sub("", module)
-    prefix = hf.layers.partition(".")[0] + "."
-    if not module.startswith((prefix, "lm_head")):
-        module = prefix + module
+    module = hf.full_name(f"{hf.text_name(module)}.weight").removesuffix(".weight")
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", module)
     if match is not None:
         inside = hf.layer_tensors.get(match[2])

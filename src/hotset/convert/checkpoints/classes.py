@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hotset.convert.checkpoints.names import LLAMA_NAMES, LLAMA_TENSORS
+from hotset.convert.checkpoints.names import LLAMA_NAMES, LLAMA_TENSORS, TEXT_MODEL
 from hotset.model.architectures import ARCHITECTURES
 from hotset.model.operations import RopeKind, Scoring
 
@@ -186,3 +186,17 @@ class HFClass:
     def packed(self) -> bool:
         """Whether experts may be in MXFP4: targets of their codes (.blocks) and exponents (.scales)."""
         return any(target.endswith(".blocks") for target in self.layer_tensors.values())
+
+    def text_name(self, name: str) -> str:
+        """The name of a tensor in the text model of a checkpoint that has other parts too."""
+        return TEXT_MODEL.sub("", name) if self.sees else name
+
+    def full_name(self, name: str) -> str:
+        """With the first part of each name, which OPT's .bin files, and some adapters, leave out."""
+        prefix = self.layers.partition(".")[0] + "."
+        return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+    def turns_rows(self, architecture: str) -> bool:
+        """Whether rows of queries and keys lie otherwise in files of an architecture: in pairs that RoPE
+        rotates."""
+        return ARCHITECTURES[architecture].rope == "norm" and self.rotates == "neox"
