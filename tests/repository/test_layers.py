@@ -46,9 +46,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes: of a file they are found once."""
+    return tuple(ast.walk(tree))
+
+
 def imports_of(tree: ast.AST, names: set[str]) -> Iterator[str]:
     """The modules of hotset that a source imports anywhere."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "hotset":
@@ -109,15 +115,15 @@ def uses_of_the_core(tree: ast.Module) -> bool:
     """Whether a module imports the native module for more than types."""
     of_types = {
         inner
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for inner in walk(node)
     }
     return any(
         isinstance(node, ast.ImportFrom)
         and node not in of_types
         and any(alias.name == "_core" for alias in node.names)
-        for node in ast.walk(tree)
+        for node in walk(tree)
     )
 
 
@@ -177,9 +183,9 @@ def imports_at_head(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 def inner_imports(tree: ast.Module) -> set[ast.Import | ast.ImportFrom]:
     """Those inside functions, less those that try whether there is something."""
     found, tried = set(), set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found |= {one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
+            found |= {one for one in walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
         elif isinstance(node, ast.Try):
             tried |= {one for one in node.body if isinstance(one, ast.Import | ast.ImportFrom)}
     return found - tried
@@ -238,7 +244,7 @@ def test_no_function_is_longer_than_80_lines() -> None:
 def long_functions(path: Path, most: int) -> list[str]:
     return [
         f"{path.name}: {node.name} has {length} lines"
-        for node in ast.walk(tree_of(path))
+        for node in walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or 0) - node.lineno + 1) > most
     ]
@@ -262,7 +268,7 @@ def test_nobody_asks_what_a_backend_has() -> None:
     asked = [
         f"{name}:{node.lineno}"
         for name, path in modules().items()
-        for node in ast.walk(tree_of(path))
+        for node in walk(tree_of(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("getattr", "hasattr")
