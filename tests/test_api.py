@@ -477,6 +477,12 @@ def test_load_refuses_a_context_larger_than_the_memory(path: Path):
         hotset.load(path, backend="reference", n_ctx=10**13)
 
 
+def test_a_plan_refuses_a_cache_that_does_not_fit(tmp_path: Path):
+    model = write_llama(tmp_path / "narrow.gguf", head_dim=24)
+    with pytest.raises(hotset.UnsupportedModelError, match="the keys of this model have 24"):
+        hotset.plan(model, backend="cpu", kv_type="q4_0")
+
+
 def test_load_of_nothing(tmp_path: Path):
     with pytest.raises(hotset.ModelNotFoundError):
         hotset.load(tmp_path / "missing.gguf")
