@@ -42,7 +42,7 @@ PARTS = [
 
 def tools(how: str) -> list[dict[str, Any]]:
     if how == "many":
-        return [{**TOOLS[0], "name": f"tool{i}"} for i in range(1000)]
+        return [{**TOOLS[0], "name": f"tool{i}"} for i in range(600)]
     if how == "odd":
         deep: dict[str, Any] = {"type": "object"}
         for _ in range(20):

@@ -228,7 +228,7 @@ class Connection:
             taken[name] = McpTool(name, tool.name, description, tool.input_schema)
         if not left_out:
             return tuple(taken.values()), ""
-        names = clause(", ".join(left_out[:4]) + (", ..." if len(left_out) > 4 else ""))
+        names = clause(", ".join(left_out[:4]) + (" and others" if len(left_out) > 4 else ""))
         return tuple(taken.values()), (
             f"has tools that are left out, for their names, their schemas or their number ({len(left_out)}): "
             f"{names}"

@@ -56,7 +56,7 @@ export class CallsView {
     const label = `Arguments of ${call.name}`;
     const element = h(
       "li",
-      { class: `call ${call.state} ${call.error ? "faulty" : ""}` },
+      { class: `call ${call.state} ${call.error ? "faulty" : ""}`, tabIndex: -1 },
       h(
         "p",
         { class: "what" },
@@ -74,7 +74,9 @@ export class CallsView {
 
   consent(call) {
     const { message, actions } = this;
-    const button = (name, kind, act) => h("button", { type: "button", class: kind, "aria-label": `${name}: ${call.name}`, on: { click: act } }, name);
+    // The second click of two is not meant for what the first one has moved under the pointer.
+    const once = (act) => (event) => event.detail > 1 || act();
+    const button = (name, kind, act) => h("button", { type: "button", class: kind, "aria-label": `${name}: ${call.name}`, on: { click: once(act) } }, name);
     const deny = button("Deny", "quiet", () => actions.deny(message, call));
     if (!call.typed) {
       return h(

@@ -177,12 +177,12 @@ export class ToolsDialog {
   }
 
   adding() {
-    const area = h("textarea", { id: "function", rows: 3, placeholder: EXAMPLE, spellcheck: false, autocomplete: "off", "aria-describedby": "function-problem" });
+    const area = h("textarea", { id: "function", rows: 4, placeholder: EXAMPLE, spellcheck: false, autocomplete: "off", "aria-describedby": "function-problem" });
     const problem = h("p", { class: "problem", id: "function-problem", role: "alert" });
     const form = h(
       "form",
       { class: "field" },
-      h("label", { htmlFor: "function" }, "A function as JSON: name, description, and a JSON schema of its parameters"),
+      h("label", { htmlFor: "function" }, "A function as JSON"),
       area,
       problem,
       h("button", { type: "submit", class: "quiet" }, "Add"),

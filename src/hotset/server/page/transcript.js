@@ -162,9 +162,10 @@ export class Transcript {
     }
   }
 
-  /** Puts the focus on the next call that waits for the reader; false: there is none. */
+  /** Puts the focus on the next call that waits for the reader, not on a button: Enter allows nothing unread. False:
+   * there is none. */
   focusCall(message) {
-    const next = this.turns.get(message)?.element.querySelector(".consent :is(textarea, button)");
+    const next = this.turns.get(message)?.element.querySelector(".call:has(.consent)");
     if (document.activeElement !== document.body && document.activeElement !== byId("stop")) return true;
     next?.focus();
     return Boolean(next);
