@@ -212,7 +212,7 @@ def test_processes_that_are_hostile() -> None:
         assert "or their number (344): tool256, tool257, tool258, tool259 and others" in many.problem
         assert pages.problem.startswith("has more than 64 tools")
         assert [one.name for one in odd.tools] == ["odd__ok", "odd__a_b"]
-        assert odd.problem.endswith("(4): bad name\\x1b, deep, large, a.b")
+        assert odd.problem.endswith("(5): bad name\\x1b, deep, large, nan and others")
         assert len(odd.tools[0].description) == 4096
 
 

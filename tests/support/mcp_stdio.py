@@ -53,6 +53,7 @@ def tools(how: str) -> list[dict[str, Any]]:
             {"name": "bad name\x1b", "inputSchema": schema()},
             {"name": "deep", "inputSchema": deep},
             {"name": "large", "inputSchema": large},
+            {"name": "nan", "inputSchema": {"type": "object", "default": float("nan")}},
             {"name": "a/b", "inputSchema": schema()},
             {"name": "a.b", "inputSchema": schema()},
         ]

@@ -212,7 +212,7 @@ class Connection:
         left_out: list[str] = []
         for tool in found:
             name = self._server.prefix + re.sub(r"[./]", "_", tool.name)
-            schema = json.dumps(tool.input_schema)
+            schema = _dumped(tool.input_schema)
             description = escaped_text((tool.description or "")[: limits.description_chars])
             n_bytes += len(schema) + len(description)
             if (
@@ -220,7 +220,7 @@ class Connection:
                 or name in taken
                 or len(taken) == limits.tools
                 or n_bytes > limits.listing_bytes
-                or len(schema) > limits.schema_bytes
+                or not 0 < len(schema) <= limits.schema_bytes
                 or _nesting(tool.input_schema) > limits.schema_nesting
             ):
                 left_out.append(tool.name)
@@ -233,6 +233,14 @@ class Connection:
             f"has tools that are left out, for their names, their schemas or their number ({len(left_out)}): "
             f"{names}"
         )
+
+
+def _dumped(schema: Mapping[str, Any]) -> str:
+    """JSON; empty for what is none: parsers let NaN pass."""
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        return ""
 
 
 def _nesting(value: Any) -> int:
