@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_page import answers, done, say, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal, mcp_server, tool_call
+from live_server import live_server
+from paths import ROOT
+from tiny_server import write_model
+
+from hotset.server.mcp.file import McpServer
 
 READ = tool_call("files__read", '{"path": "a.txt"}')
 FUNCTION = {
@@ -338,6 +345,32 @@ def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
     assert server.tool_calls == [("files__read", {"path": path})]
     assert results(page) == ["<img src=x onerror=alert(1)>\\u{202e}"]
     assert page.locator(".call img").count() == 0
+
+
+def test_a_tool_of_an_mcp_server(tmp_path: Path, opened: Any) -> None:
+    """The page, the server, and a process that speaks MCP; only what the model says is written here."""
+    script = str(ROOT / "tests" / "support" / "mcp_stdio.py")
+    server = McpServer(name="small", command=sys.executable, args=("-I", "-S", script))
+    said: list[dict[str, Any]] = [dict([tool_call("small__echo", '{"text": "heard"}')]), {"content": "Good."}]
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        chunk = {"choices": [{"index": 0, "delta": said.pop(0), "finish_reason": "stop"}]}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    with live_server(write_model(tmp_path / "tiny.gguf"), mcp_servers=(server,)) as url:
+        page = opened(url)
+        page.route("**/v1/chat/completions", answer)
+        page.click("#show-tools")
+        page.get_by_text("0 of 11 tools on").wait_for()
+        page.locator("#tools .mcp").get_by_role("checkbox").first.check()
+        page.keyboard.press("Escape")
+        say(page, "Go")
+        button(page, "Allow once", "small__echo").click()
+        page.get_by_text("Good.", exact=True).wait_for()
+        assert (len(asked[0]["tools"]), results(page)) == (11, ["heard"])
+        assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "c0", "content": "heard"}
 
 
 def test_the_list_of_servers(server: FakeServer, opened: Any) -> None:
