@@ -1,5 +1,6 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs seldom write the same.
 
+import { folderName } from "./folders.js";
 import { checkedSettings } from "./settings.js";
 import { path } from "./tree.js";
 
@@ -12,7 +13,7 @@ const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
  * that the reader chose for it. */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", titled: false, pinned: false, updated: Date.now(), model: null, settings: null, messages: [], leaf: null };
+  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, messages: [], leaf: null };
 }
 
 /** What a conversation is called: by the reader, or the beginning of its first message. */
@@ -77,6 +78,7 @@ function checked(value) {
     title: titled ? value.title.trim().slice(0, MAX_OWN_TITLE) : "",
     titled,
     pinned: value.pinned === true,
+    folder: folderName(value.folder),
     updated: Number.isFinite(value.updated) ? value.updated : 0,
     model: typeof value.model === "string" ? value.model : null,
     settings: typeof value.settings === "object" && value.settings !== null ? checkedSettings(value.settings) : null,
@@ -113,8 +115,8 @@ function checkedMessage(value) {
   return kept;
 }
 
-/** Conversations of an exported file; throws a message where it is none. One that is here already, by
- * its id, is to be replaced. */
+/** The conversations and the names of the folders in an exported file; throws a message where it is none. A
+ * conversation that is here already, by its id, is to be replaced. */
 export function imported(text) {
   let value;
   try {
@@ -124,11 +126,12 @@ export function imported(text) {
   }
   const list = (Array.isArray(value?.conversations) ? value.conversations : []).map(checked);
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
-  return list;
+  const folders = Array.isArray(value.folders) ? value.folders : [];
+  return { list, folders: folders.map(folderName).filter((name) => name !== null) };
 }
 
-export const exported = (conversations) =>
-  JSON.stringify({ from: "hotset", version: 2, conversations }, null, 1);
+export const exported = (conversations, folders) =>
+  JSON.stringify({ from: "hotset", version: 2, folders, conversations }, null, 1);
 
 /** A conversation as a text to read: what of it is shown. */
 export function asMarkdown(conversation) {
