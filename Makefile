@@ -47,7 +47,8 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 QUICK := tests/text tests/formats tests/model tests/placement tests/storage \
   tests/engine/test_engine.py tests/engine/test_kv_cache.py tests/engine/test_sampler.py tests/repository/test_layers.py \
   $(addprefix --ignore=tests/,text/test_chat.py text/test_output_grammar.py text/test_tool_calls.py \
-    formats/test_powerinfer.py model/test_supported.py)
+    text/test_constraint.py formats/test_powerinfer.py formats/test_mapped.py formats/test_quantize.py \
+    model/test_alibi.py model/test_supported.py)
 check: build $(VENV)/.dev lint
 	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK)
 

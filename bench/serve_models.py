@@ -1,12 +1,18 @@
 """Requests over several models of one server, whose memory has room for all but one of them.
 
-usage: python bench/serve_models.py A.gguf B.gguf C.gguf [--requests 200] [--at-once 24] [--tokens 16]
+usage: python bench/serve_models.py A.gguf B.gguf C.gguf [--requests 200] [--at-once 24] [--kills 2]
 
 The answers to a few prompts are computed first, by each model alone. Then `hotset serve` gets the models with
 a budget that lacks the smallest one, and requests in a random order, some at once. Every reply must be there,
 and be its model's answer; what models have by /metrics must stay within the budget, and so must the process,
-beside what it has without a model. Prints a Markdown table and one line of JSON; ends with 1 where a reply is
-missing or wrong, or memory goes beyond the budget.
+beside what it has without a model.
+
+With --kills the prompt cache is kept on disk, and the server is killed so many times in the midst of requests
+and started again on the same cache. A request that was lost with it is made again, as clients do; its answer
+must be the same, and prompts must be found on disk.
+
+Prints a Markdown table and one line of JSON; ends with 1 where a reply is missing or wrong, memory goes
+beyond the budget, or nothing came from the cache of a server that was killed.
 """
 
 from __future__ import annotations
@@ -17,11 +23,14 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import psutil
@@ -29,9 +38,13 @@ import psutil
 import hotset
 from hotset.server.slots import bytes_of
 
-PROMPTS = ("The sky is", "Once upon a time", "In the year 2000", "A recipe for bread:")
+_TEXT = (Path(__file__).parents[1] / "docs" / "SERVER.md").read_text()
+PROMPTS = tuple(
+    _TEXT[start : start + 1200] for start in range(0, 4800, 1200)
+)  # some blocks of the cache each
 MARGIN = 256 << 20  # of the program: connections, templates, what the allocator keeps
 _GIB = 1 << 30
+Known = dict[str, tuple[int, dict[str, str]]]  # of each model: its bytes, its answer to each prompt
 
 
 def expected(path: Path, settings: hotset.LoadSettings, n_tokens: int) -> tuple[int, dict[str, str]]:
@@ -48,25 +61,67 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     return json.loads(text) if body is not None else text
 
 
-class Watch:
-    """The memory of a server, looked at until it is closed."""
+class Server:
+    """A server that may be killed and started again, whose memory and counters are read meanwhile."""
 
-    def __init__(self, url: str, pid: int) -> None:
-        self._url, self._process, self._ends = url, psutil.Process(pid), threading.Event()
-        self.first = self.most_resident = self._process.memory_info().rss
+    def __init__(self, command: list[str]) -> None:
+        self._command, self._changes = command, threading.Condition()
+        self.n_starts = self.most_resident = 0
         self.most_counted = 0.0
-        self._thread = threading.Thread(target=self._run)
+        self.counted: dict[str, float] = {}  # of all that were started; those that were killed as last read
+        self._start()
+
+    def _start(self) -> None:
+        self._process, self.url = started(self._command)
+        self._first = psutil.Process(self._process.pid).memory_info().rss
+        self._ends, self._latest = threading.Event(), ""
+        self._thread = threading.Thread(target=self._watch, args=(self._process.pid, self.url))
         self._thread.start()
+        with self._changes:
+            self.n_starts += 1
+            self._changes.notify_all()
 
-    def _run(self) -> None:
+    def _watch(self, pid: int, url: str) -> None:
         while not self._ends.wait(0.05):
-            found = re.findall(r"^hotset_model_memory_bytes\{.*\} (\S+)$", ask(f"{self._url}/metrics"), re.M)
-            self.most_counted = max(self.most_counted, sum(map(float, found)))
-            self.most_resident = max(self.most_resident, self._process.memory_info().rss)
+            try:
+                self._latest = ask(f"{url}/metrics")
+                resident = psutil.Process(pid).memory_info().rss - self._first
+            except (OSError, HTTPException, psutil.NoSuchProcess):
+                return  # it was killed
+            found = _values(self._latest, "hotset_model_memory_bytes")
+            self.most_counted = max(self.most_counted, sum(found))
+            self.most_resident = max(self.most_resident, resident)
 
-    def close(self) -> None:
+    def ask(self, body: dict[str, Any]) -> tuple[Any, int]:
+        """A reply, and how often the request was made: again where the server was killed meanwhile."""
+        n_asked = 0
+        while True:
+            n_starts, n_asked = self.n_starts, n_asked + 1
+            try:
+                return ask(f"{self.url}/v1/completions", body), n_asked
+            except (OSError, HTTPException):  # the reply ended in the middle, or did not begin
+                with self._changes:
+                    if not self._changes.wait_for(lambda since=n_starts: self.n_starts > since, 60):
+                        raise
+
+    def end(self, signal: int) -> None:
+        if signal != SIGKILL:
+            self._latest = ask(f"{self.url}/metrics")
         self._ends.set()
+        self._process.send_signal(signal)
+        self._process.wait()
         self._thread.join()
+        for name in ("hotset_model_loads_total", "hotset_restored_prompt_tokens_total",
+                     "hotset_prompt_cache_blocks_damaged_total"):  # fmt: skip
+            self.counted[name] = self.counted.get(name, 0) + sum(_values(self._latest, name))
+
+    def kill(self) -> None:
+        self.end(SIGKILL)
+        self._start()
+
+
+def _values(metrics: str, name: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.M)]
 
 
 def started(command: list[str]) -> tuple[subprocess.Popen[str], str]:
@@ -80,6 +135,33 @@ def started(command: list[str]) -> tuple[subprocess.Popen[str], str]:
     raise SystemExit(f"the server did not start: {' '.join(command)}")
 
 
+def play(
+    server: Server, requests: list[tuple[str, str]], known: Known, given: argparse.Namespace
+) -> list[str]:
+    """What became of each request."""
+    answered = threading.Semaphore(0)
+
+    def one(request: tuple[str, str]) -> str:
+        name, prompt = request
+        body = {"model": name, "prompt": prompt, "temperature": 0, "max_tokens": given.tokens}
+        try:
+            reply, n_asked = server.ask(body)
+            text = reply["choices"][0]["text"]
+        except (OSError, HTTPException, ValueError, LookupError) as error:
+            return f"lost ({error})"
+        finally:
+            answered.release()
+        return ("right" if n_asked == 1 else "right again") if text == known[name][1][prompt] else "wrong"
+
+    with ThreadPoolExecutor(given.at_once) as threads:
+        results = [threads.submit(one, request) for request in requests]
+        for _ in range(given.kills):
+            for _ in range(len(requests) // (given.kills + 1)):
+                answered.acquire()
+            server.kill()
+        return [result.result() for result in results]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,6 +171,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--n-ctx", type=int, default=1024)
+    parser.add_argument("--kills", type=int, default=0)
     given = parser.parse_args()
     settings = hotset.LoadSettings(backend="cpu", n_ctx=given.n_ctx, n_seqs=1)
     known = {path.stem: expected(path, settings, given.tokens) for path in given.models}
@@ -99,47 +182,39 @@ def main() -> None:
         "--ctx-size", str(given.n_ctx), "--contexts", "1", "--max-memory", str((budget + 4096) / _GIB),
         "--max-queue", str(given.requests),
     ]  # fmt: skip
-    server, url = started(command)
     rng = random.Random(1)
     requests = [(rng.choice(list(known)), rng.choice(PROMPTS)) for _ in range(given.requests)]
-    watch = Watch(url, server.pid)
-
-    def one(request: tuple[str, str]) -> str:
-        name, prompt = request
-        body = {"model": name, "prompt": prompt, "temperature": 0, "max_tokens": given.tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        if given.kills:
+            command += ["--cache-dir", folder, "--cache-disk", "1"]
+        server = Server(command)
+        began = time.perf_counter()
         try:
-            text = ask(f"{url}/v1/completions", body)["choices"][0]["text"]
-        except (OSError, ValueError, LookupError) as error:
-            return f"lost ({error})"
-        return "right" if text == known[name][1][prompt] else "wrong"
-
-    began = time.perf_counter()
-    try:
-        with ThreadPoolExecutor(given.at_once) as threads:
-            results = list(threads.map(one, requests))
-        seconds = time.perf_counter() - began
-        metrics = ask(f"{url}/metrics")
-    finally:
-        watch.close()
-        server.terminate()
-        server.wait()
-    loads = sum(float(n) for n in re.findall(r"^hotset_model_loads_total\{.*\} (\S+)$", metrics, re.M))
+            results = play(server, requests, known, given)
+            seconds = time.perf_counter() - began
+        finally:
+            server.end(SIGTERM)
+    counts = {kind: results.count(kind) for kind in ("right", "right again", "wrong")}
+    loads, restored, damaged = map(int, server.counted.values())
     found = {
-        "requests": len(results), "right": results.count("right"), "wrong": results.count("wrong"),
-        "seconds": round(seconds, 2), "loads": int(loads), "budget": budget,
-        "most_counted": int(watch.most_counted), "most_resident": watch.most_resident - watch.first,
+        "requests": len(results), **counts, "seconds": round(seconds, 2), "kills": given.kills,
+        "loads": loads, "tokens_from_disk": restored, "damaged_blocks": damaged, "budget": budget,
+        "most_counted": int(server.most_counted), "most_resident": server.most_resident,
         "models": {name: n_bytes for name, (n_bytes, _) in known.items()},
     }  # fmt: skip
-    print("| requests | right | wrong | loads | s | budget MB | counted MB | resident MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| requests | right | right, asked again | wrong | kills | loads | tokens from disk | s | "
+          "budget MB | counted MB | resident MB |")  # fmt: skip
+    print("|" + "---|" * 11)
     sizes_mb = [found[name] / 1e6 for name in ("budget", "most_counted", "most_resident")]
     print(
-        f"| {found['requests']} | {found['right']} | {found['wrong']} | {found['loads']} | {seconds:.1f} | "
+        f"| {len(results)} | " + " | ".join(map(str, counts.values()))
+        + f" | {given.kills} | {loads} | {restored} | {seconds:.1f} | "
         + " | ".join(f"{size:.1f}" for size in sizes_mb) + " |"
     )  # fmt: skip
     print(json.dumps(found))
-    lacking = [result for result in results if result != "right"]
-    if lacking or watch.most_counted > budget + 4096 or found["most_resident"] > budget + MARGIN:
+    lacking = [result for result in results if not result.startswith("right")]
+    within = server.most_counted <= budget + 4096 and server.most_resident <= budget + MARGIN
+    if lacking or not within or (given.kills and not restored):
         raise SystemExit(f"not as it must be: {lacking[:3]}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -360,29 +361,38 @@ def test_qwen3next_says_where_delta_nets_stand() -> None:
 # ---- what config.json leaves out is what transformers' classes put there -----------------------------------
 
 
-def _full_configs() -> dict[str, list[dict[str, Any]]]:
-    """Configuration class of transformers → whole config.jsons of it: of every recipe that transformers
-    computes, and where a switch is on that no recipe has on."""
+def _recipes() -> dict[str, list[tiny_models.TinyModel]]:
+    """By configuration class of transformers, without making one: of all that transformers computes, and
+    where a switch is on that no recipe has on."""
     recipes = [*tiny_models.RECIPES.values(), *tiny_models.EXPERTS.values()]
     windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     recipes += [tiny_models.TinyModel(k, windows) for k in ("Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe")]
     other = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}, "max_position_embeddings": 99}
     kinds = ("Mixtral", "Lfm2", "Gemma2", "GptOss", "DeepseekV3", "Phi3", "SmolLM3")
     recipes += [tiny_models.TinyModel(kind, other) for kind in kinds]
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[tiny_models.TinyModel]] = {}
     for recipe in recipes:
-        if recipe.kind in tiny_models.OWN or "architectures" in recipe.written_as:
-            continue
-        config = tiny_models.config_of(recipe, {**tiny_models.SHAPE, **recipe.settings})
-        if recipe.vision is not None:  # older files have all entries of the text model at the top
-            config = config.text_config
-        name, entries = type(config).__name__, config.to_dict()
-        architectures = {"architectures": [tiny_models.class_of(recipe)]}
-        found.setdefault(name, []).append(entries | recipe.written_as | architectures)
+        if recipe.kind not in tiny_models.OWN and "architectures" not in recipe.written_as:
+            found.setdefault(f"{recipe.config or recipe.kind}Config", []).append(recipe)
     return found
 
 
-FULL_CONFIGS = _full_configs()
+RECIPES = _recipes()
+
+
+@cache
+def full_configs(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """The class of the text model, and whole config.jsons of it."""
+    found = []
+    for recipe in RECIPES[name]:
+        config = tiny_models.config_of(recipe, {**tiny_models.SHAPE, **recipe.settings})
+        if recipe.vision is not None:  # older files have all entries of the text model at the top
+            config = config.text_config
+        architectures = {"architectures": [tiny_models.class_of(recipe)]}
+        found.append(config.to_dict() | recipe.written_as | architectures)
+    return type(config).__name__, found
+
+
 # transformers' are those of one published model.
 WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim", "n_embd", "n_layer", "n_head"}
@@ -437,8 +447,8 @@ NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
 @pytest.mark.parametrize(
     ("name", "spelling"),
     [
-        (name, spelling)
-        for name in FULL_CONFIGS
+        pytest.param(name, spelling, marks=() if spelling or name in NEWER else pytest.mark.slow)
+        for name in RECIPES
         for spelling in ("", "older")
         if not (spelling and name in NEWER)
     ],
@@ -446,7 +456,8 @@ NEWER = {"Gemma4TextConfig"}  # classes that never had the older spelling
 def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
     """config.json without an entry gives what it gives with the value that transformers' class puts there."""
     seen, refused = set(), {}
-    for full in FULL_CONFIGS[name]:
+    name, configs = full_configs(name)
+    for full in configs:
         for entry, config in incomplete(older_spelling(full) if spelling else full):
             if f"{name} {entry}" == "Qwen3VLMoeTextConfig tie_word_embeddings":
                 continue  # the whole model's counts
@@ -576,9 +587,10 @@ READ |= {"Qwen3_5MoeTextConfig": {"full_attention_interval"}, "Lfm2MoeConfig": {
 READ |= {"Lfm2Config": {"tie_embedding"}, "DeepseekV2Config": {"norm_topk_prob"}}
 
 
-@pytest.mark.parametrize("name", FULL_CONFIGS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_entries_that_a_class_does_not_read_change_nothing(name: str) -> None:
-    for full in FULL_CONFIGS[name]:
+    name, configs = full_configs(name)
+    for full in configs:
         others = {k: v for k, v in FOREIGN.items() if k not in full and k not in READ.get(name, ())}
         assert facts(full | others) == facts(full)
 
@@ -631,9 +643,9 @@ NEEDED_ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", FULL_CONFIGS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_files_have_the_keys_that_llama_cpp_needs(name: str) -> None:
-    for full in FULL_CONFIGS[name]:
+    for full in full_configs(name)[1]:
         config = HFConfig(full)
         found = config.keys(config.architecture, config.n_ctx)
         needed = ["block_count", "context_length", "embedding_length", "feed_forward_length"]

@@ -205,6 +205,13 @@ def test_an_unknown_architecture_is_named() -> None:
         config_from_gguf(file("plamo2"))
     with pytest.raises(FormatError, match=r"general\.architecture"):
         config_from_gguf(SimpleNamespace(metadata={}, tensors={}))
+    for kind, hint in (
+        ("adapter", "--lora"),
+        ("imatrix", "quantize --imatrix"),
+        ("mmproj", "language model"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"no model but .*{hint}"):
+            config_from_gguf(SimpleNamespace(metadata={"general.type": kind}, tensors={}))
 
 
 def test_a_number_may_lie_at_either_end_of_its_range() -> None:

@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,20 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(source: str, names: set[str]) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes: of a file they are found once."""
+    return tuple(ast.walk(tree))
+
+
+def imports_of(tree: ast.AST, names: set[str]) -> Iterator[str]:
     """The modules of hotset that a source imports anywhere."""
-    for node in ast.walk(ast.parse(source)):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "hotset":
@@ -62,7 +74,7 @@ def imports_of(source: str, names: set[str]) -> Iterator[str]:
 
 def graph() -> dict[str, set[str]]:
     found = modules()
-    return {name: set(imports_of(path.read_text("utf-8"), set(found))) for name, path in found.items()}
+    return {name: set(imports_of(tree_of(path), set(found))) for name, path in found.items()}
 
 
 def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -103,20 +115,20 @@ def uses_of_the_core(tree: ast.Module) -> bool:
     """Whether a module imports the native module for more than types."""
     of_types = {
         inner
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for inner in walk(node)
     }
     return any(
         isinstance(node, ast.ImportFrom)
         and node not in of_types
         and any(alias.name == "_core" for alias in node.names)
-        for node in ast.walk(tree)
+        for node in walk(tree)
     )
 
 
 def test_the_native_module_has_owners() -> None:
-    using = {name for name, path in modules().items() if uses_of_the_core(ast.parse(path.read_text("utf-8")))}
+    using = {name for name, path in modules().items() if uses_of_the_core(tree_of(path))}
     assert {
         name for name in using if not any(f"{name}.".startswith(f"{o}.") for o in OWNERS_OF_THE_CORE)
     } == set()
@@ -171,9 +183,9 @@ def imports_at_head(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 def inner_imports(tree: ast.Module) -> set[ast.Import | ast.ImportFrom]:
     """Those inside functions, less those that try whether there is something."""
     found, tried = set(), set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found |= {one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
+            found |= {one for one in walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
         elif isinstance(node, ast.Try):
             tried |= {one for one in node.body if isinstance(one, ast.Import | ast.ImportFrom)}
     return found - tried
@@ -186,10 +198,10 @@ def libraries_of(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 def late_imports(files: dict[str, Path]) -> list[str]:
     """Imports inside functions that the rule above does not allow."""
-    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in files.items()}
+    trees = {name: tree_of(path) for name, path in files.items()}
     names = set(files)
     heads = {
-        name: {other for node in imports_at_head(tree) for other in imports_of(ast.unparse(node), names)}
+        name: {other for node in imports_at_head(tree) for other in imports_of(node, names)}
         for name, tree in trees.items()
     }
     slow = {
@@ -205,7 +217,7 @@ def late_imports(files: dict[str, Path]) -> list[str]:
         for node in sorted(inner_imports(tree), key=lambda node: node.lineno)
         if not libraries_of(node) & (SLOW | sys.stdlib_module_names)
         and name not in LOADED_BY_EVERY_START
-        and not set(imports_of(ast.unparse(node), names)) & slow
+        and not set(imports_of(node, names)) & slow
     ]
 
 
@@ -232,7 +244,7 @@ def test_no_function_is_longer_than_80_lines() -> None:
 def long_functions(path: Path, most: int) -> list[str]:
     return [
         f"{path.name}: {node.name} has {length} lines"
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or 0) - node.lineno + 1) > most
     ]
@@ -256,7 +268,7 @@ def test_nobody_asks_what_a_backend_has() -> None:
     asked = [
         f"{name}:{node.lineno}"
         for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in walk(tree_of(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("getattr", "hasattr")
@@ -298,7 +310,7 @@ def f():
     from hotset.a import b
     from hotset import load
 """
-    assert sorted(imports_of(source, names)) == ["", "a.b", "a.b", "c", "d"]
+    assert sorted(imports_of(ast.parse(source), names)) == ["", "a.b", "a.b", "c", "d"]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"f"}}) == {
         frozenset("abc"),
         frozenset("f"),

@@ -131,6 +131,9 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert await asked(client) == plain  # by default none has it
         chosen = await asked(client, model="tiny:first")
         assert chosen != plain
+        listed = (await client.get("/v1/models/tiny:first")).json()
+        assert (listed["id"], listed["root"], listed["parent"]) == ("tiny:first", "first", "tiny")
+        assert (await client.get("/v1/models/tiny:second")).status_code == 404
         scaled = await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
         assert scaled.json() == (await client.get("/lora-adapters")).json() == [entry | {"scale": 1.0}]
         assert await asked(client) == chosen
@@ -156,6 +159,7 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
             ("load", given | {"lora_name": "a/b"}, "lora_name"),
             ("load", {"lora_name": "a"}, "lora_path"),
             ("unload", {"lora_name": "first"}, "no adapter 'first'"),
+            ("unload", {"lora_name": "first", "lora_int_id": 0}, "no adapter 'first'"),
             ("unload", {}, "lora_name is missing"),
         ):
             reply = await client.post(f"/v1/{path}_lora_adapter", json=body)

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from cases import quick_are
+from cases import quick_are, quick_if
 from fake_backend import FakeBackend
 from tiny_tokenizers import bpe_metadata
 
@@ -114,39 +114,40 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
 
 # Harmony's marks are tokens in every vocabulary, and a random model does not spell the end of its reasoning.
 @pytest.mark.parametrize(
-    ("name", "special"),
-    [
-        *((name, True) for name in TEMPLATES),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in TEMPLATES if name != "harmony"),
-    ],
+    ("name", "special", "seed"),
+    quick_if(
+        lambda name, special, seed: special and seed == 0,
+        [n for n in TEMPLATES if n != "harmony"],
+        [True, False],
+        range(3),
+    )
+    + quick_if(lambda name, special, seed: seed == 0, ["harmony"], [True], range(3)),
 )
-def test_a_required_call_is_one_of_the_tools(name: str, special: bool):
+def test_a_required_call_is_one_of_the_tools(name: str, special: bool, seed: int):
     tokenizer, grammars = vocabulary(special)
     form = OutputForm.of(TEMPLATES[name], tokenizer)
-    for seed in range(3):
-        grammar = form.calls_grammar(TOOLS, parallel=seed % 2 == 0)
-        params = SamplingParams(seed=seed, grammar=grammar, max_tokens=1500, logit_bias=ending(tokenizer))
-        parts, reason = answer(form, grammars, "assistant\n", params, calls=True)
-        assert reason == "stop"
-        called = calls_of(parts)
-        assert called
-        assert len(called) == 1 or seed % 2 == 0
-        for function, arguments in called:
-            jsonschema.validate(arguments, SCHEMAS[function])
-        assert not any(isinstance(part, Text) for part in parts)
+    grammar = form.calls_grammar(TOOLS, parallel=seed % 2 == 0)
+    params = SamplingParams(seed=seed, grammar=grammar, max_tokens=1500, logit_bias=ending(tokenizer))
+    parts, reason = answer(form, grammars, "assistant\n", params, calls=True)
+    assert reason == "stop"
+    called = calls_of(parts)
+    assert called
+    assert len(called) == 1 or seed % 2 == 0
+    for function, arguments in called:
+        jsonschema.validate(arguments, SCHEMAS[function])
+    assert not any(isinstance(part, Text) for part in parts)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_named_call_is_that_one(name: str):
+@pytest.mark.parametrize(("name", "seed"), quick_if(lambda name, seed: seed == 0, TEMPLATES, range(2)))
+def test_a_named_call_is_that_one(name: str, seed: int):
     tokenizer, grammars = vocabulary(True)
     form = OutputForm.of(TEMPLATES[name], tokenizer)
     grammar = form.calls_grammar(TOOLS, name="set-unit")
-    for seed in range(2):
-        params = SamplingParams(seed=seed, grammar=grammar, max_tokens=1500, logit_bias=ending(tokenizer))
-        parts, _ = answer(form, grammars, "assistant\n", params, calls=True)
-        ((called, arguments),) = calls_of(parts)
-        assert called == "set-unit"
-        jsonschema.validate(arguments, UNIT)
+    params = SamplingParams(seed=seed, grammar=grammar, max_tokens=1500, logit_bias=ending(tokenizer))
+    parts, _ = answer(form, grammars, "assistant\n", params, calls=True)
+    ((called, arguments),) = calls_of(parts)
+    assert called == "set-unit"
+    jsonschema.validate(arguments, UNIT)
 
 
 @pytest.mark.parametrize(

@@ -496,12 +496,23 @@ REFUSED = {
 """Architectures that are known and not computed, with the reason."""
 
 
+NO_MODELS = {
+    "adapter": "an adapter (LoRA): name the model that it belongs to, and this file with --lora",
+    "imatrix": "an importance matrix, which `hotset quantize --imatrix` takes",
+    "mmproj": "a projector of images, which hotset does not use: name the file of the language model",
+}
+"""Values of `general.type` of files that are taken for a model, and what these are."""
+
+
 class UnknownArchitectureError(UnsupportedModelError):
     """No row of ARCHITECTURES has this name."""
 
 
 def row_of(gguf: GGUFFile) -> tuple[str, Architecture]:
     """The name of the architecture, and what the table says of it."""
+    kind = gguf.metadata.get("general.type")
+    if isinstance(kind, str) and kind in NO_MODELS:
+        raise UnsupportedModelError(f"the file is no model but {NO_MODELS[kind]}")
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")

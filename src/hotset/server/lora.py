@@ -80,7 +80,7 @@ async def load(body: LoadBody, http: Request) -> Response:
 @router.post("/v1/unload_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
 async def unload(body: UnloadBody, http: Request) -> Response:
     """Answers that have it go on."""
-    which = body.lora_name if body.lora_int_id is None else body.lora_int_id
+    which = body.lora_int_id if body.lora_name is None else body.lora_name
     if which is None:
         raise RequestError("lora_name is missing", param="lora_name", code="missing_required_parameter")
     service = await serving(http, body.model, required=False)

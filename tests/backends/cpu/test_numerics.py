@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import quick_are
 from derived_bounds import (
     FLOATS,
     STORED,
@@ -46,6 +47,8 @@ from hotset.model.operations import XIELU
 
 F32 = int(GGMLType.F32)
 ISAS = _core.available_isas()
+T = GGMLType
+QUICK_TYPES = (T.F32, T.BF16, T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_NL, T.MXFP4, T.TQ2_0)
 KINDS = ("normal", "outliers", "huge channel", "denormal", "tiny", "all scales", "one sign", "zeros")
 
 
@@ -162,7 +165,7 @@ class Fed:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", quick_are(QUICK_TYPES, sorted(DECODABLE)), ids=lambda t: t.name)
 def test_down_projections(type_: GGMLType, isa: str) -> None:
     neurons, cols = 1500, 512
     data, weights, _ = weights_of(type_, neurons, cols, cancelling=False)
@@ -312,7 +315,9 @@ def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_type", ["f16", "f32", "q4_0", "q8_0", "q8_0/q4_0", "q4_0/f16"])
+@pytest.mark.parametrize(
+    "kv_type", quick_are(("f16", "q8_0/q4_0"), ["f16", "f32", "q4_0", "q8_0", "q8_0/q4_0", "q4_0/f16"])
+)
 @pytest.mark.parametrize(
     "kind",
     ["normal", "cancelling", "all alike", "one position takes all", "one huge channel", "far below", "tiny"],

@@ -16,17 +16,21 @@ router = APIRouter()
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
     """Behind each model those of its adapters, as MODEL:ADAPTER."""
-    found = await listed(http)
-    return {"object": "list", "data": [made for one in found for made in (entry(one), *_adapted(one))]}
+    return {"object": "list", "data": await _entries(http)}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
-    _, name, _ = await file_of(http, name)
-    found = [one for one in await listed(http) if one.name == name]
-    if not found:  # deleted in this moment
+    entries = {one["id"]: one for one in await _entries(http)}
+    if name not in entries:
+        _, name, _ = await file_of(http, name)
+    if name not in entries:  # deleted in this moment
         raise RequestError("the model is not served any more", 404, param="model", code="model_not_found")
-    return entry(found[0])
+    return entries[name]
+
+
+async def _entries(http: Request) -> list[dict[str, Any]]:
+    return [made for one in await listed(http) for made in (entry(one), *_adapted(one))]
 
 
 def entry(model: ListedModel) -> dict[str, Any]:
