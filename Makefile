@@ -63,7 +63,7 @@ test-all: MARKED := -m ''
 test-all: tidy test
 
 # System packages that some tests need, on Debian and its relatives; without them those tests are skipped.
-TEST_PACKAGES := qemu-user mesa-vulkan-drivers libvulkan1 vulkan-validationlayers glslc spirv-tools
+TEST_PACKAGES := qemu-user mesa-vulkan-drivers libvulkan1 vulkan-validationlayers glslc spirv-tools firefox-esr
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 test-deps:
 	$(SUDO) apt-get update -qq

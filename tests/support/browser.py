@@ -1,4 +1,5 @@
-"""A Chromium for the tests of the page: the machine's own, or one that tests/support/prepare.py fetched."""
+"""Browsers for the tests of the page: Chromium, the machine's own or one that tests/support/prepare.py
+fetched, and the machine's Firefox, which playwright drives by WebDriver BiDi."""
 
 from __future__ import annotations
 
@@ -23,6 +24,19 @@ FLAGS = [
     "--disable-sync",
 ]
 
+
+CHROMIUM, FIREFOX = "chromium", "firefox"
+MISSING = {
+    CHROMIUM: "no Chromium on this machine: `make test` fetches one by playwright or npm; otherwise install "
+    "one (Debian: chromium) or name it in HOTSET_CHROMIUM",
+    FIREFOX: "no Firefox on this machine: `make test-deps` installs it (Debian: firefox-esr)",
+}
+PREFERENCES = {
+    "ui.prefersReducedMotion": 1,
+    "layout.css.prefers-color-scheme.content-override": 1,  # light
+    "dom.events.testing.asyncClipboard": True,  # without a question to the reader
+}
+CHROMIUM_ONLY = ("color_scheme", "has_touch", "is_mobile", "permissions", "reduced_motion")
 
 FETCHED = ROOT / "build" / "browser"
 _PLACES = (
@@ -51,18 +65,32 @@ def _libraries(path: str) -> dict[str, str | float | bool]:
     return os.environ | {"LD_LIBRARY_PATH": f"{beside}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")}
 
 
+def find_firefox() -> str | None:
+    """Where a Firefox is: HOTSET_FIREFOX, or the path."""
+    return os.environ.get("HOTSET_FIREFOX") or shutil.which("firefox-esr") or shutil.which("firefox")
+
+
 @contextmanager
-def launched() -> Iterator[Any]:
-    """A playwright Browser with a profile of its own. Skips where this machine has no Chromium."""
+def launched(name: str = CHROMIUM) -> Iterator[Any]:
+    """A playwright Browser with a profile of its own. Skips where this machine has none of that name."""
     from playwright.sync_api import sync_playwright
 
-    path = find()
+    path = find() if name == CHROMIUM else find_firefox()
     if path is None:
-        pytest.skip(
-            "no Chromium on this machine: `make test` fetches one by playwright or npm; otherwise install "
-            "one (Debian: chromium) or name it in HOTSET_CHROMIUM"
-        )
+        pytest.skip(MISSING[name])
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, env=_libraries(path))
+        if name == CHROMIUM:
+            browser = playwright.chromium.launch(executable_path=path, args=FLAGS, env=_libraries(path))
+        else:
+            browser = playwright.firefox.launch(
+                channel="moz-firefox", executable_path=path, firefox_user_prefs=PREFERENCES
+            )
         yield browser
         browser.close()
+
+
+def context_options(browser: Any, **wanted: Any) -> dict[str, Any]:
+    """Those of a context that the browser knows; the others are PREFERENCES of Firefox, or its nature."""
+    if browser.browser_type.name == CHROMIUM:
+        return wanted
+    return {name: value for name, value in wanted.items() if name not in CHROMIUM_ONLY}

@@ -44,6 +44,12 @@ def questions(page: Any) -> list[str]:
     return [text.strip() for text in page.locator(".question .said").all_inner_texts()]
 
 
+def version(page: Any, which: str) -> list[str]:
+    """What the versions of questions or answers say, such as 1 / 2."""
+    found: list[str] = page.locator(f".{which} .versions span").all_inner_texts()
+    return found
+
+
 def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
 
@@ -98,3 +104,10 @@ print("<b>&amp;</b>")
 ---
 last line
 """
+
+# Of a long answer, again and again: each kind of block.
+PROSE = (
+    "## A heading\n\nWords with **weight** and `code` and [a link](https://example.org).\n\n"
+    "- one\n- two\n  - three\n\n```python\nprint('a line')\nprint('another')\n```\n\n"
+    "| a | b |\n|---|---|\n| 1 | 2 |\n\n> quoted\n\n$$x^2$$\n\n"
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, in front of a server whose answers a test writes."""
+"""The page in a real browser, in front of a server whose answers a test writes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from browser import launched
+from browser import CHROMIUM, FIREFOX, context_options, launched
 from chat_page import WAIT, until
 from fake_chat_server import FakeServer, served
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test in both browsers; in Firefox it is `slow` if it is not marked `every_browser`."""
+    if "browser" not in metafunc.fixturenames:
+        return
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    names: list[Any] = [CHROMIUM]
+    if "chromium_only" not in marks:
+        names.append(pytest.param(FIREFOX, marks=() if "every_browser" in marks else pytest.mark.slow))
+    metafunc.parametrize("browser", names, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
-def browser() -> Iterator[Any]:
-    with launched() as browser:
+def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with launched(request.param) as browser:
         yield browser
 
 
@@ -39,14 +50,17 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         def open_page(
             url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
         ) -> Any:
+            if browser.browser_type.name == FIREFOX and "color_scheme" in how:
+                stored = {"hotset.theme": how["color_scheme"]} | (stored or {})
             how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
-            context = browser.new_context(**how)
+            context = browser.new_context(**context_options(browser, **how))
             stack.callback(context.close)
             context.set_default_timeout(WAIT)
             if stored:
-                # Once: what the page stores itself stays over a reload.
+                # Once: what the page stores itself stays over a reload. The empty page before it stores nothing.
                 context.add_init_script(
-                    "if (!sessionStorage.getItem('began')) { sessionStorage.setItem('began', '1');"
+                    "if (location.protocol !== 'about:' && !sessionStorage.getItem('began')) {"
+                    "sessionStorage.setItem('began', '1');"
                     f"Object.assign(localStorage, {json.dumps(stored)}); }}"
                 )
             page = context.new_page()

@@ -36,31 +36,6 @@ from hotset.server.settings import ServerSettings
 # ---- chatting
 
 
-def test_an_answer_streams_and_the_next_request_has_the_conversation(server: FakeServer, opened: Any) -> None:
-    hold = Hold()
-    server.replies += [["Good", " day", hold, ", you."], ["Again."]]
-    page = opened(server.url)
-    say(page, "Hello", wait=False)
-    page.get_by_text("Good day", exact=True).wait_for()
-    assert page.locator("#stop").is_visible()
-    assert page.locator("#send").is_hidden()
-    hold.go_on.set()
-    done(page)
-    assert answers(page) == ["Good day, you."]
-    assert sent(server) == [("user", "Hello")]
-    assert server.requests[0]["model"] == "tiny"
-    assert server.requests[0]["stream"] is True
-    assert server.requests[0]["stream_options"] == {"include_usage": True, "include_activity": True}
-    say(page, "line one\nline two")
-    assert sent(server) == [
-        ("user", "Hello"),
-        ("assistant", "Good day, you."),
-        ("user", "line one\nline two"),
-    ]
-    assert questions(page) == ["Hello", "line one\nline two"]
-    assert "3 tokens" in page.locator(".note").first.inner_text()
-
-
 @pytest.mark.parametrize("how", ["button", "escape"])
 def test_stop(server: FakeServer, opened: Any, how: str) -> None:
     hold = Hold()
@@ -241,51 +216,6 @@ def test_what_no_parser_bears_is_shown_as_it_stands(server: FakeServer, opened: 
 # ---- settings
 
 
-def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
-    server.props["default_generation_settings"] = {"params": {"temperature": 0.8, "top_k": 40}}
-    server.replies += [["a"], ["b"], ["c"]]
-    page = opened(server.url)
-    say(page, "plain")
-    bare = set(server.requests[0])
-    assert bare == {
-        "model",
-        "messages",
-        "stream",
-        "stream_options",
-    }  # what is not set is the server's to choose
-    page.click("#show-settings")
-    assert page.get_by_label("Temperature", exact=True).get_attribute("placeholder") == "0.8"
-    values = {
-        "Temperature": "0.3", "Top-p": "0.5", "Top-k": "7", "Min-p": "0.1", "Longest answer": "99",
-        "Seed": "12", "Repetition penalty": "1.1", "Frequency penalty": "-0.5", "Presence penalty": "0.25",
-        "System prompt": "Be brief.", "Stop at": "END\nSTOP",
-    }  # fmt: skip
-    for label, value in values.items():
-        page.get_by_label(label, exact=True).fill(value)
-    page.get_by_label("Top-k", exact=True).fill("7.5")
-    assert page.locator(".problem", has_text="a whole number").is_visible()
-    page.get_by_role("button", name="Close").locator("visible=true").click()
-    page.reload()
-    page.click("#new-chat")
-    say(page, "set")
-    body = server.requests[1]
-    expected = {
-        "temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 99, "seed": 12,
-        "repetition_penalty": 1.1, "frequency_penalty": -0.5, "presence_penalty": 0.25,
-        "stop": ["END", "STOP"],
-    }  # fmt: skip
-    assert {name: body[name] for name in set(body) - bare} == expected
-    assert sent(server) == [("system", "Be brief."), ("user", "set")]
-    page.click("#show-settings")
-    page.get_by_role("slider", name="Temperature").fill("1.5")
-    assert page.get_by_label("Temperature", exact=True).input_value() == "1.5"
-    page.get_by_role("button", name="Back to the server's defaults").click()
-    page.keyboard.press("Escape")
-    say(page, "reset")
-    assert set(server.requests[2]) == bare
-    assert sent(server)[0] == ("system", "Be brief.")
-
-
 # ---- the picture
 
 
@@ -463,6 +393,7 @@ def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
+@pytest.mark.chromium_only
 def test_light_and_dark(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, color_scheme="light")
     light = background(page)
@@ -478,52 +409,7 @@ def test_light_and_dark(server: FakeServer, opened: Any) -> None:
     assert background(page) == dark
 
 
-def test_360_pixels_are_enough(server: FakeServer, opened: Any) -> None:
-    server.replies.append(
-        [
-            *(token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(300)),
-            "\n\n```\n"
-            + "x" * 300
-            + "\n```\n\n|"
-            + "a long cell|" * 20
-            + "\n"
-            + "|-" * 20
-            + "|\n\n"
-            + "w" * 200,
-        ]
-    )
-    server.model = "a-model-with-a-name-that-is-much-too-long-for-any-phone"
-    page = opened(server.url, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
-
-    def fits() -> None:
-        assert page.evaluate("document.documentElement.scrollWidth") == 360
-        outside = """[...document.querySelectorAll('button, input, textarea, h2')].filter((e) =>
-            e.checkVisibility({ visibilityProperty: true }) && !e.closest('.hidden, .skip') &&
-            (e.getBoundingClientRect().right > 361 || e.getBoundingClientRect().left < -1))
-            .map((e) => e.outerHTML)"""
-        assert page.evaluate(outside) == []
-
-    fits()
-    say(page, "q" * 200)
-    fits()
-    assert page.locator("#picture").is_hidden()
-    assert "fired" in page.locator("#strip-text").inner_text()
-    page.tap("#show-picture")
-    page.locator("#picture").wait_for()
-    fits()
-    assert page.locator(".heat").is_visible()
-    box = page.locator(".scroller").bounding_box()
-    page.touchscreen.tap(box["x"] + 20, box["y"] + 20)
-    assert message(page, "#readout").startswith("Token ")
-    page.keyboard.press("Escape")
-    assert page.locator("#picture").is_hidden()
-    page.tap("#show-history")
-    fits()
-    page.tap("#hide-history")
-    page.tap("#show-settings")
-    fits()
-
-
+@pytest.mark.chromium_only
 def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> None:
     hold = Hold()
     server.replies.append(["a", hold])
@@ -539,65 +425,6 @@ def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> N
 
 
 # ---- without a mouse, without seeing
-
-
-def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
-    server.replies += [[token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(4)], ["B."], ["C."]]
-    page = opened(server.url)
-    from_the_top(page)
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the message"
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "ask"
-    page.keyboard.type("hello")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("there")
-    page.keyboard.press("Enter")
-    done(page)
-    assert sent(server) == [("user", "hello\nthere")]
-    assert page.evaluate("document.activeElement.id") == "ask"
-    assert focus_until(page, "Edit", back=True)
-    outline = "getComputedStyle(document.activeElement).outlineStyle"
-    assert page.evaluate(outline) == "solid"
-    assert page.evaluate("getComputedStyle(document.activeElement.parentElement).opacity") == "1"
-    page.keyboard.press("Enter")
-    page.keyboard.press("Control+A")
-    page.keyboard.type("edited")
-    page.keyboard.press("Enter")
-    page.get_by_text("B.", exact=True).wait_for()
-    done(page)
-    assert sent(server) == [("user", "edited")]
-    assert focus_until(page, "Again", back=True)
-    page.keyboard.press("Enter")
-    page.get_by_text("C.", exact=True).wait_for()
-    done(page)
-    from_the_top(page)
-    assert focus_until(page, "Settings")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.closest('dialog').id") == "settings"
-    page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "show-settings"  # back where it came from
-    assert focus_until(page, "Conversations", back=True)
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "hide-history"
-    page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "show-history"
-
-
-def from_the_top(page: Any) -> None:
-    """The next Tab goes to the first thing of the page."""
-    page.evaluate(
-        "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
-    )
-
-
-def focus_until(page: Any, name: str, back: bool = False) -> bool:
-    """Goes on by Tab until what has the focus is called so."""
-    for _ in range(40):
-        page.keyboard.press("Shift+Tab" if back else "Tab")
-        if page.evaluate("document.activeElement.textContent.trim()") == name:
-            return True
-    return False
 
 
 def test_a_screen_reader_hears_the_beginning_and_the_end(server: FakeServer, opened: Any) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from chat_page import answers, done, questions, say, sent, until, violations
+from chat_page import answers, done, questions, say, sent, until, version
 from fake_chat_server import FakeServer, Hold, Refusal
 
 
@@ -18,36 +18,6 @@ def stored(page: Any) -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def version(page: Any, which: str) -> list[str]:
-    """What the versions of questions or answers say, such as 1 / 2."""
-    found: list[str] = page.locator(f".{which} .versions span").all_inner_texts()
-    return found
-
-
-def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, opened: Any) -> None:
-    server.replies += [["A."], ["Another A."], ["B."], ["C."]]
-    page = opened(server.url)
-    say(page, "first")
-    page.get_by_role("button", name="Again").click()
-    page.get_by_text("Another A.", exact=True).wait_for()
-    done(page)
-    assert version(page, "answer") == ["2 / 2"]
-    say(page, "second")
-    assert sent(server) == [("user", "first"), ("assistant", "Another A."), ("user", "second")]
-    page.get_by_role("button", name="Version before").click()
-    assert (questions(page), answers(page)) == (["first"], ["A."])
-    assert page.evaluate("document.activeElement.ariaLabel") == "Version after"
-    say(page, "other")
-    assert sent(server) == [("user", "first"), ("assistant", "A."), ("user", "other")]
-    page.get_by_role("button", name="Version after").click()
-    assert (questions(page), answers(page)) == (["first", "second"], ["Another A.", "B."])
-    page.reload()
-    page.click("#show-history")
-    page.get_by_role("button", name="first", exact=True).click()
-    assert answers(page) == ["Another A.", "B."]  # the branch that was shown
-    assert violations(page) == []
 
 
 @pytest.mark.slow

@@ -136,3 +136,125 @@ def test_beside_the_chat_where_there_is_room(server: FakeServer, opened: Any) ->
     assert history.is_visible()
     page.set_viewport_size({"width": 1000, "height": 800})
     assert history.is_hidden()
+
+
+# ---- folders
+
+
+def shown(page: Any) -> dict[str, list[str]]:
+    """Folder → titles in it that are shown; "": in none."""
+    found: dict[str, list[str]] = page.evaluate(
+        """() => {
+            const names = (root) => [...root.querySelectorAll(":scope > li > .name")]
+                .filter((e) => e.checkVisibility()).map((e) => e.textContent);
+            const root = document.querySelector("#conversations");
+            const folders = [...root.querySelectorAll(".folder")]
+                .map((e) => [e.querySelector(".folder-name span").textContent, names(e.querySelector("ul"))]);
+            return Object.fromEntries([...folders, ["", names(root)]]);
+        }"""
+    )
+    return found
+
+
+def focused(page: Any) -> str:
+    found: str = page.evaluate(
+        "document.activeElement.ariaLabel || document.activeElement.querySelector('span')?.textContent"
+        " || document.activeElement.textContent"
+    )
+    return found
+
+
+def test_folders_by_keyboard(server: FakeServer, opened: Any) -> None:
+    page = opened(server.url, STORED)
+    page.click("#show-history")
+    # Made and named.
+    page.locator("#new-folder").focus()
+    page.keyboard.press("Enter")
+    assert focused(page) == "Name of the folder New folder"
+    page.keyboard.type("Work")
+    page.keyboard.press("Enter")
+    assert focused(page) == "Work"
+    assert shown(page) == {"Work": [], "": ["My trees", "about birds", "about fish"]}
+    # A conversation is moved there, and another one into a folder that is made for it.
+    page.get_by_role("button", name="Move: about fish").focus()
+    page.keyboard.press("Enter")
+    assert violations(page) == []
+    page.locator("#folder-list").get_by_role("button", name="Work").focus()
+    page.keyboard.press("Enter")
+    assert focused(page) == "about fish"
+    page.get_by_role("button", name="Move: My trees").focus()
+    page.keyboard.press("Enter")
+    page.fill("#folder-name", "Garden")
+    page.keyboard.press("Enter")
+    assert shown(page) == {"Garden": ["My trees"], "Work": ["about fish"], "": ["about birds"]}
+    # Closed, it stays so; what is searched for is found in it.
+    page.locator(".folder-name", has_text="Work").focus()
+    page.keyboard.press("Enter")
+    assert focused(page) == "Work"
+    assert violations(page) == []
+    page.reload()
+    page.click("#show-history")
+    assert shown(page) == {"Garden": ["My trees"], "Work": [], "": ["about birds"]}
+    page.fill("#search", "gills")
+    assert names(page) == ["about fish"]
+    page.fill("#search", "")
+    page.get_by_role("button", name="Move: about birds").press("Enter")
+    page.keyboard.press("Escape")
+    assert focused(page) == "Move: about birds"
+    assert page.locator("#history").is_visible()
+
+
+def test_a_folder_is_renamed_and_deleted(server: FakeServer, opened: Any) -> None:
+    fish, birds = (
+        conversation("01", "", "about fish", "Gills.", folder="Animals"),
+        conversation("02", "", "about birds", "Wings.", folder="Animals"),
+    )
+    server.replies.append(["More."])
+    page = opened(server.url, dict([fish, birds]))
+    page.click("#show-history")
+    page.get_by_role("button", name="about fish", exact=True).click()  # the one that is open moves, too
+    page.click("#show-history")
+    page.get_by_role("button", name="Rename the folder: Animals").click()
+    page.keyboard.type(" <b>Beasts</b> ")
+    page.keyboard.press("Enter")
+    assert shown(page) == {"<b>Beasts</b>": ["about birds", "about fish"], "": []}
+    page.get_by_role("button", name="Rename the folder: <b>Beasts</b>").click()
+    page.keyboard.type("other")
+    page.keyboard.press("Escape")
+    page.click("#hide-history")
+    say(page, "go on")
+    page.click("#show-history")
+    assert shown(page) == {"<b>Beasts</b>": ["about fish", "about birds"], "": []}
+    page.get_by_role("button", name="Delete the folder: <b>Beasts</b>").click()
+    assert shown(page) == {"": ["about fish", "about birds"]}
+    page.get_by_role("button", name="Undo").click()
+    assert shown(page) == {"<b>Beasts</b>": ["about fish", "about birds"], "": []}
+    page.get_by_role("button", name="Delete the folder: <b>Beasts</b>").click()
+    page.reload()
+    page.click("#show-history")
+    assert shown(page) == {"": ["about fish", "about birds"]}
+    page.get_by_role("button", name="about fish", exact=True).click()
+    assert page.locator(".turn").count() == 4
+
+
+def test_files_keep_folders(server: FakeServer, opened: Any, tmp_path: Path) -> None:
+    stored = dict([conversation("01", "", "about fish", folder="Work"), conversation("02", "", "birds")])
+    page = opened(
+        server.url, stored | {"hotset.folders": '[["Empty", true], ["Work", true], 7]'}, accept_downloads=True
+    )
+    page.click("#show-history")
+    assert shown(page) == {"Work": ["about fish"], "": ["birds"]}  # damaged: what conversations name is left
+    page.click("#new-folder")
+    page.keyboard.type("Empty")
+    page.keyboard.press("Enter")
+    with page.expect_download() as got:
+        page.get_by_role("button", name="Export all").click()
+    file = tmp_path / "all.json"
+    got.value.save_as(file)
+    other = opened(server.url, {"hotset.folders": '[["Other", false], ["Work", true]]'})
+    other.click("#show-history")
+    other.set_input_files("#import-file", file)
+    other.get_by_text("2 conversations came in.").wait_for()
+    assert shown(other) == {"Empty": [], "Other": [], "Work": [], "": ["birds"]}
+    other.locator(".folder-name", has_text="Work").click()
+    assert shown(other)["Work"] == ["about fish"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chat_page import message, questions, say, sent, violations
+from chat_page import message, say, sent
 from fake_chat_server import FakeServer
 
 
@@ -48,45 +48,6 @@ def test_the_text_of_a_pdf(server: FakeServer, opened: Any, tmp_path: Path) -> N
     text = "Grün is green\nsecond line\n\npage two\nsecond line"
     assert sent(server) == [("user", f"File paper.pdf:\n```\n{text}\n```\n\nRead")]
     assert page.evaluate("window.pwned") is None
-
-
-def test_files_stand_before_the_message(server: FakeServer, opened: Any, tmp_path: Path) -> None:
-    server.replies += [["A."], ["B."], ["C."]]
-    server.models = [{"id": "tiny", "max_model_len": 40}]
-    table, notes = tmp_path / "table.csv", tmp_path / "notes of me.md"
-    table.write_bytes("\ufeffname;n\r\nä;1\r\n".encode())
-    notes.write_text("Some words.\n\n```\ncode\n```\n", "utf-16")
-    page = opened(server.url)
-    page.set_input_files("#attach-file", [table, notes])
-    page.locator("#files li", has_text="table.csv").get_by_text("6 tokens").wait_for()
-    page.locator("#files li", has_text="notes of me.md").get_by_text("11 tokens").wait_for()
-    assert violations(page) == []
-    say(page, "Sum up")
-    expected = (
-        "File table.csv:\n```csv\nname;n\nä;1\n```\n\n"
-        "File notes of me.md:\n````md\nSome words.\n\n```\ncode\n```\n````\n\nSum up"
-    )
-    assert sent(server) == [("user", expected)]
-    assert questions(page) == ["Sum up"]
-    assert page.locator("#files").is_hidden()
-    page.get_by_text("table.csv").click()
-    assert page.locator(".question pre").first.inner_text() == "name;n\nä;1\n"
-    assert violations(page) == []
-    # They stay with the question, over a reload and when it is edited.
-    page.reload()
-    page.click("#show-history")
-    page.get_by_role("button", name="Sum up", exact=True).click()
-    page.locator(".question").hover()
-    page.get_by_role("button", name="Edit", exact=True).click()
-    page.get_by_role("textbox", name="Edit your message").fill("Sum it up")
-    page.keyboard.press("Enter")
-    page.get_by_text("B.", exact=True).wait_for()
-    assert sent(server) == [("user", expected.replace("Sum up", "Sum it up"))]
-    # One can go without a word.
-    page.click("#new-chat")
-    page.set_input_files("#attach-file", [table])
-    say(page, "")
-    assert sent(server) == [("user", expected.split("\n\nFile notes")[0])]
 
 
 def test_what_is_no_text_is_refused(server: FakeServer, opened: Any, tmp_path: Path) -> None:

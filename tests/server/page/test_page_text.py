@@ -6,40 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from chat_page import answers, say, until, violations
+from chat_page import PROSE, answers, say, until, violations
 from fake_chat_server import FakeServer
-
-MATH = r"""Inline $a^2+b_1$, \(x<y\), and $$e=mc^2$$ in a line.
-
-$$
-\frac{1}{2} \sum_{i=1}^n i
-$$
-
-\[ \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} \]
-
-- of a list: $\sqrt{2}$
-
-It costs $5 to $10, or 3 $, `$code$`, $ 1 $ and \$2 \$.
-"""
-
-
-def math_is_drawn(page: Any, n: int) -> None:
-    until(page, f"document.querySelectorAll('.answer math').length === {n}")
-
-
-def test_formulas_become_mathml(server: FakeServer, opened: Any) -> None:
-    server.replies.append([MATH[i : i + 5] for i in range(0, len(MATH), 5)])
-    page = opened(server.url)
-    say(page, "math")
-    math_is_drawn(page, 6)
-    assert page.locator(".math.display math").count() == 3
-    assert page.locator("math[display=block] mfrac").count() == 1
-    assert page.locator("math mtr").count() == 2
-    assert page.locator("li math msqrt").count() == 1
-    assert "It costs $5 to $10, or 3 $, $code$, $ 1 $ and $2 $." in answers(page)[0]
-    assert page.locator(".math").first.get_attribute("title") == "a^2+b_1"
-    assert violations(page) == []
-
 
 HOSTILE_MATH = [
     r"$\href{javascript:window.pwned=1}{x}$",
@@ -132,11 +100,6 @@ def test_formulas_are_sought_as_far_as_the_lexer_goes_on_by_itself(server: FakeS
 
 # ---- work per event
 
-PROSE = (
-    "## A heading\n\nWords with **weight** and `code` and [a link](https://example.org).\n\n"
-    "- one\n- two\n  - three\n\n```python\nprint('a line')\nprint('another')\n```\n\n"
-    "| a | b |\n|---|---|\n| 1 | 2 |\n\n> quoted\n\n$$x^2$$\n\n"
-)  # fmt: skip
 LONG_CODE = "```text\n" + "a line of code, and no end of it\n" * 1200
 KINDS = {"prose": PROSE * 220, "code": "Look:\n\n" + LONG_CODE + "```\n\nThat is all.\n"}
 

@@ -13,29 +13,42 @@ function table(stops) {
   const colours = stops.map(channels);
   return Array.from({ length: STEPS + 1 }, (_, i) => {
     const at = (i / STEPS) * (colours.length - 1), low = Math.min(Math.floor(at), colours.length - 2);
-    const mix = colours[low].map((from, c) => Math.round(from + (colours[low + 1][c] - from) * (at - low)));
-    return `rgb(${mix.join(" ")})`;
+    return colours[low].map((from, c) => Math.round(from + (colours[low + 1][c] - from) * (at - low)));
   });
 }
 
 const TABLES = { light: table(RAMPS.light), dark: table(RAMPS.dark) };
+const NAMES = of((mix) => `rgb(${mix.join(" ")})`);
+const PIXELS = of((mix) => new Uint32Array(new Uint8Array([...mix, 255]).buffer)[0]);
+
+function of(made) {
+  return { light: TABLES.light.map(made), dark: TABLES.dark.map(made) };
+}
+
+const DARK = window.matchMedia("(prefers-color-scheme: dark)");
 
 /** "light" or "dark", as the page is now. */
 export function scheme() {
-  const chosen = document.documentElement.dataset.theme;
-  if (chosen) return chosen;
-  return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  return document.documentElement.dataset.theme || (DARK.matches ? "dark" : "light");
 }
 
+const step = (value) => Math.round(STEPS * Math.min(Math.max(value, 0), 1));
+
 /** The colour of a value from 0 to 1. */
-export const heat = (value) => TABLES[scheme()][Math.round(STEPS * Math.min(Math.max(value, 0), 1))];
+export const heat = (value) => NAMES[scheme()][step(value)];
+
+/** The same as pixels of an image, for thousands of values. */
+export function heatPixels() {
+  const pixels = PIXELS[scheme()];
+  return (value) => pixels[step(value)];
+}
 
 /** All of them, for a legend. */
 export const heatStops = () => RAMPS[scheme()];
 
 /** Calls back when light becomes dark or the other way. */
 export function onSchemeChange(listener) {
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", listener);
+  DARK.addEventListener("change", listener);
   new MutationObserver(listener).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 }
 

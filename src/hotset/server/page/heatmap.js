@@ -1,7 +1,7 @@
 // The heat map: a column per token, a row per layer, the first layer at the bottom. Above it the mean of each
 // token, at its right the mean of each layer. A cell is chosen by pointing or with the arrow keys.
 
-import { heat, inks, onSchemeChange } from "./colours.js";
+import { heat, heatPixels, inks, onSchemeChange } from "./colours.js";
 import { announce, h } from "./dom.js";
 import { percent } from "./units.js";
 
@@ -17,6 +17,7 @@ export class HeatMap {
     this.chosen = null; // {token, layer}
     this.follow = true; // stays at the newest token until the reader scrolls back
     this.canvas = h("canvas", { "aria-hidden": "true" });
+    this.small = h("canvas"); // is drawn from
     this.spacer = h("div", { class: "spacer" });
     this.scroller = h("div", { class: "scroller", tabIndex: -1 }, this.spacer);
     this.element = h(
@@ -171,7 +172,13 @@ export class HeatMap {
     pen.beginPath();
     pen.rect(LEFT, TOP, g.mapWidth, g.mapHeight);
     pen.clip();
-    const gap = g.column >= 6 && g.row >= 6 ? 1 : 0;
+    if (g.column >= 6 && g.row >= 6) this.drawLargeCells(pen, g);
+    else if (g.last > g.first) this.drawSmallCells(pen, g);
+    pen.restore();
+  }
+
+  /** With a gap between them. */
+  drawLargeCells(pen, g) {
     for (let token = g.first; token < g.last; token++) {
       const [x, width] = this.edges(g, token);
       for (let layer = 0; layer < g.rows; layer++) {
@@ -180,10 +187,27 @@ export class HeatMap {
         pen.fillStyle = heat(share / this.scale);
         const y = TOP + (g.rows - 1 - layer) * g.row;
         const bottom = Math.round(y + g.row), upper = Math.round(y);
-        pen.fillRect(x, upper, width - gap, bottom - upper - gap);
+        pen.fillRect(x, upper, width - 1, bottom - upper - 1);
       }
     }
-    pen.restore();
+  }
+
+  /** Thousands of them, in each frame: an image with a pixel for each, enlarged. */
+  drawSmallCells(pen, g) {
+    const n = g.last - g.first, colour = heatPixels();
+    const image = new ImageData(n, g.rows), pixels = new Uint32Array(image.data.buffer);
+    for (let layer = 0; layer < g.rows; layer++) {
+      const row = (g.rows - 1 - layer) * n;
+      for (let i = 0; i < n; i++) {
+        const share = this.activity.share(g.first + i, layer, this.place);
+        if (share !== null) pixels[row + i] = colour(share / this.scale);
+      }
+    }
+    this.small.width = n;
+    this.small.height = g.rows;
+    this.small.getContext("2d").putImageData(image, 0, 0);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(this.small, LEFT + g.first * g.column - g.offset, TOP, n * g.column, g.mapHeight);
   }
 
   /** Above: the share of all neurons that fired, a bar per token. */

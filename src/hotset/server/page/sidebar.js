@@ -1,6 +1,7 @@
-// The list of conversations: open, search, rename, pin, save, delete, export, import.
+// The list of conversations: open, search, rename, pin, move to folders, save, delete, export, import.
 
 import { announce, byId, download, h, icon, ICONS } from "./dom.js";
+import * as folders from "./folders.js";
 import { notice, undoable } from "./notices.js";
 import { leaveHistory } from "./panels.js";
 import * as store from "./store.js";
@@ -13,39 +14,136 @@ export class Sidebar {
     this.open = open;
     this.current = current;
     this.removed = new Set(); // ids of conversations that are not to be kept, though an answer of theirs still ends
-    this.renaming = null; // the id of one whose title is being written
+    this.renaming = false; // a title, or the name of a folder, is being written
     byId("search").addEventListener("input", () => {
       const n = this.list();
       announce(n === 1 ? "One conversation" : `${n} conversations`);
     });
     byId("export-all").addEventListener("click", () =>
-      download("hotset-conversations.json", "application/json", store.exported(store.all())),
+      download("hotset-conversations.json", "application/json", store.exported(store.all(), this.folderNames())),
     );
+    byId("new-folder").addEventListener("click", () => this.newFolder());
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", (event) => this.import(event.target));
     window.addEventListener("storage", (event) => {
-      if (store.isOurs(event.key)) this.list();
+      if (store.isOurs(event.key) || event.key === folders.KEY) this.list();
     });
   }
 
   /** Keeps a conversation, unless it was deleted. touched: it is the latest one now. */
   keep(conversation, touched = true) {
-    if (!this.removed.has(conversation.id) && !store.save(conversation, touched)) {
-      notice("storage", "The browser has no room for more conversations: export them and delete some.");
-    }
+    if (!this.removed.has(conversation.id) && !store.save(conversation, touched)) noRoom();
     this.list();
   }
 
-  /** Shows those that have the words that are searched for. Returns how many. */
+  /** Shows those that have the words that are searched for, else all in their folders. Returns how many. */
   list() {
-    if (this.renaming !== null) return 0; // the one that is being written stays
+    if (this.renaming) return 0; // what is being written stays
     const words = byId("search").value.trim().toLowerCase();
     const found = store.all().filter((one) => words === "" || one.title.toLowerCase().includes(words) || passage(one, words));
     const none = words === "" ? "None yet." : "None has these words.";
+    const inFolders = words === "" ? [...folders.folders(found)] : [];
+    const loose = words === "" ? found.filter((one) => one.folder === null) : found;
     byId("conversations").replaceChildren(
-      ...(found.length ? found.map((one) => this.item(one, words)) : [h("li", { class: "none" }, none)]),
+      ...inFolders.map(([name, closed]) => this.folder(name, closed, found.filter((one) => one.folder === name))),
+      ...(found.length ? loose.map((one) => this.item(one, words)) : [h("li", { class: "none" }, none)]),
     );
     return found.length;
+  }
+
+  folderNames() {
+    return [...folders.folders(store.all()).keys()];
+  }
+
+  folder(name, closed, inside) {
+    const open = h(
+      "button",
+      { type: "button", class: "quiet folder-name", "aria-expanded": String(!closed) },
+      icon(ICONS.forth), h("span", {}, name), h("small", {}, String(inside.length)),
+    );
+    open.addEventListener("click", () => {
+      folders.keepFolder(name, !closed);
+      this.list();
+      this.focus("folder", name);
+    });
+    const head = h(
+      "div",
+      { class: "head" },
+      open,
+      h(
+        "span",
+        { class: "doing" },
+        action("edit", "Rename the folder", name, () => this.renameFolder(head, name, inside)),
+        action("remove", "Delete the folder", name, () => this.removeFolder(name, inside)),
+      ),
+    );
+    const list = h("ul", { hidden: closed, "aria-label": name }, inside.map((one) => this.item(one, "")));
+    return h("li", { class: "folder", dataset: { folder: name } }, head, list);
+  }
+
+  /** A new folder, whose name is to be written at once. */
+  newFolder() {
+    const names = this.folderNames();
+    let name = "New folder";
+    for (let i = 2; names.includes(name); i++) name = `New folder ${i}`;
+    byId("search").value = "";
+    if (!folders.keepFolder(name)) return noRoom();
+    this.list();
+    this.renameFolder(this.find("folder", name).querySelector(".head"), name, []);
+  }
+
+  renameFolder(head, name, inside) {
+    this.write(head, name, `Name of the folder ${name}`, (text) => {
+      const next = folders.folderName(text) ?? name;
+      if (next !== name) {
+        folders.forgetFolder(name);
+        folders.keepFolder(next);
+        this.moveAll(inside, next);
+      }
+      this.list();
+      this.focus("folder", next);
+    });
+  }
+
+  removeFolder(name, inside) {
+    this.moveAll(inside, null);
+    folders.forgetFolder(name);
+    this.list();
+    undoable("deleted", `The folder “${name}” is deleted; its conversations stay.`, () => {
+      folders.keepFolder(name);
+      this.moveAll(inside, name);
+      this.list();
+    });
+    byId("new-folder").focus();
+  }
+
+  /** Moves conversations as they are now: of some there may be more than when they were listed, or nothing. */
+  moveAll(some, name) {
+    const ids = new Set(some.map((one) => one.id));
+    for (const one of store.all()) {
+      if (!ids.has(one.id)) continue;
+      const own = this.own(one);
+      own.folder = name;
+      if (!store.save(own, false)) noRoom();
+    }
+  }
+
+  move(one) {
+    folders.askForFolder(one, this.folderNames(), (name) => {
+      if (name !== null) folders.keepFolder(name); // open, so that it is seen there
+      this.moveAll([one], name);
+      this.list();
+      this.focus("id", one.id);
+    });
+  }
+
+  /** The entry of a conversation (by "id") or of a folder (by "folder"). */
+  find(kind, value) {
+    return byId("conversations").querySelector(`[data-${kind}="${CSS.escape(value)}"]`);
+  }
+
+  focus(kind, value) {
+    this.find(kind, value)?.querySelector("button")?.focus();
   }
 
   item(one, words) {
@@ -56,12 +154,7 @@ export class Sidebar {
       leaveHistory();
       byId("ask").focus();
     });
-    const act = (name, label, does, more = {}) => {
-      const properties = { type: "button", class: "quiet small", "aria-label": `${label}: ${one.title}`, title: label, ...more };
-      const button = h("button", properties, icon(ICONS[name]));
-      button.addEventListener("click", does);
-      return button;
-    };
+    const act = (name, label, does, more) => action(name, label, one.title, does, more);
     const where = words && !one.title.toLowerCase().includes(words) ? passage(one, words) : null;
     const item = h(
       "li",
@@ -72,6 +165,7 @@ export class Sidebar {
         { class: "doing" },
         act("pin", one.pinned ? "Unpin" : "Pin", () => this.pin(one), { "aria-pressed": String(one.pinned) }),
         act("edit", "Rename", () => this.rename(item, one)),
+        act("folder", "Move", () => this.move(one)),
         act("save", "Save as a text", () => download(`${fileName(one.title)}.md`, "text/markdown", store.asMarkdown(one))),
         act("remove", "Delete", () => this.remove(one)),
       ),
@@ -89,20 +183,27 @@ export class Sidebar {
     const own = this.own(one);
     own.pinned = !own.pinned;
     this.keep(own, false);
-    byId("conversations").querySelector(`[data-id="${one.id}"] [aria-pressed]`)?.focus();
+    this.find("id", one.id)?.querySelector("[aria-pressed]")?.focus();
   }
 
   rename(item, one) {
-    const input = h("input", { value: one.title, "aria-label": `Title of ${one.title}`, autocomplete: "off" });
-    const end = (kept) => {
-      if (this.renaming === null) return;
-      this.renaming = null;
+    this.write(item, one.title, `Title of ${one.title}`, (text) => {
       const own = this.own(one);
-      if (kept && input.value.trim() !== one.title) store.rename(own, input.value);
+      if (text.trim() !== one.title) store.rename(own, text);
       this.keep(own, false);
-      byId("conversations").querySelector(`[data-id="${one.id}"] .name`)?.focus();
+      this.focus("id", one.id);
+    });
+  }
+
+  /** An entry becomes a text to write in; done(text): the one before where nothing is to change. */
+  write(item, before, label, done) {
+    const input = h("input", { value: before, "aria-label": label, autocomplete: "off" });
+    const end = (kept) => {
+      if (!this.renaming) return;
+      this.renaming = false;
+      done(kept ? input.value : before);
     };
-    this.renaming = one.id;
+    this.renaming = true;
     input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== "Escape") return;
       event.stopPropagation();
@@ -133,7 +234,8 @@ export class Sidebar {
     input.value = "";
     if (!file) return;
     try {
-      const list = store.imported(await file.text());
+      const { list, folders: names } = store.imported(await file.text());
+      for (const name of names) if (!this.folderNames().includes(name)) folders.keepFolder(name);
       for (const one of list) this.removed.delete(one.id);
       const kept = list.filter((one) => store.save(one, false)).length;
       notice("import", kept === 1 ? "One conversation came in." : `${kept} conversations came in.`, "calm");
@@ -145,6 +247,16 @@ export class Sidebar {
     }
     this.list();
   }
+}
+
+const noRoom = () => notice("storage", "The browser has no room for more conversations: export them and delete some.");
+
+/** A button of an entry, whose label is not written. */
+function action(name, label, of, does, more = {}) {
+  const properties = { type: "button", class: "quiet small", "aria-label": `${label}: ${of}`, title: label, ...more };
+  const button = h("button", properties, icon(ICONS[name]));
+  button.addEventListener("click", does);
+  return button;
 }
 
 /** The words around the first place in a conversation that has them; null: none has. */

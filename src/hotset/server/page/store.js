@@ -1,6 +1,7 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs seldom write the same.
 
 import { fenced } from "./attachments.js";
+import { folderName } from "./folders.js";
 import { checkedSettings } from "./settings.js";
 import { checkedCalls, checkedTools } from "./tools.js";
 import { path } from "./tree.js";
@@ -14,7 +15,7 @@ const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
  * that the reader chose for it. tools: those that the model may call (tools.js). */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", titled: false, pinned: false, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null };
+  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null };
 }
 
 /** What a conversation is called: by the reader, or the beginning of its first message. */
@@ -79,6 +80,7 @@ function checked(value) {
     title: titled ? value.title.trim().slice(0, MAX_OWN_TITLE) : "",
     titled,
     pinned: value.pinned === true,
+    folder: folderName(value.folder),
     updated: Number.isFinite(value.updated) ? value.updated : 0,
     model: typeof value.model === "string" ? value.model : null,
     settings: typeof value.settings === "object" && value.settings !== null ? checkedSettings(value.settings) : null,
@@ -118,8 +120,8 @@ function checkedMessage(value) {
   return kept;
 }
 
-/** Conversations of an exported file; throws a message where it is none. One that is here already, by
- * its id, is to be replaced. */
+/** The conversations and the names of the folders in an exported file; throws a message where it is none. A
+ * conversation that is here already, by its id, is to be replaced. */
 export function imported(text) {
   let value;
   try {
@@ -131,11 +133,12 @@ export function imported(text) {
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
   // Whoever wrote the file, this reader has not allowed anything.
   for (const { tools } of list) if (tools) tools.allowed = [];
-  return list;
+  const folders = Array.isArray(value.folders) ? value.folders : [];
+  return { list, folders: folders.map(folderName).filter((name) => name !== null) };
 }
 
-export const exported = (conversations) =>
-  JSON.stringify({ from: "hotset", version: 2, conversations }, null, 1);
+export const exported = (conversations, folders) =>
+  JSON.stringify({ from: "hotset", version: 2, folders, conversations }, null, 1);
 
 /** A conversation as a text to read: what of it is shown. */
 export function asMarkdown(conversation) {
