@@ -412,8 +412,10 @@ class ReferenceBackend:
 
 def stored(x: np.ndarray, format: KVFormat) -> np.ndarray:
     """Keys or values [..., dim] as a cache holds them."""
+    if format.n_channels == 1:
+        return x.astype(np.float16 if format.bits == 16 else F32)
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes its block NaN
-        return {32: np.asarray, 16: np.float16, 8: q8_0_stored, 4: q4_0_stored}[format.bits](x)
+        return {8: q8_0_stored, 4: q4_0_stored}[format.bits](x)
 
 
 def q8_0_stored(x: np.ndarray) -> np.ndarray:
