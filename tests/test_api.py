@@ -461,7 +461,7 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
         ({"max_batch": True}, "max_batch must be a whole number"),
         ({"n_seqs": 0}, "n_seqs must be at least 1, not 0"),
         ({"max_sequences": "4"}, "max_sequences must be a whole number"),
-        ({"kv_type": "q4_1"}, "kv_type must be one of f16, q8_0, q4_0, f16/q8_0, .*, f32"),
+        ({"kv_type": "q4_1"}, "kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not 'q4_1'"),
         ({"backend": "gpu"}, "backend must be one of auto, cpu, reference"),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),
     ],
@@ -475,6 +475,12 @@ def test_load_checks_its_parameters(path: Path, options: dict[str, Any], message
 def test_load_refuses_a_context_larger_than_the_memory(path: Path):
     with pytest.raises(hotset.OutOfMemoryError, match=r"needs a cache of .* GB"):
         hotset.load(path, backend="reference", n_ctx=10**13)
+
+
+def test_a_plan_refuses_a_cache_that_does_not_fit(tmp_path: Path):
+    model = write_llama(tmp_path / "narrow.gguf", head_dim=24)
+    with pytest.raises(hotset.UnsupportedModelError, match="the keys of this model have 24"):
+        hotset.plan(model, backend="cpu", kv_type="q4_0")
 
 
 def test_load_of_nothing(tmp_path: Path):

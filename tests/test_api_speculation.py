@@ -105,6 +105,19 @@ def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
     drafting.close()
 
 
+def test_a_draft_model_need_not_fit_the_type_of_the_cache(tmp_path: Path) -> None:
+    keys = vocabulary()
+    path, draft = (
+        write_llama(
+            tmp_path / f"{dim}.gguf", head_dim=dim, keys=keys, n_vocab=len(keys["tokenizer.ggml.tokens"])
+        )
+        for dim in (32, 24)
+    )
+    with hotset.load(path, draft=draft, kv_type="q8_0", **SMALL) as drafting:
+        assert len(drafting.generate(PROMPTS[0], seed=1, max_tokens=8).tokens) > 0
+        assert drafting.thread.counters().drafted_tokens > 0
+
+
 def write_thresholds(path: Path) -> None:
     layer = LayerThresholds(gate=0.1, attn_in=0.3, attn_out=0.1, ffn_in=0.3, down_in=0.05)
     with open_gguf(path) as gguf:

@@ -9,18 +9,6 @@
 // importance matrix; without one its magnitude plus the group's root mean square: errors of large weights
 // cost more. Lanes are groups, so that no sum goes across lanes.
 
-constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
-
-// The largest magnitude, as bits: kInfinity or more where a value is not finite.
-inline uint32_t largest_bits(const float* x, int n) {
-    uint32_t largest = 0;
-    for (int i = 0; i < n; i++) {
-        const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & kMagnitude;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest;
-}
-
 // Whether the first of 32 values with the largest magnitude is negative; a zero is not.
 inline bool first_largest_is_negative(const float* x, uint32_t largest) {
     if (!largest) return false;

@@ -579,8 +579,24 @@ inline uint16_t to_f16(float x) {
     return f32_to_f16(x);
 }
 
-// Int8 of up to 32 values and their scale, as Q8_0 stores them.
+constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+
+// The largest magnitude, as bits: kInfinity or more where a value is not finite.
+inline uint32_t largest_bits(const float* x, int n) {
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++) {
+        const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & kMagnitude;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+// 32 values and their scale as a q8_0 cache stores them. A value that is not finite makes all of them NaN.
 inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
+    if (largest_bits(x, 32) >= kInfinity) {
+        memset(q, 0, 32);
+        return 0x7e00;
+    }
     const V lo = V::load(x), hi = V::load(x + 16);
     const float largest = max_lane(max(abs(lo), abs(hi)));
     const uint16_t half = to_f16(largest / 127.0f);

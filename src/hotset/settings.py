@@ -134,11 +134,13 @@ class LoadSettings:
         self._check("cache_disk", _disk_size)
         self._check("lora", _loras)
         self._check("device", _devices)
-        for name, known in (("kv_type", get_args(KVType)), ("backend", get_args(BackendName))):
-            if getattr(self, name) not in known:
-                raise InvalidRequestError(
-                    f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
-                )
+        if self.kv_type not in get_args(KVType):
+            raise InvalidRequestError(
+                f"kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not {shown(self.kv_type)}"
+            )
+        if self.backend not in get_args(BackendName):
+            known = ", ".join(get_args(BackendName))
+            raise InvalidRequestError(f"backend must be one of {known}, not {shown(self.backend)}")
         if self.activation is not None:
             parse_activation(self.activation)
         asked_mode(self.sparsity, self.predictor, self.thresholds)

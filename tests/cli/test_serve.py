@@ -95,6 +95,23 @@ def test_a_file_of_models_is_read(folder: Path, begun: list[Any], tmp_path: Path
     assert lengths == {"kept": 64, "mine": 128}
 
 
+def test_mcp_servers_are_named_by_a_file(
+    folder: Path, begun: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mcp.json"
+    file.write_text('{"mcpServers": {"files": {"command": "npx", "autoApprove": ["read"]}}}')
+    words = ("serve", str(folder / "one.gguf"), "--mcp", str(file))
+    done = inside(*words)
+    assert done.returncode == 0, done.stderr
+    assert "files: autoApprove has no effect here" in " ".join(done.stderr.split())
+    assert [one.name for one in begun[0].settings.mcp_servers] == ["files"]
+    monkeypatch.setattr("hotset.cli.serve.find_spec", lambda name: None if name == "mcp" else name)
+    done = inside(*words)
+    assert done.returncode == 1
+    assert "need mcp; install it with: pip install '.[serve,mcp]'" in " ".join(done.stderr.split())
+    assert len(begun) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -106,6 +123,7 @@ def test_a_file_of_models_is_read(folder: Path, begun: list[Any], tmp_path: Path
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
         (("{folder}", "--alias", "x=none"), "no model that is here"),
         (("{folder}/one.gguf", "{folder}/../again/one.gguf"), "both called"),
+        (("{folder}/one.gguf", "--mcp", "{folder}/one.gguf"), "no JSON|UTF-8|larger"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], said: str, folder: Path, begun: list[Any]) -> None:

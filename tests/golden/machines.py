@@ -59,7 +59,7 @@ COMMANDS = (
     "plan llama-7b --vram-budget 3 --ctx-size 2048",
     "plan llama-7b --ram-budget 3 --ctx-size 2048",
     "plan moe-30b",
-    "plan moe-30b --ctx-size 2048 --cache-type q8_0 --vram-budget 6",
+    "plan moe-30b --ctx-size 2048 --vram-budget 6",
     "plan bamboo-7b",
     "plan bamboo-7b --vram-budget 3 --sparsity predicted",
     "plan bamboo-7b --gpu 4090 --vram-budget 2",

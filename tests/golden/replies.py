@@ -189,6 +189,12 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ("POST", "/v1/unload_lora_adapter"): [
         Case({"lora_name": "style"}), Case({"lora_int_id": 0}), Case({}), *_wrong({"lora_name": "style"}),
     ],
+    ("GET", "/mcp/servers"): [Case(), Case(headers={"origin": "https://evil.example"})],
+    ("POST", "/mcp/restart"): [Case({"server": "files"}), *_wrong({"server": "files"})],
+    ("POST", "/mcp/call"): [
+        Case({"name": "files__read", "arguments": {"path": "a"}}), Case({"name": "a b"}),
+        Case({"name": "a", "arguments": []}), *_wrong({"name": "a"}),
+    ],
     ("GET", "/tokenizer_info"): [Case()],
     ("GET", "/props"): [Case()],
     ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],

@@ -12,7 +12,6 @@ taps, so that each operation is compared by itself, with nothing of the errors b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ReferenceBackend, add_streams, hadamard, head_dot, seen_by, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
-from hotset.model.cost import KV_FORMATS, KVFormat
 from hotset.model.operations import (
     XIELU,
     Activate,
@@ -254,33 +252,6 @@ def attention_bound(
     sums = weights @ np.abs(values) / weights.sum()
     bound = (2 * of_weight + gamma(n + 2 * rescaled + 8)) * sums
     return bound + 2 * n * TINY * (1 + np.abs(values).max(axis=0))
-
-
-def q8_0_stored(x: np.ndarray) -> np.ndarray:
-    """Keys or values [..., dim] as a q8_0 cache of the native core stores them, exactly.
-
-    The reference rounds halves away from zero and divides by the scale before it is rounded to f16.
-    """
-    blocks = np.asarray(x, np.float32).reshape(-1, BLOCK)
-    largest = np.abs(blocks).max(axis=1, keepdims=True)
-    scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    return (np.clip(np.rint(blocks * inverse), -127, 127) * scale).reshape(x.shape)
-
-
-def q4_0_stored(x: np.ndarray) -> np.ndarray:
-    """Keys or values [..., dim] as a q4_0 cache stores them, exactly: transformed, and not back."""
-    blocks = hadamard(np.asarray(x, np.float32)).reshape(-1, BLOCK)
-    first = np.abs(blocks).argmax(axis=1)
-    scale = blocks[np.arange(len(blocks)), first][:, None] / np.float32(-8)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    codes = np.minimum(np.floor(blocks * inverse + np.float32(8.5)), 15) - 8
-    return (codes * scale.astype(np.float16).astype(np.float32)).reshape(x.shape)
-
-
-STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "f32": lambda x: x, "f16": lambda x: x.astype(np.float16), "q8_0": q8_0_stored, "q4_0": q4_0_stored,
-}  # fmt: skip
 
 
 def spread(x: np.ndarray) -> np.ndarray:
@@ -649,6 +620,3 @@ class Oracle(ReferenceBackend):
         if key not in kept:
             kept[key] = magnitudes(self.weights.data(name), info.type, info.shape, self._weight(name))
         return kept[key]
-
-    def _stored(self, x: np.ndarray, format: KVFormat) -> np.ndarray:
-        return STORED[next(name for name, known in KV_FORMATS.items() if known is format)](x)

@@ -55,6 +55,8 @@ class FakeServer:
     key: the only one that opens it; None: none is needed. health: status of /health and of all the rest.
     models: of a server with several, with the `status` of each; None: it has one, `model`. replies_of: what
     requests for one of them get, in place of `replies`. managed: names that were to be loaded and unloaded.
+    mcp_servers: as /mcp/servers lists them, or a Refusal; tool_results: what calls bring, in order, each a
+    reply, a Refusal, or a Hold before the next one; tool_calls: names and arguments of those that were made.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,9 @@ class FakeServer:
         self.replies_of: dict[str, deque[Any]] = {}
         self.managed: list[tuple[str, str]] = []
         self.n_asked_props = 0
+        self.mcp_servers: list[dict[str, Any]] | Refusal = []
+        self.tool_results: deque[Any] = deque()
+        self.tool_calls: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
         self.app = FastAPI()
         self.app.include_router(site.router)
@@ -81,6 +86,9 @@ class FakeServer:
         self.app.post("/models/load")(self._load)
         self.app.post("/models/unload")(self._unload)
         self.app.get("/models/events")(self._states)
+        self.app.get("/mcp/servers")(self._mcp)
+        self.app.post("/mcp/restart")(self._restart)
+        self.app.post("/mcp/call")(self._call)
         self.app.post("/v1/chat/completions")(self._chat)
 
     def set_state(self, name: str, **status: Any) -> None:
@@ -131,6 +139,33 @@ class FakeServer:
                 await asyncio.sleep(0.005)
 
         return self._refused(http) or StreamingResponse(states(), media_type="text/event-stream")
+
+    async def _mcp(self, http: Request) -> Response:
+        if isinstance(self.mcp_servers, Refusal):
+            return self.mcp_servers.response()
+        return self._refused(http) or JSONResponse({"servers": self.mcp_servers})
+
+    async def _restart(self, http: Request) -> Response:
+        assert isinstance(self.mcp_servers, list)
+        name = (await http.json())["server"]
+        next(one for one in self.mcp_servers if one["name"] == name).update(state="ready", problem="")
+        return await self._mcp(http)
+
+    async def _call(self, http: Request) -> Response:
+        if refused := self._refused(http):
+            return refused
+        body = await http.json()
+        self.tool_calls.append((body["name"], body["arguments"]))
+        reply = self.tool_results.popleft()
+        if isinstance(reply, Hold):
+            reply.reached.set()
+            while not reply.go_on.is_set():
+                if await http.is_disconnected():
+                    self.n_left += 1
+                    return Response()
+                await asyncio.sleep(0.005)
+            reply = self.tool_results.popleft()
+        return reply.response() if isinstance(reply, Refusal) else JSONResponse(reply)
 
     async def _chat(self, http: Request) -> Response:
         if refused := self._refused(http):
@@ -199,6 +234,28 @@ def token(i: int, text: str, shares: list[float], **more: Any) -> dict[str, Any]
         "token": i, "text": text, "seconds": 0.1 + i / 20, "bytes_kv": 1000, "bytes_touched": 1_999_000,
         "bytes_total": 3_999_000, "step_tokens": 1, "active_share": round(mean, 4), "layers": layers,
     } | more  # fmt: skip
+
+
+def mcp_server(name: str, *tools: str, state: str = "ready", problem: str = "") -> dict[str, Any]:
+    """An MCP server as /mcp/servers lists it."""
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+    return {
+        "name": name, "state": state, "problem": problem,
+        "tools": [
+            {"name": f"{name}__{one}", "tool": one, "description": f"To {one}.", "parameters": parameters}
+            for one in tools
+        ],
+    }  # fmt: skip
+
+
+def tool_call(
+    name: str, arguments: str, index: int = 0, call_id: str = ""
+) -> tuple[str, list[dict[str, Any]]]:
+    """A part of an answer: a call, all at once."""
+    function = {"name": name, "arguments": arguments}
+    return "tool_calls", [
+        {"index": index, "id": call_id or f"c{index}", "type": "function", "function": function}
+    ]
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVFormat, KVType, check_cache, kv_formats
 from hotset.model.graph import Graph
@@ -380,8 +379,8 @@ class ReferenceBackend:
         own = [seen[-1] for seen in slots]
         of_keys, of_values = self._formats
         if op.source is None:
-            keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
-            values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
+            keys[own] = stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
+            values[own] = stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
@@ -407,17 +406,34 @@ class ReferenceBackend:
             out = hadamard(out)  # its own inverse
         return out.reshape(len(slots), op.out.width)
 
-    def _stored(self, x: np.ndarray, format: KVFormat) -> np.ndarray:
-        """Keys or values as the cache holds them (an f16 array rounds when it is assigned to)."""
-        if format.bits > 8:
-            return x
-        rows = np.ascontiguousarray(x, F32).reshape(-1, x.shape[-1])
-        rows = hadamard(rows) if format.rotated else rows
-        type = GGMLType.Q8_0 if format.bits == 8 else GGMLType.Q4_0
-        return dequantize(quantize(rows, type), type, rows.shape[::-1]).reshape(x.shape)
-
     def _weight(self, name: str) -> np.ndarray:
         return self._weights.whole(name)
+
+
+def stored(x: np.ndarray, format: KVFormat) -> np.ndarray:
+    """Keys or values [..., dim] as a cache holds them."""
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes its block NaN
+        return {32: np.asarray, 16: np.float16, 8: q8_0_stored, 4: q4_0_stored}[format.bits](x)
+
+
+def q8_0_stored(x: np.ndarray) -> np.ndarray:
+    """Keys or values [..., dim] as a q8_0 cache stores them, exactly. Files round halves away from zero, and
+    divide by the scale before it is rounded to f16."""
+    blocks = np.asarray(x, F32).reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scale = (largest / F32(127)).astype(np.float16).astype(F32)
+    inverse = np.divide(F32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    return (np.clip(np.rint(blocks * inverse), -127, 127) * scale).reshape(x.shape)
+
+
+def q4_0_stored(x: np.ndarray) -> np.ndarray:
+    """Keys or values [..., dim] as a q4_0 cache stores them, exactly: transformed, and not back."""
+    blocks = hadamard(np.asarray(x, F32)).reshape(-1, 32)
+    first = np.abs(blocks).argmax(axis=1)
+    scale = blocks[np.arange(len(blocks)), first][:, None] / F32(-8)
+    inverse = np.divide(F32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.minimum(np.floor(blocks * inverse + F32(8.5)), 15) - 8
+    return (codes * scale.astype(np.float16).astype(F32)).reshape(x.shape)
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:

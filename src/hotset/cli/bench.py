@@ -136,7 +136,10 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,
     cache_type: Annotated[
-        str, typer.Option("--cache-type-k", "-ctk", help="Of the KV cache: f16, q8_0, q4_0 or KEYS/VALUES.")
+        str,
+        typer.Option(
+            "--cache-type-k", "--cache-type", "-ctk", help="Of the KV cache: f16, q8_0, q4_0 or KEYS/VALUES."
+        ),
     ] = "f16",
     file: Annotated[
         Path | None,
@@ -559,7 +562,7 @@ class _Markdown:
         "t/s",
         "of read",
     )
-    widths: tuple[int, ...] = (22, 10, 8, 7, 7, 5, 14, 16, 7)
+    widths: tuple[int, ...] = (22, 10, 8, 7, 7, 9, 14, 16, 7)
     sparse_columns = ("sparsity", "active")
     sparse_widths = (13, 6)
 

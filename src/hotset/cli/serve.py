@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,11 @@ from hotset.cli import options
 from hotset.cli.console import print_choice, print_memory, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
+from hotset.escaping import clause
 from hotset.files import expanded
 from hotset.memory import free_memory
 from hotset.server.keys import read_keys
+from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.settings import ServerSettings
 from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _PARTS = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
+_MCP_PARTS = ("mcp", "mcp_types", "httpx2")
 _MAX_KEYS_BYTES = 1 << 20  # of a file of API keys
 _KEY_VARIABLE = "HOTSET_API_KEY"
 _SHARE_OF_FREE = 0.9  # of memory, that models have which are given no limit
@@ -120,6 +124,10 @@ class ServerOptions:
             "--lora-dir", "Folder that clients may load adapters (LoRA) from.", exists=True, file_okay=False
         ),
     ] = None
+    mcp: Annotated[
+        Path | None,
+        _option("--mcp", "mcp.json: MCP servers whose tools the page offers.", exists=True, dir_okay=False),
+    ] = None
     grace: Annotated[float, _option("--grace", "Seconds that running answers get at shutdown.", min=0)] = 30.0
 
     @property
@@ -147,8 +155,19 @@ class ServerOptions:
             log_form=self.log_form,
             slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
             lora_dir=None if self.lora_dir is None else str(self.lora_dir),
+            mcp_servers=self._mcp_servers(),
             grace_seconds=self.grace,
         )
+
+    def _mcp_servers(self) -> tuple[McpServer, ...]:
+        if self.mcp is None:
+            return ()
+        check_installed(_MCP_PARTS, "tools of MCP servers need", "serve,mcp")
+        servers = read_servers(self.mcp)
+        for one in servers:
+            if one.unused:
+                say(f"{self.mcp}: {one.name}: {clause(', '.join(one.unused))} has no effect here")
+        return servers
 
     def _keys(self) -> tuple[str, ...]:
         keys = list(self.api_key or [])
@@ -215,6 +234,10 @@ def _serve_one(
         path = resolve(model, progress=bar)
     names = (*alias, model_name(path))
     if server.replicas is not None or server.max_replicas is not None:
+        if server.mcp is not None:
+            raise typer.BadParameter(
+                "replicas are asked through a front that calls no tools; leave it out.", param_hint="--mcp"
+            )
         if server.keys_file is not None or server.request_log is not None:
             raise typer.BadParameter(
                 "replicas are asked through a front that counts no tokens; leave it out.",
@@ -331,12 +354,12 @@ def _aliases(given: list[str]) -> dict[str, str]:
     return {name: model for name, _, model in pairs}
 
 
-def check_installed() -> None:
+def check_installed(
+    parts: Sequence[str] = _PARTS, what: str = "the server needs", extra: str = "serve"
+) -> None:
     """Raises HotsetError where the extra is missing."""
-    if missing := [part for part in _PARTS if find_spec(part) is None]:
-        raise HotsetError(
-            f"the server needs {', '.join(missing)}; install it with: {install_command('serve')}"
-        )
+    if missing := [part for part in parts if find_spec(part) is None]:
+        raise HotsetError(f"{what} {', '.join(missing)}; install it with: {install_command(extra)}")
 
 
 def model_name(path: Path) -> str:

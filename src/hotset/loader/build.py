@@ -43,7 +43,7 @@ from hotset.loader.decide import (
 )
 from hotset.memory import free_memory, own_memory
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost
+from hotset.model.cost import Cost, check_gpu_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.supported import read_config
@@ -318,6 +318,7 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
     from hotset.placement.gather import planned
 
     try:
+        check_gpu_cache(decided.settings.kv_type)
         return planned(
             decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
             decided.settings, devices, n_pages=decided.n_pages, profile=profile,

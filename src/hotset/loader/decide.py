@@ -16,9 +16,10 @@ from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
 from hotset.model.config import ModelConfig
-from hotset.model.cost import Cost
+from hotset.model.cost import Cost, KVType, check_cache
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
+from hotset.model.operations import Attention
 from hotset.model.predictor import Predictor
 from hotset.offload.weight_store import sizes_of
 from hotset.settings import LoadSettings
@@ -149,6 +150,9 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     """
     settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
     graph = describe(config, weights.tensors, prepared.predictor, choice.layer_thresholds)
+    for op in graph.ops:
+        if isinstance(op, Attention) and op.source is None:
+            check_cache(op, settings.kv_type)
     cost = Cost(graph, weights.tensors)
     limit = ram_limit(settings, gguf.nbytes, machine.free - machine.reserved, machine.reserved)
     free = machine.free - machine.reserved
@@ -256,9 +260,12 @@ def context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float
             f"computed for; lower n_ctx to {n_ctx_max}"
         )
     if (n_bytes := cache_bytes(settings, cost, asked)) > free:
+        kv_bytes = cost.kv_bytes_per_token(settings.kv_type)
+        types: tuple[KVType, ...] = () if settings.asks_for_a_device else ("q8_0", "q8_0/q4_0", "q4_0")
+        smaller = next((name for name in types if cost.kv_bytes_per_token(name) < kv_bytes), None)
         raise OutOfMemoryError(
             f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0 or q4_0"
+            f"{free / 1e9:.1f} GB are free; lower n_ctx" + (f", or use kv_type {smaller}" if smaller else "")
         )
     return asked
 

@@ -87,9 +87,10 @@ def _n_bytes(draft: Decided) -> int:
 def _plan_draft(model: ModelPath, settings: LoadSettings, closing: ExitStack, **changes: Any) -> Decided:
     """A model that drafts, planned: on the CPU, its file mapped.
 
-    settings: of the model that it drafts for; changes: fields of its own. closing: closes its files.
+    settings: of the model that it drafts for, but for its type of cache, which need not fit; changes: fields
+    of its own. closing: closes its files.
     """
-    same = ("n_ctx", "n_threads", "kv_type", "n_seqs", "max_sequences", "progress")
+    same = ("n_ctx", "n_threads", "n_seqs", "max_sequences", "progress")
     own = LoadSettings(backend="cpu", **{name: getattr(settings, name) for name in same} | changes)
     opened = open_model(model, own)
     closing.callback(opened.gguf.close)

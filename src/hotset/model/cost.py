@@ -24,7 +24,7 @@ from hotset.model.operations import (
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
-# How keys and values are stored: both alike, or keys/values. f32: reference backend and tests only.
+# How keys and values are stored: both alike, or keys/values. f32: for comparisons; it has no mixes.
 KVType = Literal[
     "f16", "q8_0", "q4_0", "f16/q8_0", "f16/q4_0", "q8_0/f16", "q8_0/q4_0", "q4_0/f16", "q4_0/q8_0", "f32"
 ]
@@ -65,13 +65,21 @@ def kv_formats(kv_type: KVType) -> tuple[KVFormat, KVFormat]:
 
 def check_cache(op: Attention, kv_type: KVType) -> None:
     """Refuses (UnsupportedModelError) heads that blocks of the cache do not divide."""
-    for format, dim in zip(kv_formats(kv_type), (op.head_dim, op.head_dim_v), strict=True):
-        if dim % format.n_channels:
-            have = f"{op.head_dim}" if op.head_dim_v == op.head_dim else f"{op.head_dim} and {op.head_dim_v}"
+    sides = zip(("keys", "values"), kv_names(kv_type), (op.head_dim, op.head_dim_v), strict=True)
+    for side, name, dim in sides:
+        if dim % (n_channels := KV_FORMATS[name].n_channels):
             raise UnsupportedModelError(
-                f"a {kv_type} cache needs heads of a multiple of {format.n_channels} channels, and this "
-                f"model's have {have}; use an f16 cache"
+                f"a {name} cache needs heads of a multiple of {n_channels} channels, and the {side} of this "
+                f"model have {dim}; store them as f16"
             )
+
+
+def check_gpu_cache(kv_type: KVType) -> None:
+    """Refuses (UnsupportedModelError) what the attention kernels of GPUs do not read."""
+    if kv_type not in ("f16", "f32"):
+        raise UnsupportedModelError(
+            f"a {kv_type} cache runs on the CPU only: use f16, or leave the GPU out (--no-gpu)"
+        )
 
 
 class Cost:

@@ -28,6 +28,7 @@ from hotset.server import (
 )
 from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
+from hotset.server.mcp import routes as mcp
 from hotset.server.metrics import RequestCounter
 from hotset.server.models import HoldMiddleware, Models
 from hotset.server.openai import chat, completions, embeddings, models, responses
@@ -53,6 +54,7 @@ ROUTERS = (
     tokens.router,
     saved_slots.router,
     lora.router,
+    mcp.router,
     facts.router,
     anthropic.router,
     ollama.router,
@@ -68,9 +70,12 @@ def create_app(host: Host) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         host.start()
+        app.state.toolbox = await asyncio.to_thread(mcp.opened, settings.mcp_servers)
         try:
             yield
         finally:
+            if app.state.toolbox is not None:
+                await asyncio.to_thread(app.state.toolbox.close)
             if isinstance(host, Models):
                 app.state.pulls.cancel()
             await host.close()
@@ -87,7 +92,7 @@ def create_app(host: Host) -> FastAPI:
         strict_content_type=False,
         responses=errors(OpenAIErrorReply),
     )
-    app.state.host = host
+    app.state.host, app.state.toolbox = host, None
     for router in ROUTERS:
         app.include_router(router)
     if isinstance(host, Models):

@@ -45,17 +45,22 @@ def models_of(http: Request) -> Models:
 
 def check_manager(http: Request) -> None:
     """Raises RequestError (403) where the request has no key and is not this machine's own."""
+    check_allowed(http, "models are managed", "manage models")
+
+
+def check_allowed(http: Request, done: str, do: str) -> None:
+    """As `check_manager`, of something else that only managers do; done, do: what it is."""
     if host_of(http).settings.has_keys:  # without one it would not be here
         holder: Holder | None = http.scope.get(HOLDER)
         if holder is None or not holder.manages:
-            raise RequestError("this key may not manage models", 403, code="not_a_manager")
+            raise RequestError(f"this key may not {do}", 403, code="not_a_manager")
         return
     origin, host = http.headers.get("origin"), http.headers.get("host", "")
     is_page_of_another = origin is not None and origin.partition("://")[2].lower() != host.lower()
     is_forwarded = any(name in http.headers for name in _FORWARDED)
     if is_page_of_another or is_forwarded or not _is_loopback(http):
         raise RequestError(
-            "models are managed with an API key, or from this machine; start the server with --api-key-file",
+            f"{done} with an API key, or from this machine; start the server with --api-key-file",
             403,
             code="not_a_manager",
         )

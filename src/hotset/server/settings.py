@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.server.keys import NamedKey
+from hotset.server.mcp.file import McpServer
 
 LOG_FORMS = ("json", "text")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -34,6 +35,7 @@ class ServerSettings:
     grace_seconds: which a shutdown leaves to answers that run.
     request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
     slot_save_path: a folder for what /slots saves; None: nothing is saved.
+    mcp_servers: whose tools the page offers, to who may manage models.
     lora_dir: the folder that clients may load adapters from; None: they load none.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
     header is not read.
@@ -57,6 +59,7 @@ class ServerSettings:
     log_form: str = "json"
     slot_save_path: str | None = None
     lora_dir: str | None = None
+    mcp_servers: tuple[McpServer, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20

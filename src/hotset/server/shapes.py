@@ -560,3 +560,35 @@ class CohereRerankReply(Shape):
     id: str
     results: list[CohereRerankResult]
     meta: CohereMeta
+
+
+# ---- MCP servers, for the page ----
+
+
+class McpToolReply(Shape):
+    """name: by which a model and /mcp/call call it. tool: its server's name. parameters: a JSON schema."""
+
+    name: str
+    tool: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class McpServerReply(Shape):
+    """problem: why it does not work, or what of it is left out; else empty. tools: that it has, or had."""
+
+    name: str
+    state: Literal["starting", "ready", "failed"]
+    problem: str
+    tools: list[McpToolReply]
+
+
+class McpServersReply(Shape):
+    servers: list[McpServerReply]
+
+
+class McpCallReply(Shape):
+    """content: text from a stranger. is_error: the tool says that it failed."""
+
+    content: str
+    is_error: bool

@@ -15,7 +15,6 @@ import pytest
 from cases import quick_are
 from derived_bounds import (
     FLOATS,
-    STORED,
     TINY,
     TRANSFORM,
     U,
@@ -28,8 +27,6 @@ from derived_bounds import (
     layer_norm_bound,
     linear_bound,
     magnitudes,
-    q4_0_stored,
-    q8_0_stored,
     rms_norm_bound,
     rounding_of_inputs,
     spread,
@@ -39,10 +36,10 @@ from make_blocks import random_blocks
 
 from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
-from hotset.backends.reference import ACTIVATIONS, hadamard, xielu
+from hotset.backends.reference import ACTIVATIONS, hadamard, q4_0_stored, q8_0_stored, stored, xielu
 from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, quantize
-from hotset.model.cost import KVType, kv_formats, kv_names
+from hotset.model.cost import KVType, kv_formats
 from hotset.model.operations import XIELU
 
 F32 = int(GGMLType.F32)
@@ -314,6 +311,34 @@ def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> 
     return q, k
 
 
+def attention(
+    isa: str, kv_type: KVType, q: np.ndarray, k: np.ndarray, v: np.ndarray, sizes: tuple[int, int, int, int],
+    **facts: Any,
+) -> np.ndarray:  # fmt: skip
+    """Of n tokens, float32 [n, n_head, head_dim_v]. sizes: n_head, n_head_kv, head_dim, head_dim_v."""
+    (heads, heads_kv, dim, dim_v), n, formats = sizes, len(q), kv_formats(kv_type)
+    n_pages = -(-n // _core.PAGE_SIZE)
+    slots = n_pages * heads_kv * _core.PAGE_SIZE
+    widths = dim, -(-dim_v // 16) * 16
+    caches = [
+        np.zeros(slots * width * format.bits // 8, np.uint8)
+        for width, format in zip(widths, formats, strict=True)
+    ]
+    scales = [
+        np.zeros(slots * width // 32 * 2, np.uint8) if format.n_channels == 32 else None
+        for width, format in zip(widths, formats, strict=True)
+    ]
+    fed = Fed(isa, n, n_pages)
+    inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
+    names = zip(("k_cache", "v_cache", "k_scale", "v_scale"), [*caches, *scales], strict=True)
+    cache = {name: array for name, array in names if array is not None}
+    fed.plan.add(
+        "attention", **dict(zip("qkv", inputs, strict=True)), out=out, n_head=heads, n_head_kv=heads_kv,
+        head_dim=dim, head_dim_v=dim_v, scale=dim**-0.5, kv_type=kv_type, **cache, **facts,
+    )  # fmt: skip
+    return fed.run(out).reshape(n, heads, dim_v)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "kv_type", quick_are(("f16", "q8_0/q4_0"), ["f16", "f32", "q4_0", "q8_0", "q8_0/q4_0", "q4_0/f16"])
@@ -329,32 +354,12 @@ def test_attention(isa: str, kv_type: KVType, kind: str) -> None:
     q, k = queries_and_keys(kind, n, heads, heads_kv, dim)
     v = ill("outliers", (n, heads_kv * dim_v), 3)
     for window, softcap in ((0, 0.0), (77, 0.0), (77, 2.5)):
-        n_pages = -(-n // _core.PAGE_SIZE)
-        slots = n_pages * heads_kv * _core.PAGE_SIZE
-        widths = dim, -(-dim_v // 16) * 16
-        caches = [
-            np.zeros(slots * width * format.bits // 8, np.uint8)
-            for width, format in zip(widths, formats, strict=True)
-        ]
-        scales = [
-            np.zeros(slots * width // 32 * 2, np.uint8) if format.n_channels == 32 else None
-            for width, format in zip(widths, formats, strict=True)
-        ]
-        fed = Fed(isa, n, n_pages)
-        inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
-        scale = dim**-0.5
-        facts = zip(("k_cache", "v_cache", "k_scale", "v_scale"), [*caches, *scales], strict=True)
-        cache = {name: array for name, array in facts if array is not None}
-        fed.plan.add(
-            "attention", **dict(zip("qkv", inputs, strict=True)), out=out, n_head=heads, n_head_kv=heads_kv,
-            head_dim=dim, head_dim_v=dim_v, scale=scale, softcap=softcap, window=window, kv_type=kv_type,
-            **cache,
-        )  # fmt: skip
-        found = fed.run(out).reshape(n, heads, dim_v)
-        store_k, store_v = (STORED[name] for name in kv_names(kv_type))
-        keys = store_k(k.reshape(n, heads_kv, dim)).astype(np.float64)
-        values = store_v(v.reshape(n, heads_kv, dim_v)).astype(np.float64)
-        query = q.astype(np.float64).reshape(n, heads, dim) * np.float64(np.float32(scale))
+        found = attention(
+            isa, kv_type, q, k, v, (heads, heads_kv, dim, dim_v), softcap=softcap, window=window
+        )
+        keys = stored(k.reshape(n, heads_kv, dim), formats[0]).astype(np.float64)
+        values = stored(v.reshape(n, heads_kv, dim_v), formats[1]).astype(np.float64)
+        query = q.astype(np.float64).reshape(n, heads, dim) * np.float64(np.float32(dim**-0.5))
         sizes = spread(np.abs(query)) if rotated_k else np.abs(query)
         query = transformed(query) if rotated_k else query
         for token in (0, 1, 63, 64, 500, 511, 512, 700, 1023, 1024, n - 1):
@@ -378,6 +383,20 @@ def transformed(x: np.ndarray) -> np.ndarray:
     width = x.shape[-1] & -x.shape[-1]
     signs = [[1 - 2 * (int(i & j).bit_count() % 2) for j in range(width)] for i in range(width)]
     return (x.reshape(-1, width) @ np.array(signs) / np.sqrt(width)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("extreme", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_is_in_no_answer_in_silence(
+    isa: str, kv_type: KVType, extreme: float
+) -> None:
+    q, k = queries_and_keys("normal", 70, 2, 1, 64)
+    v = ill("normal", (70, 64))
+    v[66, 37] = extreme
+    found = attention(isa, kv_type, q, k, v, (2, 1, 64, 64), window=0, softcap=0.0)
+    assert (~np.isfinite(found[66:])).any(axis=-1).all()
+    assert np.isfinite(found[:64]).all()
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256])

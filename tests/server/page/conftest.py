@@ -53,7 +53,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
             stack.callback(context.close)
             context.set_default_timeout(WAIT)
             if stored:
-                # Once: what the page stores itself stays over a reload. The page before it has no storage.
+                # Once: what the page stores itself stays over a reload. An empty page stores nothing.
                 context.add_init_script(
                     "if (location.protocol !== 'about:' && !sessionStorage.getItem('began')) {"
                     "sessionStorage.setItem('began', '1');"

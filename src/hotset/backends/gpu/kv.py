@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.gpu.arena import Arena
-from hotset.errors import UnsupportedModelError
-from hotset.model.cost import KVType
+from hotset.model.cost import KVType, check_gpu_cache
 from hotset.model.operations import Attention
 
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
@@ -30,8 +29,7 @@ class PagedCache:
     def __init__(
         self, layers: Iterable[Attention], n_pages: int, kv_type: KVType, device: torch.device
     ) -> None:
-        if kv_type not in KV_DTYPES:
-            raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only; use f16 on {device}")
+        check_gpu_cache(kv_type)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         layers = list(layers)
         itemsize = KV_DTYPES[kv_type].itemsize

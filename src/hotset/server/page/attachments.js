@@ -45,12 +45,18 @@ function decoded(bytes) {
   }
 }
 
+/** A text between fences that it does not have. */
+export function fenced(text, kind = "") {
+  const longest = (text.match(/`+/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
+  const fence = "`".repeat(longest + 1);
+  return `${fence}${kind}\n${text.replace(/\n+$/, "")}\n${fence}`;
+}
+
 /** What the model reads of a message: each file behind its name, between fences that it does not have, then the text. */
 export function contentOf({ content, files = [] }) {
   const blocks = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
-    const fence = "`".repeat(longest + 1), kind = /\.(?!pdf$)(\w{1,10})$/i.exec(name)?.[1] ?? "";
-    return `File ${name}:\n${fence}${kind.toLowerCase()}\n${text.replace(/\n+$/, "")}\n${fence}`;
+    const kind = /\.(?!pdf$)(\w{1,10})$/i.exec(name)?.[1] ?? "";
+    return `File ${name}:\n${fenced(text, kind.toLowerCase())}`;
   });
   return [...blocks, content].filter((part) => part !== "").join("\n\n");
 }

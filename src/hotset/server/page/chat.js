@@ -2,21 +2,25 @@
 
 import { Activity } from "./activity.js";
 import { contentOf } from "./attachments.js";
+import { areSettled } from "./calls.js";
 import { announce, byId } from "./dom.js";
 import * as figures from "./figures.js";
-import { clearNotice, undoable } from "./notices.js";
+import { clearNotice, notice, undoable } from "./notices.js";
 import { openPicture } from "./panels.js";
 import * as server from "./server.js";
 import { requestOf } from "./settings.js";
 import * as store from "./store.js";
+import { changeTools, ownTools, sentMessages, settle, takeCalls } from "./tools.js";
 import { Transcript } from "./transcript.js";
 import * as tree from "./tree.js";
+
+const MOST_ROUNDS = 16; // of calls, after which the reader says whether the model is to go on
 
 export class Chat {
   /** keep(conversation): it changed. second(): {model, preset} that answers beside the chosen model, or null.
    * onError(error, retry): the server did not answer as it should. running(is): an answer begins or ends. */
-  constructor({ models, settings, picture, keep, second, onError, running, showEmpty }) {
-    Object.assign(this, { models, settings, picture, keep, second, onError, onRunning: running, showEmpty });
+  constructor({ models, settings, tools, picture, keep, second, onError, running, showEmpty }) {
+    Object.assign(this, { models, settings, tools, picture, keep, second, onError, onRunning: running, showEmpty });
     this.conversation = store.fresh();
     this.settings.conversation = this.conversation;
     this.running = null; // {controller, messages}
@@ -29,6 +33,14 @@ export class Chat {
       show: (message) => this.showVersion(message),
       picture: (message) => this.showPictureOf(message),
       busy: () => this.running !== null,
+      isLeaf: (message) => message.id === this.conversation.leaf,
+      allow: (message, call, always) => this.allow(message, call, always),
+      deny: (message, call) => this.decide(message, call, () => (call.state = "denied")),
+      type: (message, call, text) =>
+        this.decide(message, call, () => {
+          call.consent = "typed";
+          settle(call, text);
+        }),
     });
   }
 
@@ -112,7 +124,7 @@ export class Chat {
     if (this.running) return;
     clearNotice("message");
     const question = this.parentOf(message);
-    if (message.content === "" && message.failed) tree.remove(this.conversation, message); // nothing that one would go back to
+    if (message.content === "" && message.failed && !message.calls) tree.remove(this.conversation, message); // nothing that one would go back to
     this.answer(question);
   }
 
@@ -154,15 +166,16 @@ export class Chat {
     if (jobs.length > 1) for (const { message } of jobs) message.pair = jobs[0].message.id;
     conversation.leaf = jobs[0].message.id;
     return this.run(jobs, () => {
-      for (const { message } of jobs) if (message.content === "") tree.remove(conversation, message);
+      for (const { message } of jobs) if (message.content === "" && !message.calls) tree.remove(conversation, message);
       this.answer(question);
     });
   }
 
-  /** Has an answer continued where it ends. */
+  /** Has an answer continued where it ends; behind calls that is another one. */
   goOn(message) {
     if (this.running) return undefined;
     clearNotice("message");
+    if (message.calls) return areSettled(message) ? this.answer(message) : undefined;
     delete message.failed;
     const job = { message, body: this.bodyOf(this.pathTo(message), this.models.name, this.settings.values) };
     return this.run([job], () => this.goOn(message));
@@ -183,20 +196,9 @@ export class Chat {
   }
 
   bodyOf(messages, model, values) {
-    const system = (values.system ?? "").trim();
-    const sent = system ? [{ role: "system", content: system }] : [];
-    // A question without an answer goes with it: many templates refuse two questions in a row. Where the reader deleted
-    // what stood between two messages, they are one.
-    const isEmpty = (message) => message?.role === "assistant" && message.content === "";
-    for (const [i, message] of messages.entries()) {
-      if (isEmpty(message) || isEmpty(messages[i + 1])) continue;
-      const last = sent.at(-1), content = contentOf(message);
-      if (last?.role === message.role) last.content = `${last.content}\n\n${content}`;
-      else sent.push({ role: message.role, content });
-    }
     return {
       ...(model === null ? {} : { model }),
-      messages: sent,
+      messages: sentMessages((values.system ?? "").trim(), messages, contentOf),
       ...requestOf(values),
       stream_options: { include_usage: true, include_activity: true },
     };
@@ -225,26 +227,122 @@ export class Chat {
     if (owner !== this.conversation) return;
     for (const message of messages) this.transcript.update(message, false, this.activities.get(message));
     this.picture.show(this.activities.get(first), false);
+    this.focusAsk();
+    const job = jobs.find(({ message }) => message.id === owner.leaf);
+    if (job?.complete && job.message.calls) this.goOnBehind(job.message);
+  }
+
+  focusAsk() {
     if (document.activeElement === document.body || document.activeElement === byId("stop")) byId("ask").focus();
   }
 
-  async stream({ message, body }, owner, isFirst, retry) {
+  async stream(job, owner, isFirst, retry) {
+    const { message } = job;
     const activity = this.activities.get(message), before = message.content;
     let reason = null;
     try {
-      for await (const chunk of server.chat(body, this.running.controller.signal)) {
+      const { signal } = this.running.controller, offered = await this.tools.request(owner);
+      const missing = this.tools.missing(owner);
+      if (missing.length) notice("tools", `Tools that are on and not there: ${missing.join(", ")}`);
+      else clearNotice("tools");
+      for await (const chunk of server.chat({ ...job.body, ...offered }, signal)) {
         reason = take(chunk, message, activity) ?? reason;
         if (owner !== this.conversation) continue; // another one was opened, and this is about to end
         this.transcript.update(message, true, activity);
         if (activity.length && isFirst) this.picture.show(activity, true);
       }
       message.note = noteOf(reason, activity);
+      if (message.calls) this.tools.judge(message.calls, offered.tools, owner);
+      job.complete = reason !== "length";
       announce(activity.length ? `The answer is complete. ${activity.line()}` : "The answer is complete.");
       clearNotice("answer");
     } catch (error) {
+      delete message.calls; // they may be cut
       this.fail(error, message, activity, () => owner === this.conversation && retry());
     }
-    if (message.content === before && !message.reasoning && message.failed === undefined) message.failed = "Nothing was answered.";
+    if (message.content === before && !message.reasoning && !message.calls && message.failed === undefined) message.failed = "Nothing was answered.";
+  }
+
+  // ---- calls ----
+
+  /** Makes the calls of an answer that need no one's consent, and has the model go on once all have come to an end. */
+  goOnBehind(message) {
+    if (this.running || message.id !== this.conversation.leaf) return;
+    const { allowed } = ownTools(this.conversation);
+    const free = message.calls.filter((call) => call.state === "asked" && !call.typed && !call.problem && allowed.includes(call.name));
+    for (const call of free) call.consent = "always";
+    if (free.length) return void this.makeCalls(message, free);
+    if (!areSettled(message)) return announce("The model wants to call a tool, and waits for you.");
+    const path = tree.path(this.conversation), asked = path.findLastIndex((each) => each.role === "user");
+    if ((path.length - 1 - asked) % MOST_ROUNDS === 0) {
+      message.note = [message.note, `${MOST_ROUNDS} rounds of calls: Continue has the model go on`].filter(Boolean).join(" · ");
+      this.keep(this.conversation);
+      return this.transcript.update(message, false, this.activities.get(message));
+    }
+    this.answer(message);
+  }
+
+  allow(message, call, always) {
+    if (this.running || call.state !== "asked") return;
+    call.consent = always ? "always" : "once";
+    if (always) changeTools(this.conversation, ({ allowed }) => allowed.includes(call.name) || allowed.push(call.name));
+    this.makeCalls(message, [call]);
+  }
+
+  /** The reader denies a call, or gives its result. */
+  decide(message, call, how) {
+    if (this.running || call.state !== "asked") return;
+    how();
+    delete call.problem;
+    this.keep(this.conversation);
+    this.transcript.update(message, false, this.activities.get(message));
+    this.transcript.focusCall(message);
+    this.goOnBehind(message);
+  }
+
+  /** Makes calls, one after the other. */
+  async makeCalls(message, calls) {
+    const owner = this.conversation, controller = new AbortController();
+    const show = () => owner === this.conversation && this.transcript.update(message, false, this.activities.get(message));
+    this.running = { controller, messages: [message] };
+    this.onRunning(true);
+    if (document.activeElement?.closest(".consent")) byId("stop").focus();
+    let stopped = false;
+    try {
+      for (const call of calls) {
+        call.state = "running";
+        delete call.problem;
+        this.keep(owner);
+        show();
+        await this.tools.run(call, controller.signal);
+      }
+    } catch (error) {
+      stopped = true;
+      this.failCall(calls.find((call) => call.state === "running"), error);
+    } finally {
+      this.running = null;
+      this.onRunning(false);
+    }
+    this.keep(owner);
+    show();
+    if (owner !== this.conversation) return;
+    if (!this.transcript.focusCall(message)) this.focusAsk();
+    if (!stopped) this.goOnBehind(message);
+  }
+
+  /** A call that was not made, or whose end was not waited for: the reader decides anew. */
+  failCall(call, error) {
+    call.state = "asked";
+    delete call.consent;
+    if (error.name === "AbortError") call.problem = "Stopped: what came of it is not known.";
+    else if (error instanceof server.ServerError) {
+      call.problem = error.message;
+      this.onError(error, () => {});
+    } else {
+      call.problem = "The page itself failed; the browser's console says how.";
+      console.error(error);
+    }
+    announce(call.problem);
   }
 
   fail(error, message, activity, retry) {
@@ -272,6 +370,7 @@ export class Chat {
 function take(chunk, message, activity) {
   const choice = chunk.choices?.[0];
   if (choice?.delta?.content) message.content += choice.delta.content;
+  if (choice?.delta?.tool_calls) takeCalls(message, choice.delta.tool_calls);
   if (choice?.delta?.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
   if (chunk.hotset?.activity) activity.add(chunk.hotset.activity);
   if (chunk.usage) activity.usage = chunk.usage;

@@ -14,6 +14,8 @@ import * as server from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
+import { Tools } from "./tools.js";
+import { ToolsDialog } from "./toolsdialog.js";
 
 const FIRST_WAIT = 1, LONGEST_WAIT = 20; // seconds between two looks whether the server is back
 const IDEAS = [
@@ -27,15 +29,21 @@ const settings = new Settings(() => chat.isEmpty || sidebar.keep(chat.conversati
 const models = new Models({ changed: onModels, ready: onFacts });
 const dialog = new ModelDialog(models, settings, { choose: chooseModel });
 const sidebar = new Sidebar({ open: (one) => openConversation(one), current: () => chat.conversation });
+const tools = new Tools();
 const chat = new Chat({
   models,
   settings,
+  tools,
   picture,
   keep: (conversation) => sidebar.keep(conversation),
   second: () => dialog.second && { ...dialog.second, label: shortName(dialog.second.model ?? "") },
   onError: onAnswerError,
   running: setRunning,
   showEmpty,
+});
+const toolsDialog = new ToolsDialog(tools, {
+  conversation: () => chat.conversation,
+  changed: () => chat.isEmpty || sidebar.keep(chat.conversation, false),
 });
 const attachments = new Attachments({
   countTokens: async (text) => (models.isLoaded ? server.countTokens(models.hasStates ? models.name : null, text) : null),
@@ -116,6 +124,7 @@ function onAnswerError(error, retry) {
 
 function openConversation(which) {
   chat.open(which);
+  toolsDialog.nameButton();
   sidebar.list();
 }
 

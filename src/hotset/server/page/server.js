@@ -109,6 +109,15 @@ export async function countTokens(model, content) {
   return (await response.json()).count;
 }
 
+/** The MCP servers: {name, state, problem, tools: [{name, tool, description, parameters}]}. */
+export const mcpServers = async () => (await (await ask("mcp/servers")).json()).servers ?? [];
+
+/** Has one of them started anew; the list as it is then. */
+export const restartMcp = async (name) => (await (await post("mcp/restart", { server: name })).json()).servers ?? [];
+
+/** Calls a tool: {content, is_error}. Throws ServerError, and AbortError where `signal` says so. */
+export const callTool = async (name, given, signal) => (await post("mcp/call", { name, arguments: given }, signal)).json();
+
 /** The states of models, as they change: {model, value, ...}. Ends where the connection does. */
 export async function* states() {
   for await (const data of events(await ask("models/events"))) yield parsed(data);

@@ -1,7 +1,9 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs seldom write the same.
 
+import { fenced } from "./attachments.js";
 import { folderName } from "./folders.js";
 import { checkedSettings } from "./settings.js";
+import { checkedCalls, checkedTools } from "./tools.js";
 import { path } from "./tree.js";
 
 const PREFIX = "hotset.chat.";
@@ -10,10 +12,10 @@ const MAX_TITLE = 60;
 const MAX_OWN_TITLE = 200; // characters of a title that the reader chose
 
 /** A new conversation; it is stored once it has a message. settings: its own; null: those of all. model: the name
- * that the reader chose for it. */
+ * that the reader chose for it. tools: those that the model may call (tools.js). */
 export function fresh() {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, messages: [], leaf: null };
+  return { id, title: "", titled: false, pinned: false, folder: null, updated: Date.now(), model: null, settings: null, tools: null, messages: [], leaf: null };
 }
 
 /** What a conversation is called: by the reader, or the beginning of its first message. */
@@ -82,6 +84,7 @@ function checked(value) {
     updated: Number.isFinite(value.updated) ? value.updated : 0,
     model: typeof value.model === "string" ? value.model : null,
     settings: typeof value.settings === "object" && value.settings !== null ? checkedSettings(value.settings) : null,
+    tools: checkedTools(value.tools),
     messages,
     leaf: leaf?.id ?? null,
   };
@@ -108,6 +111,8 @@ function checkedMessage(value) {
   const kept = { role: value.role, content: value.content };
   for (const name of ["reasoning", "note", "failed", "model"]) if (typeof value[name] === "string") kept[name] = value[name];
   if (Number.isSafeInteger(value.pair)) kept.pair = value.pair;
+  const calls = value.role === "assistant" ? checkedCalls(value.calls) : null;
+  if (calls) kept.calls = calls;
   if (Array.isArray(value.files)) {
     const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
     kept.files = value.files.filter(isFile).map(({ name, text }) => ({ name, text }));
@@ -126,6 +131,8 @@ export function imported(text) {
   }
   const list = (Array.isArray(value?.conversations) ? value.conversations : []).map(checked);
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
+  // Whoever wrote the file, this reader has not allowed anything.
+  for (const { tools } of list) if (tools) tools.allowed = [];
   const folders = Array.isArray(value.folders) ? value.folders : [];
   return { list, folders: folders.map(folderName).filter((name) => name !== null) };
 }
@@ -137,7 +144,14 @@ export const exported = (conversations, folders) =>
 export function asMarkdown(conversation) {
   const parts = path(conversation).map((message) => {
     const files = (message.files ?? []).map((file) => `*Attached: ${file.name}*\n\n`).join("");
-    return `**${message.role === "user" ? "You" : "Answer"}**\n\n${files}${message.content}\n`;
+    const calls = (message.calls ?? []).map((call) => `\n\n${callAsMarkdown(call)}`).join("");
+    return `**${message.role === "user" ? "You" : "Answer"}**\n\n${files}${message.content}${calls}\n`;
   });
   return `# ${titleOf(conversation)}\n\n${parts.join("\n---\n\n")}`;
+}
+
+function callAsMarkdown(call) {
+  const became = call.state === "done" ? (call.error ? "Failed" : "Result") : call.state === "denied" ? "Denied" : "Not called";
+  const blocks = [`*Calls ${call.name}*`, fenced(call.arguments || "{}"), `*${became}*`, ...(call.state === "done" ? [fenced(call.result)] : [])];
+  return blocks.join("\n\n");
 }

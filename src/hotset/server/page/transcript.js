@@ -1,6 +1,7 @@
 // The conversation as it is read: a list of turns, each with what can be done about it.
 
 import { fileList } from "./attachments.js";
+import { areSettled, CallsView } from "./calls.js";
 import { byId, copyFrom, h, icon, ICONS } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { tokenHeat } from "./picture.js";
@@ -10,7 +11,8 @@ const LEAST_MS = 40; // between two renderings of an answer that grows; a slow o
 const THREAD_STOPS = 40;
 
 export class Transcript {
-  /** actions, each of a message: edit(message, text), again, goOn, remove, show (another version), picture; busy(). */
+  /** actions, each of a message: edit(message, text), again, goOn, remove, show (another version), picture, isLeaf; busy();
+   * and those of CallsView. */
   constructor(actions) {
     this.actions = actions;
     this.list = byId("messages");
@@ -116,6 +118,7 @@ export class Transcript {
     const text = h("div", { class: "said markdown" });
     const thought = h("div", { class: "said thought" }, document.createTextNode(""));
     const thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Its thoughts"), thought);
+    const calls = new CallsView(message, this.actions);
     const note = h("p", { class: "note" });
     const failed = h("p", { class: "failed", hidden: true });
     const thread = h("button", { type: "button", class: "thread", "aria-label": "Show the picture of this answer", hidden: true });
@@ -135,9 +138,9 @@ export class Transcript {
       "div",
       { class: "turn answer" },
       h("h2", { class: "who" }, message.model || answerName || "Answer"),
-      thread, thinking, text, failed, acts,
+      thread, thinking, text, calls.element, failed, acts,
     );
-    return { element, text, thought, thinking, note, failed, thread, acts, goOn, view: new MarkdownView(text), took: 0, drawn: 0 };
+    return { element, text, calls, thought, thinking, note, failed, thread, acts, goOn, view: new MarkdownView(text), took: 0, drawn: 0 };
   }
 
   /** Shows the answer as far as it is; running: more is to come. */
@@ -159,6 +162,15 @@ export class Transcript {
     }
   }
 
+  /** Puts the focus on the next call that waits for the reader, not on a button: Enter allows nothing unread. False:
+   * there is none. */
+  focusCall(message) {
+    const next = this.turns.get(message)?.element.querySelector(".call:has(.consent)");
+    if (document.activeElement !== document.body && document.activeElement !== byId("stop")) return true;
+    next?.focus();
+    return Boolean(next);
+  }
+
   render(turn, running) {
     const began = performance.now(), { message } = turn;
     turn.view.update(message.content, !running);
@@ -166,9 +178,10 @@ export class Transcript {
     if (message.reasoning) turn.thought.firstChild.appendData(message.reasoning.slice(turn.thought.firstChild.length));
     turn.element.classList.toggle("running", running);
     turn.element.setAttribute("aria-busy", String(running));
-    turn.element.classList.toggle("waiting", running && message.content === "");
+    turn.element.classList.toggle("waiting", running && message.content === "" && !message.calls);
     turn.acts.hidden = running;
-    if (turn.goOn) turn.goOn.hidden = message.content === "";
+    turn.calls.update(running, this.actions.isLeaf(message));
+    if (turn.goOn) turn.goOn.hidden = message.calls ? !areSettled(message) : message.content === "";
     turn.note.textContent = message.note ?? "";
     turn.failed.hidden = !message.failed;
     turn.failed.textContent = message.failed ?? "";

@@ -1,0 +1,288 @@
+"""One MCP server: connected, asked for its tools, called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any, Literal
+
+import httpx2
+import mcp_types
+from mcp import Client, MCPError
+
+from hotset.errors import QueueFullError
+from hotset.escaping import clause, escaped_text
+from hotset.server.mcp.file import McpServer
+from hotset.server.mcp.limits import Limits, McpServerError
+from hotset.server.mcp.transports import StdioTransport, http_transport
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,80}")
+_PAGES = 64  # of a list of tools
+_SETTLE_SECONDS = 0.5  # between a server's word that its tools are others and the look at them
+
+State = Literal["starting", "ready", "failed"]
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """A tool. name: as a model calls it. own_name: as its server does. parameters: a JSON schema."""
+
+    name: str
+    own_name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """What is known of a server. problem: why it does not work, or what of it is left out; "": nothing."""
+
+    name: str
+    state: State = "starting"
+    problem: str = ""
+    tools: tuple[McpTool, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call brought, as text. is_error: the tool says that it failed."""
+
+    text: str
+    is_error: bool
+
+
+class Connection:
+    """A server of the file, in the event loop of its toolbox. `view` may be read anywhere."""
+
+    def __init__(self, server: McpServer, limits: Limits) -> None:
+        self.view = View(server.name)
+        self._server, self._limits = server, limits
+        self._client: Client | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()  # it is ready, or has failed
+        self._changed = asyncio.Event()  # its tools are others
+        self._n_calls = 0
+
+    def start(self) -> None:
+        """Connects, unless it is connected or connecting."""
+        if self._task is None or self._task.done():
+            self.view = replace(self.view, state="starting", problem="")
+            self._settled.clear()
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends the connection, and the server's process."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def restart(self) -> None:
+        await self.close()
+        self.start()
+
+    async def call(self, tool: McpTool, arguments: dict[str, Any]) -> ToolResult:
+        """Raises McpServerError where the server fails, and QueueFullError where it has too many calls."""
+        if self._n_calls >= self._limits.calls:
+            raise QueueFullError(self._n_calls, 1)
+        self._n_calls += 1
+        try:
+            self.start()
+            await self._settled.wait()
+            if (client := self._client) is None:
+                raise McpServerError(self.view.problem or "is being ended")
+            return await self._called(client, tool, arguments)
+        finally:
+            self._n_calls -= 1
+
+    async def _called(self, client: Client, tool: McpTool, arguments: dict[str, Any]) -> ToolResult:
+        # Not Client.call_tool: it checks a result against the schema that the server gives for it, whose
+        # regular expressions can keep Python, all threads of it, busy for years.
+        params = mcp_types.CallToolRequestParams(name=tool.own_name, arguments=arguments)
+        request, seconds = mcp_types.CallToolRequest(params=params), self._limits.call_seconds
+        began = time.monotonic()
+        try:
+            result = await client.session.send_request(request, mcp_types.CallToolResult, seconds)
+        except MCPError as error:
+            if time.monotonic() - began >= seconds:
+                raise McpServerError(f"did not answer {tool.own_name} within {seconds:g} s") from None
+            if error.code == mcp_types.CONNECTION_CLOSED and await self._is_ending(client):
+                raise McpServerError(self.view.problem or "broke the connection") from None
+            return ToolResult(self._bounded(error.message), is_error=True)
+        except ValueError:
+            raise McpServerError(f"sent no result of {tool.own_name} that MCP knows") from None
+        return ToolResult(self._bounded(_text_of(result)), is_error=bool(result.is_error))
+
+    async def _is_ending(self, client: Client) -> bool:
+        """Whether the connection broke, and not the server says so of another one. `view` then says why."""
+        for _ in range(20):
+            if self._client is not client:
+                if self._task is not None:
+                    await asyncio.wait({self._task}, timeout=4 * self._limits.stop_seconds)
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    def _bounded(self, text: str) -> str:
+        most = self._limits.result_chars
+        if len(text) > most:
+            text = f"{text[:most]}\n[cut: the first {most} of {len(text)} characters]"
+        return escaped_text(text)
+
+    # ---- the connection ----
+
+    async def _run(self) -> None:
+        """Connects, and stays until the connection ends."""
+        transport = StdioTransport(self._server, self._limits) if self._server.url is None else None
+        problem = ""
+        try:
+            await self._session(transport)
+            problem = "ended"
+        except Exception as error:
+            problem = _said(error, self._limits.start_seconds)
+        finally:
+            self._client = None
+            fault = transport.fault if transport is not None else None
+            self.view = replace(self.view, state="failed", problem=fault or problem or "was ended")
+            self._settled.set()
+
+    async def _session(self, transport: StdioTransport | None) -> None:
+        server, limits = self._server, self._limits
+        async with AsyncExitStack() as stack:
+            client = Client(
+                http_transport(server, limits) if transport is None else transport,
+                read_timeout_seconds=limits.start_seconds,
+                client_info=mcp_types.Implementation(name="hotset", version=version("hotset")),
+                message_handler=self._heard,
+                cache=None,
+            )
+            async with asyncio.timeout(limits.start_seconds):
+                await stack.enter_async_context(client)
+                await self._list(client)
+            self._client = client
+            self._settled.set()
+            ended = asyncio.ensure_future(
+                asyncio.Event().wait() if transport is None else transport.ended.wait()
+            )
+            try:
+                await self._stay(client, ended)
+            finally:
+                self._client = None
+                ended.cancel()
+
+    async def _stay(self, client: Client, ended: asyncio.Future[Any]) -> None:
+        """Until the connection ends; looks at the tools again where the server says that they are others."""
+        while not ended.done():
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait({ended, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if not ended.done():
+                await asyncio.sleep(_SETTLE_SECONDS)
+                self._changed.clear()
+                async with asyncio.timeout(self._limits.start_seconds):
+                    await self._list(client)
+
+    async def _heard(self, message: Any) -> None:
+        if isinstance(message, mcp_types.ToolListChangedNotification):
+            self._changed.set()
+
+    async def _list(self, client: Client) -> None:
+        found: list[mcp_types.Tool] = []
+        cursor = None
+        for _ in range(_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None or len(found) > self._limits.tools:
+                break
+        tools, left_out = self._taken(found)
+        more = "" if cursor is None else f"has more than {len(found)} tools; "
+        self.view = View(self._server.name, "ready", f"{more}{left_out}".removesuffix("; "), tools)
+
+    def _taken(self, found: Iterable[mcp_types.Tool]) -> tuple[tuple[McpTool, ...], str]:
+        """The tools that a model can be given, and what is said of the others."""
+        limits, taken, n_bytes = self._limits, dict[str, McpTool](), 0
+        left_out: list[str] = []
+        for tool in found:
+            name = self._server.prefix + re.sub(r"[./]", "_", tool.name)
+            schema = _dumped(tool.input_schema)
+            description = escaped_text((tool.description or "")[: limits.description_chars])
+            n_bytes += len(schema) + len(description)
+            if (
+                not _TOOL_NAME.fullmatch(tool.name)
+                or name in taken
+                or len(taken) == limits.tools
+                or n_bytes > limits.listing_bytes
+                or not 0 < len(schema) <= limits.schema_bytes
+                or _nesting(tool.input_schema) > limits.schema_nesting
+            ):
+                left_out.append(tool.name)
+                continue
+            taken[name] = McpTool(name, tool.name, description, tool.input_schema)
+        if not left_out:
+            return tuple(taken.values()), ""
+        names = clause(", ".join(left_out[:4]) + (" and others" if len(left_out) > 4 else ""))
+        return tuple(taken.values()), (
+            f"has tools that are left out, for their names, their schemas or their number ({len(left_out)}): "
+            f"{names}"
+        )
+
+
+def _dumped(schema: Mapping[str, Any]) -> str:
+    """JSON; empty for what is none: parsers let NaN pass."""
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        return ""
+
+
+def _nesting(value: Any) -> int:
+    """Levels of lists and objects in what was JSON of so many that Python could read it."""
+    levels, level = 0, [value]
+    while level:
+        inner = [one for one in level if isinstance(one, dict | list)]
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+        levels += bool(inner)
+    return levels
+
+
+def _text_of(result: mcp_types.CallToolResult) -> str:
+    """A result as a model reads it; of what is no text it is said what it is."""
+    parts = []
+    for block in result.content:
+        match block:
+            case mcp_types.TextContent():
+                parts.append(block.text)
+            case mcp_types.EmbeddedResource(resource=mcp_types.TextResourceContents() as resource):
+                parts.append(resource.text)
+            case mcp_types.EmbeddedResource():
+                parts.append(f"[a file that is not text: {clause(block.resource.uri)}]")
+            case mcp_types.ResourceLink():
+                parts.append(f"[a resource: {clause(block.uri)}]")
+            case _:
+                parts.append(f"[{block.type} ({clause(block.mime_type)}), which is not shown]")
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _said(error: BaseException, seconds: float) -> str:
+    """What went wrong, as it goes on behind the server's name. seconds: that it had."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, McpServerError):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"did not answer within {seconds:g} s"
+    if isinstance(error, httpx2.TimeoutException):
+        return "did not answer in time"
+    if isinstance(error, MCPError):
+        return f"refuses: {clause(error.message)}"
+    return f"cannot be reached ({clause(str(error) or type(error).__name__)})"

@@ -1,0 +1,49 @@
+"""How much an MCP server may send, and how long it may take: it is a stranger's program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hotset.errors import HotsetError
+from hotset.server.key_limits import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """start_seconds: to connect and to list its tools (npx may fetch the server first). call_seconds: of a
+    call. stop_seconds: between the end of its input and SIGTERM, and from there to SIGKILL.
+
+    message_bytes: of one message. minute_bytes: of all messages in a minute. tools: that are taken of it;
+    listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one schema.
+    description_chars: of a tool. result_chars: of a result. calls: at once.
+    """
+
+    start_seconds: float = 60.0
+    call_seconds: float = 300.0
+    stop_seconds: float = 2.0
+    message_bytes: int = 4 << 20
+    minute_bytes: int = 32 << 20
+    tools: int = 256
+    listing_bytes: int = 1 << 20
+    schema_bytes: int = 64 << 10
+    schema_nesting: int = 32
+    description_chars: int = 4096
+    result_chars: int = 50_000
+    calls: int = 8
+
+
+class McpServerError(HotsetError):
+    """What an MCP server did wrong; the message goes on behind its name."""
+
+
+def meter_of(limits: Limits) -> Callable[[int], None]:
+    """Counts bytes of one connection. It raises McpServerError where they are too many for the time."""
+    bucket = Bucket(limits.minute_bytes)
+
+    def count(n: int) -> None:
+        bucket.take(n)
+        if bucket.wait(0) > 0:
+            raise McpServerError(f"sent more than {limits.minute_bytes} bytes in a minute and was ended")
+
+    return count

@@ -1,0 +1,101 @@
+"""What the page asks of MCP servers: which tools there are, and that one is called.
+
+A tool may do what its server may, so only those who may manage models call one; which programs run says the
+operator's file alone. That a person allows each call is for the page to see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+
+from hotset.escaping import clause
+from hotset.server.body import BodyRoute
+from hotset.server.errors import RequestError
+from hotset.server.manage import check_allowed
+from hotset.server.mcp.file import McpServer
+from hotset.server.mcp.limits import McpServerError
+from hotset.server.openai.schema import Body, ToolName
+from hotset.server.replies import JsonReply
+from hotset.server.shapes import McpCallReply, McpServerReply, McpServersReply, McpToolReply
+from hotset.server.streams import while_connected
+
+if TYPE_CHECKING:
+    from hotset.server.mcp.connection import View
+    from hotset.server.mcp.toolbox import Toolbox
+
+
+def opened(servers: Sequence[McpServer]) -> Toolbox | None:
+    """The toolbox of a server, which begins to connect; None where no MCP servers were named."""
+    if not servers:
+        return None
+    from hotset.server.mcp.toolbox import Toolbox  # the SDK is an extra, and takes a second
+
+    toolbox = Toolbox(servers)
+    toolbox.start()
+    return toolbox
+
+
+def check_caller(http: Request) -> None:
+    """Raises RequestError (403) for who may not call tools: as of models that are managed."""
+    check_allowed(http, "tools are called", "call tools")
+
+
+router = APIRouter(route_class=BodyRoute, dependencies=[Depends(check_caller)])
+
+
+class RestartBody(Body):
+    server: Annotated[str, Field(max_length=100)]
+
+
+class CallBody(Body):
+    name: ToolName
+    arguments: dict[str, Any] = Field(default={})
+
+
+@router.get("/mcp/servers", responses={200: {"model": McpServersReply}})
+async def servers(http: Request) -> Response:
+    """The MCP servers of --mcp, and their tools."""
+    toolbox: Toolbox | None = http.app.state.toolbox
+    views = [] if toolbox is None else toolbox.views
+    return JsonReply(McpServersReply.written(servers=[_entry(view) for view in views]))
+
+
+@router.post("/mcp/restart", responses={200: {"model": McpServersReply}})
+async def restart(body: RestartBody, http: Request) -> Response:
+    """Connects to a server anew, and does not wait for it: a process is ended, and started again."""
+    toolbox: Toolbox | None = http.app.state.toolbox
+    if toolbox is None or not toolbox.has(body.server):
+        raise RequestError(
+            f"there is no MCP server {clause(repr(body.server))}", 404, param="server", code="not_found"
+        )
+    await while_connected(http, toolbox.restart(body.server))
+    return await servers(http)
+
+
+@router.post("/mcp/call", responses={200: {"model": McpCallReply}})
+async def call(body: CallBody, http: Request) -> Response:
+    """Calls a tool, and waits for its result; a client that goes away cancels the call."""
+    toolbox: Toolbox | None = http.app.state.toolbox
+    found = None if toolbox is None else toolbox.find(body.name)
+    if toolbox is None or found is None:
+        raise RequestError(f"there is no tool {clause(repr(body.name))}", 404, param="name", code="not_found")
+    server, tool = found
+    try:
+        result = await while_connected(http, toolbox.call(server, tool, body.arguments))
+    except McpServerError as error:
+        raise RequestError(f"the MCP server {server!r} {error}", 502, code="mcp_server_failed") from None
+    return JsonReply(McpCallReply.written(content=result.text, is_error=result.is_error))
+
+
+def _entry(view: View) -> dict[str, Any]:
+    tools = [
+        McpToolReply.written(
+            name=one.name, tool=one.own_name, description=one.description, parameters=dict(one.parameters)
+        )
+        for one in view.tools
+    ]
+    return McpServerReply.written(name=view.name, state=view.state, problem=view.problem, tools=tools)

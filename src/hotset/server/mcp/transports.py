@@ -1,0 +1,254 @@
+"""How messages travel to an MCP server and back: the SDK's transports, within limits.
+
+A server's process is the leader of a group of its own, which is ended as a whole. Where hotset itself is
+killed (`kill -9`), a shell that waits for the end of a pipe ends the group; on Windows a server then finds
+the end of its input, and nothing more is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx2
+import psutil
+from mcp.client.stdio import get_default_environment
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+from hotset.escaping import clause
+from hotset.server.mcp.file import McpServer
+from hotset.server.mcp.limits import Limits, McpServerError, meter_of
+
+_KEPT_STDERR = 4096  # bytes, of which the last line says why a server ended
+_LOOK_SECONDS = 0.01
+_HEAD_BYTES = 1024  # that an empty reply counts as
+_GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 2; kill -s KILL -- "-$0"'
+
+_OWN_GROUP: dict[str, Any] = {"start_new_session": True}
+if sys.platform == "win32":
+    _OWN_GROUP = {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP}
+
+
+class StdioTransport:
+    """A server as a process. ended: it has; `fault` then says why."""
+
+    def __init__(self, server: McpServer, limits: Limits) -> None:
+        self.fault: str | None = None
+        self.ended = asyncio.Event()
+        self._server, self._limits = server, limits
+        self._count = meter_of(limits)
+        self._stderr = b""
+        self._is_stopping = False
+
+    async def __aenter__(self) -> Any:
+        self._process = await self._started()
+        self._guard = _guard(self._process.pid)
+        self._received, received = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        sent, self._sent = anyio.create_memory_object_stream[SessionMessage](0)
+        work = (self._read(), self._write(), self._keep_stderr())
+        self._tasks = [asyncio.create_task(one) for one in work]
+        return received, sent
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._stop()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._received.close()
+            self._sent.close()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        server = self._server
+        env = get_default_environment() | dict(server.env)
+        assert server.command is not None
+        program = shutil.which(server.command, path=env.get("PATH"))
+        if program is None:
+            raise McpServerError(f"cannot be started: there is no program {clause(server.command)!r}")
+        try:
+            return await asyncio.create_subprocess_exec(
+                program,
+                *server.args,
+                env=env,
+                cwd=server.cwd,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                limit=self._limits.message_bytes,
+                **_OWN_GROUP,
+            )
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise McpServerError(f"cannot be started ({clause(why)})") from None
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while True:
+                line = await self._process.stdout.readuntil(b"\n")
+                self._count(len(line))
+                try:
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError:
+                    continue  # a line that it should have written on stderr
+                await self._received.send(SessionMessage(message))
+        except asyncio.IncompleteReadError:
+            if not await self._exits_within(self._limits.stop_seconds):
+                self.fault = "closed its output"
+        except asyncio.LimitOverrunError:
+            self.fault = f"sent a message of more than {self._limits.message_bytes} bytes and was ended"
+        except McpServerError as error:
+            self.fault = str(error)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            return  # it is being ended
+        if self._is_stopping:
+            self.fault = None
+            return
+        self.fault = self.fault or f"ended{self._last_words()}"
+        self._kill()
+        self._received.close()
+        self.ended.set()
+
+    def _last_words(self) -> str:
+        """Why it ended, as far as it said so."""
+        lines = [line for line in self._stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        code = self._process.returncode
+        return f" (exit code {code})" + (f": {clause(lines[-1])}" if lines else "")
+
+    async def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, anyio.EndOfStream, anyio.ClosedResourceError):
+            while True:
+                message = (await self._sent.receive()).message
+                line = message.model_dump_json(by_alias=True, exclude_unset=True)
+                self._process.stdin.write(line.encode() + b"\n")
+                await self._process.stdin.drain()
+
+    async def _keep_stderr(self) -> None:
+        assert self._process.stderr is not None
+        while piece := await self._process.stderr.read(_KEPT_STDERR):
+            self._stderr = (self._stderr + piece)[-_KEPT_STDERR:]
+
+    # ---- its end ----
+
+    async def _stop(self) -> None:
+        process, seconds, self._is_stopping = self._process, self._limits.stop_seconds, True
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+            if not await self._exits_within(seconds) and sys.platform != "win32":
+                _signal_group(process.pid, signal.SIGTERM)
+                await self._exits_within(seconds)
+        finally:
+            self._kill()
+            await self._exits_within(seconds)
+            process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 # children may hold its pipes
+            if self._guard is not None:
+                assert self._guard.stdin is not None
+                self._guard.kill()
+                self._guard.wait()
+                self._guard.stdin.close()
+
+    async def _exits_within(self, seconds: float) -> bool:
+        """Whether it does. (`Process.wait` waits for all that hold its pipes, too.)"""
+        for _ in range(max(1, round(seconds / _LOOK_SECONDS))):
+            if self._process.returncode is not None:
+                return True
+            await asyncio.sleep(_LOOK_SECONDS)
+        return False
+
+    def _kill(self) -> None:
+        """Ends the process, and those that it started and are still of its group."""
+        if sys.platform != "win32":
+            _signal_group(self._process.pid, signal.SIGKILL)
+            return
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for one in (*process.children(recursive=True), process):
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+
+
+def _signal_group(leader: int, which: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, which)
+
+
+def _guard(leader: int) -> subprocess.Popen[bytes] | None:
+    """Ends a group of processes when this process has ended, however it did."""
+    if sys.platform == "win32":
+        return None
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, str(leader)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        **_OWN_GROUP,
+    )
+
+
+# ---- HTTP ----
+
+
+@asynccontextmanager
+async def http_transport(server: McpServer, limits: Limits) -> AsyncIterator[Any]:
+    """A server at an address."""
+    assert server.url is not None
+    count = meter_of(limits)
+
+    async def received(response: httpx2.Response) -> None:
+        count(_HEAD_BYTES)
+        if response.status_code in (401, 403):
+            raise McpServerError(f"refuses (status {response.status_code}): give it a key among its headers")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise McpServerError("compresses what it sends, which it was not asked to")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        # The SDK bounds each event of a stream.
+        is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        response.stream = _Bounded(response.stream, None if is_stream else limits.message_bytes, count)
+
+    timeout = httpx2.Timeout(limits.start_seconds, read=limits.call_seconds)
+    async with (
+        httpx2.AsyncClient(
+            headers={"accept-encoding": "identity", **server.headers},
+            timeout=timeout,
+            event_hooks={"response": [received]},
+        ) as client,
+        streamable_http_client(
+            server.url, http_client=client, max_sse_event_size=limits.message_bytes
+        ) as streams,
+    ):
+        yield streams
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """What a reply brings. most: bytes of it; None: as many as come."""
+
+    def __init__(
+        self, stream: httpx2.AsyncByteStream, most: int | None, count: Callable[[int], None]
+    ) -> None:
+        self._stream, self._most, self._count = stream, most, count
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        n = 0
+        async for piece in self._stream:
+            self._count(len(piece))
+            n += len(piece)
+            if self._most is not None and n > self._most:
+                raise McpServerError(f"sent a message of more than {self._most} bytes")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

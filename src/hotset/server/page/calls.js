@@ -1,0 +1,115 @@
+// The calls of an answer, as they are read: what the model wants to call, with which arguments, what the reader says to
+// it, and what came of it. Arguments and results are others' texts: they become text nodes, and what has no shape in them
+// is written out, so that nothing is allowed unseen.
+
+import { h } from "./dom.js";
+import { isSettled, LONGEST_RESULT, parsed } from "./tools.js";
+import { count } from "./units.js";
+
+// Controls, embedding and overriding of the direction, and what else has no shape; the joiners are of scripts and emoji.
+const UNSEEN = /(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Co}]/gu;
+const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
+
+const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "the result is yours" };
+
+/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text). */
+export class CallsView {
+  constructor(message, actions) {
+    Object.assign(this, { message, actions });
+    this.element = h("ol", { class: "calls", "aria-label": "Tools that the model calls", hidden: true });
+    this.cards = [];
+  }
+
+  /** running: the answer still grows. active: the reader may decide. */
+  update(running, active) {
+    const calls = this.message.calls ?? [];
+    this.element.hidden = calls.length === 0;
+    for (const [i, call] of calls.entries()) {
+      if (running && this.cards[i]?.grow) this.cards[i].grow();
+      else this.place(i, running ? this.growing(call) : this.card(call, active));
+    }
+    while (this.cards.length > calls.length) this.cards.pop().element.remove();
+  }
+
+  place(i, card) {
+    if (this.cards[i]) this.cards[i].element.replaceWith(card.element);
+    else this.element.append(card.element);
+    this.cards[i] = card;
+  }
+
+  /** One whose arguments are being written: each piece is added as it comes. */
+  growing(call) {
+    const name = h("b"), text = document.createTextNode("");
+    let taken = 0;
+    const grow = () => {
+      name.textContent = written(call.name);
+      text.appendData(written(call.arguments.slice(taken)));
+      taken = call.arguments.length;
+    };
+    grow();
+    return { grow, element: h("li", { class: "call" }, h("p", { class: "what" }, name), h("pre", {}, text)) };
+  }
+
+  card(call, active) {
+    const given = parsed(call);
+    const shown = written(given === null ? call.arguments : JSON.stringify(given, null, 2));
+    const label = `Arguments of ${call.name}`;
+    const element = h(
+      "li",
+      { class: `call ${call.state} ${call.error ? "faulty" : ""}`, tabIndex: -1 },
+      h(
+        "p",
+        { class: "what" },
+        h("b", {}, written(call.name)),
+        h("small", {}, written(call.typed ? "your function" : call.server ? `MCP server ${call.server}` : "")),
+        h("span", { class: "state" }, stateOf(call, active)),
+      ),
+      shown === "{}" ? h("p", { class: "none" }, "Without arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
+      call.problem ? h("p", { class: "problem" }, call.problem) : null,
+      active && call.state === "asked" ? this.consent(call) : null,
+      call.state === "done" ? result(call) : null,
+    );
+    return { element };
+  }
+
+  consent(call) {
+    const { message, actions } = this;
+    // The second click of two is not meant for what the first one has moved under the pointer.
+    const once = (act) => (event) => event.detail > 1 || act();
+    const button = (name, kind, act) => h("button", { type: "button", class: kind, "aria-label": `${name}: ${call.name}`, on: { click: once(act) } }, name);
+    const deny = button("Deny", "quiet", () => actions.deny(message, call));
+    if (!call.typed) {
+      return h(
+        "div",
+        { class: "consent" },
+        button("Allow once", "solid", () => actions.allow(message, call, false)),
+        button("Always in this conversation", "quiet", () => actions.allow(message, call, true)),
+        deny,
+      );
+    }
+    const area = h("textarea", { rows: 3, maxLength: LONGEST_RESULT, "aria-label": `Result of ${call.name}`, placeholder: "What the function returns" });
+    const form = h("form", { class: "consent" }, area, h("button", { type: "submit", class: "solid" }, "Give this result"), deny);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      actions.type(message, call, area.value);
+    });
+    return form;
+  }
+}
+
+function stateOf(call, active) {
+  if (call.state === "asked") return active ? "waits for you" : "not called";
+  if (call.state === "running") return "running";
+  if (call.state === "denied") return "denied";
+  return [SAID[call.consent] ?? "", call.error ? "failed" : ""].filter(Boolean).join(", ");
+}
+
+function result(call) {
+  const text = written(call.result);
+  const pre = h("pre", { tabIndex: 0, role: "region", "aria-label": `Result of ${call.name}` }, text);
+  const title = `${call.error ? "What went wrong" : "Result"}, ${count(call.result.length)} characters`;
+  return h("details", { open: text.length < 400 }, h("summary", {}, title), pre);
+}
+
+/** Whether each call of a message has come to its end. */
+export const areSettled = (message) => (message.calls ?? []).every(isSettled);

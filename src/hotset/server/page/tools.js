@@ -1,0 +1,217 @@
+// Tools that a model may call: those of the server's MCP servers, and functions whose results the reader types. Which of
+// them a conversation has is kept with it: {on, functions, allowed}: names of MCP tools, functions, and names of tools
+// that are called without asking.
+//
+// A call of an answer is {id, name, arguments (the model's text), state, ...}. state: "asked": the reader decides;
+// "running"; "done", with `result` and, where it failed, `error`; "denied". consent: "once", "always", "typed".
+
+import * as server from "./server.js";
+
+const isName = (name) => typeof name === "string" && /^[a-zA-Z0-9_.-]{1,128}$/.test(name);
+const MOST_FUNCTIONS = 64;
+const LONGEST_FUNCTION = 65_536; // characters of JSON
+export const LONGEST_RESULT = 60_000; // characters; the server cuts what its tools return at about as many
+const MOST_CALLS = 64; // of an answer
+const DENIED = "The user did not allow this call.", SKIPPED = "The user went on without this call.";
+
+export class Tools {
+  constructor() {
+    this.servers = null; // as the server lists them; null: it has not been asked
+  }
+
+  /** Asks the server for its MCP servers. Throws ServerError. */
+  async load() {
+    this.servers = await server.mcpServers();
+  }
+
+  async restart(name) {
+    this.servers = await server.restartMcp(name);
+  }
+
+  /** The MCP tools that there are, each with the name of its server in `server`. */
+  get all() {
+    return (this.servers ?? []).flatMap((one) => one.tools.map((tool) => ({ ...tool, server: one.name })));
+  }
+
+  find(name) {
+    return this.all.find((tool) => tool.name === name) ?? null;
+  }
+
+  /** Names of tools that are on in a conversation and that the server does not have. */
+  missing(conversation) {
+    return ownTools(conversation).on.filter((name) => !this.find(name));
+  }
+
+  /** The `tools` of a request. Throws ServerError. */
+  async request(conversation) {
+    const { on, functions } = ownTools(conversation);
+    if (on.length) await this.load();
+    const named = new Set(functions.map((one) => one.name));
+    const found = this.all.filter((tool) => on.includes(tool.name) && !named.has(tool.name));
+    const all = [...functions, ...found.map(({ name, description, parameters }) => ({ name, description, parameters }))];
+    return all.length ? { tools: all.map((one) => ({ type: "function", function: one })) } : {};
+  }
+
+  /** Says of the calls of an answer which of them cannot be made, and whose result the reader types. offered: `tools`. */
+  judge(calls, offered, conversation) {
+    const names = new Set((offered ?? []).map((one) => one.function.name));
+    const typed = new Set(ownTools(conversation).functions.map((one) => one.name));
+    for (const call of calls) {
+      if (!names.has(call.name)) settle(call, `There is no tool named ${call.name}.`, true);
+      else if (parsed(call) === null) settle(call, "The arguments are no JSON object.", true);
+      else if (typed.has(call.name)) call.typed = true;
+      else call.server = this.find(call.name)?.server;
+    }
+  }
+
+  /** Makes a call; what comes of it stands in the call. Throws ServerError where it was not made, and AbortError. */
+  async run(call, signal) {
+    try {
+      const { content, is_error: failed } = await server.callTool(call.name, parsed(call) ?? {}, signal);
+      settle(call, content, failed);
+    } catch (error) {
+      if (!(error instanceof server.ServerError) || ["key", "network", "loading", "busy"].includes(error.kind)) throw error;
+      settle(call, error.message, true);
+    }
+  }
+}
+
+/** The tools of a conversation. */
+export const ownTools = (conversation) => conversation.tools ?? { on: [], functions: [], allowed: [] };
+
+/** Changes them. change(tools): in place. */
+export function changeTools(conversation, change) {
+  const { on, functions, allowed } = ownTools(conversation);
+  conversation.tools = { on: [...on], functions: [...functions], allowed: [...allowed] };
+  change(conversation.tools);
+}
+
+export function settle(call, result, error = false) {
+  call.state = "done";
+  call.result = result.slice(0, LONGEST_RESULT);
+  if (error) call.error = true;
+  else delete call.error;
+  delete call.problem;
+}
+
+export const isSettled = (call) => call.state === "done" || call.state === "denied";
+
+/** The arguments of a call; null where they are no JSON object. */
+export function parsed(call) {
+  try {
+    const value = JSON.parse(call.arguments || "{}");
+    return typeof value === "object" && value !== null && !Array.isArray(value) ? value : null;
+  } catch {
+    return null;
+  }
+}
+
+/** Adds what a chunk brings of calls to a message. */
+export function takeCalls(message, deltas) {
+  message.calls ??= [];
+  for (const { index, id, function: part } of deltas) {
+    if (!Number.isSafeInteger(index) || index < 0 || index >= MOST_CALLS) continue;
+    while (message.calls.length <= index) message.calls.push({ id: `call-${message.calls.length}`, name: "", arguments: "", state: "asked" });
+    const call = message.calls[index];
+    if (id) call.id = id;
+    if (part?.name) call.name += part.name;
+    if (part?.arguments) call.arguments += part.arguments;
+  }
+}
+
+/** The messages of a conversation as a request has them. contentOf(message): what the model reads of one. */
+export function sentMessages(system, messages, contentOf) {
+  const sent = system ? [{ role: "system", content: system }] : [];
+  // A question without an answer goes with it: many templates refuse two questions in a row. Where the reader deleted
+  // what stood between two messages, they are one.
+  const isEmpty = (message) => message?.role === "assistant" && message.content === "" && !message.calls;
+  for (const [i, message] of messages.entries()) {
+    if (isEmpty(message) || (message.role === "user" && isEmpty(messages[i + 1]))) continue;
+    const last = sent.at(-1), content = contentOf(message);
+    if (last?.role === message.role) last.content = `${last.content}\n\n${content}`;
+    else sent.push({ role: message.role, content });
+    if (message.calls) addCalls(sent, message);
+  }
+  return sent;
+}
+
+/** Calls, and what came of each: templates refuse a call without a result. */
+function addCalls(sent, { calls, reasoning }) {
+  const tool_calls = calls.map((call) => ({
+    id: call.id,
+    type: "function",
+    // What is no JSON goes back as a text of it: templates read arguments as an object.
+    function: { name: call.name, arguments: parsed(call) === null ? JSON.stringify({ text: call.arguments }) : call.arguments || "{}" },
+  }));
+  Object.assign(sent.at(-1), { tool_calls }, reasoning ? { reasoning_content: reasoning } : {});
+  for (const call of calls) {
+    const content = call.state === "done" ? call.result : call.state === "denied" ? DENIED : SKIPPED;
+    sent.push({ role: "tool", tool_call_id: call.id, content });
+  }
+}
+
+// ---- functions ----
+
+/** The functions of a text, as OpenAI's API has them (alone or in a list) or MCP; throws a message for the reader. */
+export function functionsOf(text) {
+  if (text.length > LONGEST_FUNCTION) throw new Error(`It has more than ${LONGEST_FUNCTION} characters.`);
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch {
+    throw new Error("This is not JSON.");
+  }
+  const list = Array.isArray(value) ? value : [value];
+  if (list.length === 0 || list.length > MOST_FUNCTIONS) throw new Error(`1 to ${MOST_FUNCTIONS} functions are taken.`);
+  return list.map((one) => {
+    const given = one?.function ?? one;
+    if (!isName(given?.name)) throw new Error("A function needs a name of letters, digits, _, - and points.");
+    const found = checkedFunction({ ...given, parameters: given.parameters ?? given.inputSchema });
+    if (!found) throw new Error(`${given.name}: parameters is a JSON schema of an object, and description a text.`);
+    return found;
+  });
+}
+
+export function addFunctions(conversation, list) {
+  changeTools(conversation, (tools) => {
+    const names = new Set(list.map((one) => one.name));
+    tools.functions = [...tools.functions.filter((one) => !names.has(one.name)), ...list].slice(-MOST_FUNCTIONS);
+  });
+}
+
+function checkedFunction(value) {
+  if (typeof value !== "object" || value === null || !isName(value.name)) return null;
+  const { name, description = "", parameters = { type: "object", properties: {} } } = value;
+  if (typeof description !== "string" || typeof parameters !== "object" || parameters === null) return null;
+  if (Array.isArray(parameters) || (parameters.type ?? "object") !== "object") return null;
+  return { name, description, parameters, ...(value.strict === true ? { strict: true } : {}) };
+}
+
+// ---- what is kept ----
+
+/** What may be kept of stored tools; null: none. */
+export function checkedTools(value) {
+  if (typeof value !== "object" || value === null) return null;
+  const names = (list) => (Array.isArray(list) ? [...new Set(list.filter(isName))] : []);
+  const functions = (Array.isArray(value.functions) ? value.functions : []).map(checkedFunction).filter(Boolean);
+  return { on: names(value.on), functions: functions.slice(0, MOST_FUNCTIONS), allowed: names(value.allowed) };
+}
+
+/** What may be kept of stored calls; null where they are none. */
+export function checkedCalls(value) {
+  if (!Array.isArray(value) || value.length === 0 || value.length > MOST_CALLS) return null;
+  const calls = value.map(checkedCall);
+  return calls.includes(null) ? null : calls;
+}
+
+function checkedCall(value) {
+  for (const name of ["id", "name", "arguments"]) if (typeof value?.[name] !== "string") return null;
+  const call = { id: value.id, name: value.name, arguments: value.arguments, state: "asked" };
+  if (value.typed === true) call.typed = true;
+  for (const name of ["server", "problem"]) if (typeof value[name] === "string") call[name] = value[name];
+  if (["once", "always", "typed"].includes(value.consent)) call.consent = value.consent;
+  if (value.state === "denied") call.state = "denied";
+  if (value.state === "done" && typeof value.result === "string") settle(call, value.result, value.error === true);
+  if (value.state === "running") call.problem = "The page was left while it ran: what came of it is not known.";
+  return call;
+}

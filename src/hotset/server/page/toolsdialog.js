@@ -1,0 +1,226 @@
+// The dialog of tools: which of them the model may call in this conversation, and the reader's own functions.
+
+import { byId, h } from "./dom.js";
+import * as server from "./server.js";
+import { addFunctions, changeTools, functionsOf, ownTools } from "./tools.js";
+
+const LOOK_MS = 1000; // between two looks at servers that start
+const EXAMPLE = '{"name": "get_weather", "description": "The weather of a place", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}';
+
+export class ToolsDialog {
+  /** conversation(): the one that is open. changed(): its tools are others now. */
+  constructor(tools, { conversation, changed }) {
+    Object.assign(this, { tools, conversation, changed });
+    this.problem = ""; // of the list of servers
+    this.timer = 0;
+    this.opened = new Set(); // servers whose tools are shown
+    this.dialog = byId("tools");
+    this.servers = h("div", {});
+    this.functions = h("div", {});
+    this.standing = h("div", {});
+    byId("tools-body").append(this.servers, this.functions, this.adding(), this.standing);
+    byId("show-tools").addEventListener("click", () => {
+      this.dialog.showModal();
+      this.draw();
+      this.look();
+    });
+    this.dialog.addEventListener("close", () => window.clearTimeout(this.timer));
+    this.nameButton();
+  }
+
+  /** Asks for the list of servers, again and again while one of them starts. */
+  look() {
+    window.clearTimeout(this.timer);
+    return this.ask(() => this.tools.load());
+  }
+
+  async ask(request) {
+    try {
+      await request();
+      this.problem = "";
+    } catch (error) {
+      if (!(error instanceof server.ServerError)) throw error;
+      this.problem = error.message;
+    }
+    this.draw();
+    const starting = this.tools.servers?.some((one) => one.state === "starting");
+    if (this.dialog.open && starting && !this.problem) this.timer = window.setTimeout(() => this.look(), LOOK_MS);
+  }
+
+  change(how) {
+    changeTools(this.conversation(), how);
+    this.changed();
+    this.draw();
+  }
+
+  /** How many tools are on, on the button of the composer. */
+  nameButton() {
+    const { on, functions } = ownTools(this.conversation());
+    const n = on.length + functions.length, name = n === 1 ? "Tools: one is on" : n ? `Tools: ${n} are on` : "Tools";
+    byId("show-tools").setAttribute("aria-label", name);
+    byId("show-tools").title = name;
+    byId("n-tools").textContent = n || "";
+  }
+
+  draw() {
+    this.nameButton();
+    if (!this.dialog.open) return;
+    const focused = document.activeElement?.dataset?.act;
+    this.drawServers();
+    this.drawFunctions();
+    this.drawStanding();
+    if (focused && document.activeElement === document.body) {
+      (this.dialog.querySelector(`[data-act="${CSS.escape(focused)}"]`) ?? this.dialog.querySelector("button")).focus();
+    }
+  }
+
+  button(label, act, name, does) {
+    return h("button", { type: "button", class: "quiet", "aria-label": `${label}: ${name}`, dataset: { act }, on: { click: does } }, label);
+  }
+
+  // ---- MCP servers ----
+
+  drawServers() {
+    const { servers } = this.tools;
+    const none = servers?.length === 0 ? h("p", { class: "none" }, "The server was started without any: hotset serve --mcp FILE names them.") : null;
+    this.servers.replaceChildren(
+      h("h3", {}, "MCP servers"),
+      ...(this.problem ? [h("p", { class: "problem", role: "alert" }, this.problem)] : []),
+      ...(none ? [none] : []),
+      ...(servers ?? []).map((one) => this.server(one)),
+      ...(servers && !this.problem ? this.missing() : []),
+    );
+  }
+
+  server(one) {
+    const { on } = ownTools(this.conversation()), names = one.tools.map((tool) => tool.name);
+    const n = names.filter((name) => on.includes(name)).length;
+    const all = h("input", {
+      type: "checkbox", checked: n > 0 && n === names.length, disabled: names.length === 0, dataset: { act: `server ${one.name}` },
+    });
+    all.indeterminate = n > 0 && n < names.length;
+    all.addEventListener("change", () =>
+      this.change((tools) => {
+        tools.on = tools.on.filter((name) => !names.includes(name));
+        if (all.checked) tools.on.push(...names);
+      }),
+    );
+    const list = h(
+      "details",
+      { open: this.opened.has(one.name), hidden: names.length === 0 },
+      h("summary", { dataset: { act: `list ${one.name}` } }, `${n} of ${names.length} tools on`),
+      h("ul", {}, one.tools.map((tool) => h("li", {}, this.tool(tool, on)))),
+    );
+    list.addEventListener("toggle", () => (list.open ? this.opened.add(one.name) : this.opened.delete(one.name)));
+    const state = { starting: "starting", failed: "does not run" }[one.state] ?? "";
+    return h(
+      "section",
+      { class: "mcp" },
+      h(
+        "div",
+        { class: "row" },
+        h("label", {}, all, h("b", {}, one.name), h("small", {}, state)),
+        one.state === "failed" ? this.button("Start again", `start ${one.name}`, one.name, () => this.ask(() => this.tools.restart(one.name))) : null,
+      ),
+      one.problem ? h("p", { class: one.state === "failed" ? "problem" : "none" }, `It ${one.problem}.`) : null,
+      list,
+    );
+  }
+
+  tool(tool, on) {
+    const box = h("input", { type: "checkbox", checked: on.includes(tool.name), dataset: { act: `tool ${tool.name}` } });
+    box.addEventListener("change", () =>
+      this.change((tools) => {
+        tools.on = tools.on.filter((name) => name !== tool.name);
+        if (box.checked) tools.on.push(tool.name);
+      }),
+    );
+    return h("label", {}, box, h("span", {}, h("b", {}, tool.tool), h("small", {}, tool.description)));
+  }
+
+  missing() {
+    const names = this.tools.missing(this.conversation());
+    if (names.length === 0) return [];
+    const off = () => this.change((tools) => (tools.on = tools.on.filter((name) => !names.includes(name))));
+    return [
+      h(
+        "div",
+        { class: "row" },
+        h("p", { class: "problem" }, `On in this conversation, and not there: ${names.join(", ")}`),
+        this.button("Turn off", "missing", "tools that are not there", off),
+      ),
+    ];
+  }
+
+  // ---- functions ----
+
+  drawFunctions() {
+    const { functions } = ownTools(this.conversation());
+    this.functions.replaceChildren(
+      h("h3", {}, "Your functions"),
+      h("p", { class: "none" }, "The model calls them, and you type what they return."),
+      h(
+        "ul",
+        {},
+        functions.map(({ name, description }) =>
+          h(
+            "li",
+            { class: "row" },
+            h("span", {}, h("b", {}, name), h("small", {}, description)),
+            this.button("Remove", `function ${name}`, name, () =>
+              this.change((tools) => (tools.functions = tools.functions.filter((one) => one.name !== name))),
+            ),
+          ),
+        ),
+      ),
+    );
+  }
+
+  adding() {
+    const area = h("textarea", { id: "function", rows: 4, placeholder: EXAMPLE, spellcheck: false, autocomplete: "off", "aria-describedby": "function-problem" });
+    const problem = h("p", { class: "problem", id: "function-problem", role: "alert" });
+    const form = h(
+      "form",
+      { class: "field" },
+      h("label", { htmlFor: "function" }, "A function as JSON"),
+      area,
+      problem,
+      h("button", { type: "submit", class: "quiet" }, "Add"),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      problem.textContent = "";
+      try {
+        addFunctions(this.conversation(), functionsOf(area.value.trim()));
+      } catch (error) {
+        problem.textContent = error.message;
+        return area.focus();
+      }
+      area.value = "";
+      this.changed();
+      this.draw();
+    });
+    return form;
+  }
+
+  // ---- what is allowed ----
+
+  drawStanding() {
+    const { allowed } = ownTools(this.conversation());
+    this.standing.replaceChildren(
+      ...(allowed.length ? [h("h3", {}, "Called without asking, in this conversation")] : []),
+      h(
+        "ul",
+        {},
+        allowed.map((name) =>
+          h(
+            "li",
+            { class: "row" },
+            h("b", {}, name),
+            this.button("Ask again", `allowed ${name}`, name, () => this.change((tools) => (tools.allowed = tools.allowed.filter((one) => one !== name)))),
+          ),
+        ),
+      ),
+    );
+  }
+}

@@ -1,0 +1,408 @@
+"""Tools: chosen for a conversation, called by the model, allowed or denied call by call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_page import answers, done, say, until, violations
+from fake_chat_server import FakeServer, Hold, Refusal, mcp_server, tool_call
+from live_server import live_server
+from paths import ROOT
+from tiny_server import write_model
+
+from hotset.server.mcp.file import McpServer
+
+READ = tool_call("files__read", '{"path": "a.txt"}')
+FUNCTION = {
+    "name": "get_weather",
+    "description": "The weather of a place",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+}
+
+
+def result(content: str, is_error: bool = False) -> dict[str, Any]:
+    return {"content": content, "is_error": is_error}
+
+
+@pytest.fixture
+def page(server: FakeServer, opened: Any) -> Any:
+    """The page of a server with an MCP server; one of its two tools is on."""
+    server.mcp_servers = [mcp_server("files", "read", "write")]
+    page = opened(server.url)
+    turn_on(page, "read")
+    return page
+
+
+def turn_on(page: Any, tool: str) -> None:
+    page.click("#show-tools")
+    page.get_by_text("0 of 2 tools on").click()
+    page.locator("#tools li", has_text=tool).get_by_role("checkbox").check()
+    page.get_by_text("1 of 2 tools on").wait_for()
+    page.keyboard.press("Escape")
+
+
+def button(page: Any, name: str, tool: str = "files__read") -> Any:
+    return page.get_by_role("button", name=f"{name}: {tool}")
+
+
+def states(page: Any) -> list[str]:
+    found: list[str] = page.locator(".call .state").all_inner_texts()
+    return found
+
+
+def results(page: Any) -> list[str]:
+    found: list[str] = page.locator(".call details pre").all_text_contents()
+    return found
+
+
+def stored(page: Any) -> dict[str, Any]:
+    """The conversation that this browser keeps; there is one."""
+    (text,) = page.evaluate(
+        "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
+        ".map(([, text]) => text)"
+    )
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> None:
+    server.replies += [["Let me look.", READ], ["It says ", "hello."]]
+    server.tool_results += [result("hello <b>you</b>")]
+    say(page, "What is in a.txt?")
+    assert server.tool_calls == []
+    assert (states(page), page.locator(".call pre").inner_text()) == (
+        ["waits for you"],
+        '{\n  "path": "a.txt"\n}',
+    )
+    (tool,) = server.requests[0]["tools"]
+    assert tool["function"]["name"] == "files__read"
+    assert tool["function"]["parameters"] == mcp_server("files", "read")["tools"][0]["parameters"]
+    assert violations(page) == []
+    button(page, "Allow once").click()
+    page.get_by_text("It says hello.", exact=True).wait_for()
+    done(page)
+    assert server.tool_calls == [("files__read", {"path": "a.txt"})]
+    assert (answers(page), states(page), results(page)) == (
+        ["Let me look.", "It says hello."],
+        ["allowed once"],
+        ["hello <b>you</b>"],
+    )
+    assert page.locator(".call b b").count() == 0
+    assert server.requests[1]["messages"] == [
+        {"role": "user", "content": "What is in a.txt?"},
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "tool_calls": [
+                {
+                    "id": "c0",
+                    "type": "function",
+                    "function": {"name": "files__read", "arguments": '{"path": "a.txt"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c0", "content": "hello <b>you</b>"},
+    ]
+    assert page.evaluate("document.activeElement.id") == "ask"
+    assert violations(page) == []
+
+
+def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
+    """In this conversation, for this tool, and until the reader takes it back."""
+    server.replies += [[READ], [READ, tool_call("files__read", "{}", 1)], ["Done."], [READ]]
+    server.tool_results += [result("one"), result("two", True), result("three")]
+    say(page, "Go")
+    button(page, "Always in this conversation").click()
+    page.get_by_text("Done.", exact=True).wait_for()
+    done(page)
+    assert states(page) == [
+        "allowed in this conversation",
+        "allowed in this conversation, failed",
+        "allowed in this conversation",
+    ]
+    assert [one["content"] for one in server.requests[2]["messages"] if one["role"] == "tool"] == [
+        "one",
+        "two",
+        "three",
+    ]
+    page.click("#show-tools")
+    button(page, "Ask again").click()
+    page.keyboard.press("Escape")
+    say(page, "Again")
+    assert states(page)[-1] == "waits for you"
+    assert len(server.tool_calls) == 3
+
+
+def test_a_call_is_denied(server: FakeServer, page: Any) -> None:
+    server.replies += [[READ, tool_call("files__read", '{"path": "b"}', 1)], ["As you like."]]
+    server.tool_results += [result("of b")]
+    say(page, "Go")
+    button(page, "Deny").first.click()
+    assert states(page) == ["denied", "waits for you"]
+    assert page.evaluate("document.activeElement.matches('.call.asked')")  # the next one, not its button
+    page.keyboard.press("Enter")
+    assert len(server.requests) == 1  # it waits for the second one
+    button(page, "Allow once").click()
+    page.get_by_text("As you like.", exact=True).wait_for()
+    assert [one["content"] for one in server.requests[1]["messages"] if one["role"] == "tool"] == [
+        "The user did not allow this call.",
+        "of b",
+    ]
+    assert server.tool_calls == [("files__read", {"path": "b"})]
+
+
+def test_calls_that_no_tool_takes(server: FakeServer, page: Any) -> None:
+    """The model gets to know, and no one is asked: it is off, there is none, its arguments are none."""
+    server.replies += [
+        [
+            tool_call("files__write", "{}"),
+            tool_call("nothing", "{}", 1),
+            tool_call("files__read", '{"path": ', 2),
+        ],
+        ["I see."],
+    ]
+    say(page, "Go")
+    page.get_by_text("I see.", exact=True).wait_for()
+    assert server.tool_calls == []
+    assert results(page) == [
+        "There is no tool named files__write.",
+        "There is no tool named nothing.",
+        "The arguments are no JSON object.",
+    ]
+    sent = server.requests[1]["messages"][1]["tool_calls"][2]["function"]["arguments"]
+    assert json.loads(sent) == {"text": '{"path": '}
+
+
+def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any) -> None:
+    server.replies += [["Look.", READ], ["First."], ["Second."], [READ]]
+    server.tool_results += [result("hello")]
+    say(page, "Go")
+    page.reload()
+    until(page, "document.querySelector('#model').textContent !== ''")
+    page.click("#show-history")
+    page.get_by_role("button", name="Go", exact=True).click()
+    assert (states(page), server.tool_calls) == (["waits for you"], [])
+    button(page, "Allow once").click()
+    page.get_by_text("First.", exact=True).wait_for()
+    done(page)
+    page.get_by_role("button", name="Again").last.click()
+    page.get_by_text("Second.", exact=True).wait_for()
+    done(page)
+    assert len(server.tool_calls) == 1  # the result is still there
+    assert server.requests[1]["messages"] == server.requests[2]["messages"]
+    page.reload()
+    page.click("#show-history")
+    page.get_by_role("button", name="Go", exact=True).click()
+    assert (answers(page), states(page), results(page)) == (
+        ["Look.", "Second."],
+        ["allowed once"],
+        ["hello"],
+    )
+    page.get_by_role("button", name="Again").first.click()
+    until(page, "document.querySelector('.call .state')?.textContent === 'waits for you'")
+    page.get_by_role("button", name="Version before").click()
+    assert states(page) == ["allowed once"]
+
+
+def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any, opened: Any) -> None:
+    """And not what its reader allowed for the future: the file may be anyone's."""
+    server.replies += [["Look.", READ], ["Done."], [READ]]
+    server.tool_results += [result("hello")]
+    say(page, "Go")
+    button(page, "Always in this conversation").click()
+    page.get_by_text("Done.", exact=True).wait_for()
+    done(page)
+    page.click("#show-history")
+    with page.expect_download() as download:
+        page.click("#export-all")
+    exported = download.value.path().read_text()
+    (one,) = json.loads(exported)["conversations"]
+    assert one["messages"][1]["calls"] == [
+        {
+            "id": "c0", "name": "files__read", "arguments": '{"path": "a.txt"}', "state": "done",
+            "server": "files", "consent": "always", "result": "hello",
+        }
+    ]  # fmt: skip
+    assert one["tools"]["allowed"] == ["files__read"]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save as a text: Go").click()
+    text = download.value.path().read_text()
+    assert '*Calls files__read*\n\n```\n{"path": "a.txt"}\n```\n\n*Result*\n\n```\nhello\n```' in text
+    other = opened(server.url)
+    other.set_input_files(
+        "#import-file", {"name": "a.json", "mimeType": "application/json", "buffer": exported.encode()}
+    )
+    other.click("#show-history")
+    other.get_by_role("button", name="Go", exact=True).click()
+    assert (states(other), results(other)) == (["allowed in this conversation"], ["hello"])
+    say(other, "More")
+    assert states(other)[-1] == "waits for you"
+    assert len(server.tool_calls) == 1
+
+
+def test_a_function_whose_result_is_typed(server: FakeServer, opened: Any) -> None:
+    server.replies += [[tool_call("get_weather", '{"place": "Rome"}')], ["Sunny in Rome."]]
+    page = opened(server.url)
+    page.click("#show-tools")
+    area = page.get_by_role("textbox", name="A function as JSON")
+    add = page.get_by_role("button", name="Add", exact=True)
+    for wrong, why in (
+        ("{", "This is not JSON."),
+        ('{"name": "a b"}', "needs a name"),
+        ('{"name": "a", "parameters": 7}', "a: parameters is a JSON schema"),
+    ):
+        area.fill(wrong)
+        add.click()
+        page.locator("#function-problem", has_text=why).wait_for()
+    area.fill(json.dumps([{"type": "function", "function": FUNCTION}]))
+    add.click()
+    page.locator("#tools li", has_text="get_weather").wait_for()
+    assert page.locator("#function-problem").inner_text() == ""
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    assert page.locator("#n-tools").inner_text() == "1"
+    say(page, "Weather?")
+    assert server.requests[0]["tools"] == [{"type": "function", "function": FUNCTION}]
+    page.get_by_role("textbox", name="Result of get_weather").fill("25 °C")
+    page.get_by_role("button", name="Give this result").click()
+    page.get_by_text("Sunny in Rome.", exact=True).wait_for()
+    assert server.requests[1]["messages"][-1] == {
+        "role": "tool",
+        "tool_call_id": "c0",
+        "content": "25 °C",
+    }
+    assert states(page) == ["the result is yours"]
+    page.click("#new-chat")
+    assert page.locator("#n-tools").inner_text() == ""  # they are of the conversation
+
+
+def test_a_call_that_does_not_end_or_cannot_be_made(server: FakeServer, page: Any) -> None:
+    hold = Hold()
+    server.replies += [[READ], ["Well."]]
+    server.tool_results += [
+        hold,
+        Refusal(429, "too many calls"),
+        Refusal(502, "the MCP server 'files' ended"),
+    ]
+    say(page, "Go")
+    button(page, "Allow once").click()
+    until(page, "document.querySelector('.call .state').textContent === 'running'")
+    assert hold.reached.wait(60)
+    page.click("#stop")
+    page.locator(".call .problem", has_text="Stopped: what came of it is not known.").wait_for()
+    assert states(page) == ["waits for you"]
+    button(page, "Allow once").click()
+    page.locator(".call .problem", has_text="too many calls").wait_for()
+    button(page, "Allow once").click()
+    page.get_by_text("Well.", exact=True).wait_for()  # the model may try something else
+    assert results(page) == ["the MCP server 'files' ended"]
+    until(page, "document.querySelector('#stop').hidden")
+    assert server.n_left == 1
+
+
+def test_who_goes_on_without_calling(server: FakeServer, page: Any) -> None:
+    server.replies += [["Look.", READ], ["Never mind."]]
+    say(page, "Go")
+    say(page, "Leave it")
+    assert states(page) == ["not called"]
+    assert button(page, "Allow once").count() == 0
+    assert server.requests[1]["messages"][2:] == [
+        {"role": "tool", "tool_call_id": "c0", "content": "The user went on without this call."},
+        {"role": "user", "content": "Leave it"},
+    ]
+    assert stored(page)["messages"][1]["calls"][0]["state"] == "asked"
+
+
+@pytest.mark.slow
+def test_a_model_that_calls_without_end(server: FakeServer, page: Any) -> None:
+    server.replies += [[READ]] * 20
+    server.tool_results += [result("x")] * 20
+    say(page, "Go")
+    button(page, "Always in this conversation").click()
+    page.get_by_text("16 rounds of calls: Continue has the model go on").wait_for()
+    done(page)
+    assert len(server.requests) == 16
+    server.replies.clear()
+    server.replies.append(["Enough."])
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_text("Enough.", exact=True).wait_for()
+
+
+def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
+    """What is allowed is seen: turned and invisible letters are written out, and all of it is there."""
+    path = "a\u202etxt.exe\u200b\u0007" + "x" * 5000
+    server.replies += [[tool_call("files__read", json.dumps({"path": path}))], ["Done."]]
+    server.tool_results += [result("<img src=x onerror=alert(1)>\u202e")]
+    say(page, "Go")
+    shown = page.locator(".call pre").text_content()
+    assert "a\\u{202e}txt.exe\\u{200b}\\u0007" + "x" * 5000 in shown
+    button(page, "Allow once").click()
+    page.get_by_text("Done.", exact=True).wait_for()
+    assert server.tool_calls == [("files__read", {"path": path})]
+    assert results(page) == ["<img src=x onerror=alert(1)>\\u{202e}"]
+    assert page.locator(".call img").count() == 0
+
+
+def test_a_tool_of_an_mcp_server(tmp_path: Path, opened: Any) -> None:
+    """The page, the server, and a process that speaks MCP; only what the model says is written here."""
+    script = str(ROOT / "tests" / "support" / "mcp_stdio.py")
+    server = McpServer(name="small", command=sys.executable, args=("-I", "-S", script))
+    said: list[dict[str, Any]] = [dict([tool_call("small__echo", '{"text": "heard"}')]), {"content": "Good."}]
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        chunk = {"choices": [{"index": 0, "delta": said.pop(0), "finish_reason": "stop"}]}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    with live_server(write_model(tmp_path / "tiny.gguf"), mcp_servers=(server,)) as url:
+        page = opened(url)
+        page.route("**/v1/chat/completions", answer)
+        page.click("#show-tools")
+        page.get_by_text("0 of 11 tools on").wait_for()
+        page.locator("#tools .mcp").get_by_role("checkbox").first.check()
+        page.keyboard.press("Escape")
+        say(page, "Go")
+        button(page, "Allow once", "small__echo").click()
+        page.get_by_text("Good.", exact=True).wait_for()
+        assert (len(asked[0]["tools"]), results(page)) == (11, ["heard"])
+        assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "c0", "content": "heard"}
+
+
+def test_the_list_of_servers(server: FakeServer, opened: Any) -> None:
+    server.mcp_servers = Refusal(403, "tools are called with an API key")
+    page = opened(server.url)
+    page.click("#show-tools")
+    page.get_by_text("tools are called with an API key").wait_for()
+    page.keyboard.press("Escape")
+    server.mcp_servers = []
+    page.click("#show-tools")
+    page.get_by_text("hotset serve --mcp FILE").wait_for()
+    page.keyboard.press("Escape")
+    server.mcp_servers = [
+        mcp_server("slow", state="starting"),
+        mcp_server("gone", "a", state="failed", problem="ended (exit code 1)"),
+    ]
+    page.click("#show-tools")
+    page.get_by_text("It ended (exit code 1).").wait_for()
+    assert violations(page) == []
+    button(page, "Start again", "gone").click()
+    until(page, "!document.querySelector('#tools').textContent.includes('exit code')")
+    server.mcp_servers[0] = mcp_server("slow", "b", "c")
+    page.get_by_text("0 of 2 tools on").wait_for()  # without being asked for
+    page.locator("#tools .mcp", has_text="slow").get_by_role("checkbox").first.check()
+    page.get_by_text("2 of 2 tools on").wait_for()
+    server.mcp_servers = []
+    page.keyboard.press("Escape")
+    server.replies.append(["Hello."])
+    say(page, "Hi")  # it is answered, and the reader gets to know what is missing
+    page.get_by_text("Tools that are on and not there: slow__b, slow__c").wait_for()
+    assert "tools" not in server.requests[0]
+    page.click("#show-tools")
+    button(page, "Turn off", "tools that are not there").click()
+    assert page.locator("#n-tools").inner_text() == ""
+    assert stored(page)["tools"] == {"on": [], "functions": [], "allowed": []}

@@ -1,0 +1,441 @@
+"""Tools of MCP servers: the file, processes and addresses, kind and hostile ones, and who may call."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fake_chat_server import served
+from mcp.server.mcpserver import MCPServer
+from paths import ROOT
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from tiny_server import client_of, write_model
+from waiting import until
+
+from hotset.errors import InvalidRequestError, QueueFullError
+from hotset.server import shapes
+from hotset.server.keys import NamedKey
+from hotset.server.mcp.connection import ToolResult, View
+from hotset.server.mcp.file import McpServer, read_servers
+from hotset.server.mcp.limits import Limits, McpServerError
+from hotset.server.mcp.toolbox import Toolbox
+from hotset.server.service import Service
+
+SCRIPT = ROOT / "tests" / "support" / "mcp_stdio.py"
+SMALL = Limits(message_bytes=1 << 17, minute_bytes=1 << 20, stop_seconds=0.5)
+
+
+def process(name: str, how: str = "", **env: str) -> McpServer:
+    """The server of tests/support/mcp_stdio.py."""
+    return McpServer(name=name, command=sys.executable, args=("-I", "-S", str(SCRIPT), how), env=env)
+
+
+@contextmanager
+def toolbox_of(*servers: McpServer, limits: Limits = SMALL) -> Iterator[Toolbox]:
+    """Once it knows what becomes of each server."""
+    toolbox = Toolbox(servers, limits)
+    toolbox.start()
+    try:
+        until(lambda: all(view.state != "starting" for view in toolbox.views))
+        yield toolbox
+    finally:
+        toolbox.close()
+
+
+def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> ToolResult:
+    found = toolbox.find(name)
+    assert found is not None
+    return asyncio.run(toolbox.call(*found, arguments))
+
+
+def view_of(toolbox: Toolbox, name: str) -> View:
+    return next(view for view in toolbox.views if view.name == name)
+
+
+# ---- the file ----
+
+
+def write(path: Path, **servers: Any) -> Path:
+    path.write_text(json.dumps({"mcpServers": servers}))
+    return path
+
+
+def test_the_file_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_KEY", "s3cret")
+    monkeypatch.delenv("NONE", raising=False)
+    path = write(
+        tmp_path / "mcp.json",
+        files={"command": "npx", "args": ["-y", "${NONE:-server}", ""], "env": {"A": "${env:SEARCH_KEY}"},
+               "alwaysAllow": ["read"]},
+        search={"type": "streamable-http", "url": "https://mcp.example/mcp",
+                "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}},
+        off={"disabled": True},
+    )  # fmt: skip
+    files, search = read_servers(path)
+    assert (files.command, files.args, files.env) == ("npx", ("-y", "server", ""), {"A": "s3cret"})
+    assert files.unused == ("alwaysAllow",)
+    assert (search.url, search.headers) == ("https://mcp.example/mcp", {"Authorization": "Bearer s3cret"})
+    assert "s3cret" not in repr((files, search))
+
+
+@pytest.mark.parametrize(
+    ("servers", "why"),
+    [
+        ({}, "names no MCP servers"),
+        ({"a": []}, "a is an object"),
+        ({"a": {}}, "a needs a command, or a url"),
+        ({"a": {"command": "x", "url": "https://x"}}, "a needs a command, or a url"),
+        ({"a": {"command": ""}}, "command is empty"),
+        ({"a": {"command": ["x"]}}, "command is text, not a list"),
+        ({"a": {"command": "x", "args": "y"}}, "args is a list"),
+        ({"a": {"command": "x", "args": [7]}}, "args is text, not a int"),
+        ({"a": {"command": "x", "env": {"A": 1}}}, "env is text"),
+        ({"a": {"command": "x", "env": {"A": "${NO_SUCH_VARIABLE}"}}}, "has no NO_SUCH_VARIABLE"),
+        ({"a": {"command": "x\0"}}, "zero byte"),
+        ({"a": {"command": "x", "type": "http"}}, "type is stdio here"),
+        ({"a": {"url": "https://x", "type": "sse"}}, "the older transport sse"),
+        ({"a": {"url": "file:///etc/passwd"}}, "begins with https"),
+        ({"a": {"url": "https://x", "headers": {"A": "b\r\nC: d"}}}, "header 'A' has characters"),
+        ({"a": {"url": "https://x", "headers": {"A B": "c"}}}, "header 'A B' has characters"),
+        ({"a": {"command": "x", "disabled": "no"}}, "disabled must be True or False"),
+        ({"a\n": {"command": "x"}}, "server's name"),
+        ({"a" * 41: {"command": "x"}}, "server's name"),
+        ({"a b": {"command": "x"}, "A_b": {"command": "x"}}, "could have the same names"),
+        ({"a": {"command": "x"}, "a__b": {"command": "x"}}, "could have the same names"),
+        ({f"s{i}": {"command": "x"} for i in range(33)}, "33 MCP servers, and 32"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, servers: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        read_servers(write(tmp_path / "mcp.json", **servers))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", '{"mcpServers": 7}', "[" * 100_000])
+def test_a_file_of_something_else(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mcp.json").write_text(text)
+    with pytest.raises(InvalidRequestError, match=r"no JSON file|names no MCP servers"):
+        read_servers(tmp_path / "mcp.json")
+
+
+# ---- processes ----
+
+
+def test_tools_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_API_KEY", "s3cret")
+    with toolbox_of(process("a b", SECRET="x")) as toolbox:
+        view = view_of(toolbox, "a b")
+        assert (view.state, view.problem, view.tools[0].name) == ("ready", "", "a_b__echo")
+        assert call(toolbox, "a_b__echo", text="hé\n1") == ToolResult("hé\n1", False)
+        assert call(toolbox, "a_b__add", a=1, b=2) == ToolResult('{"sum": 3}', False)
+        assert call(toolbox, "a_b__fail") == ToolResult("it failed", True)
+        assert call(toolbox, "a_b__variable", name="SECRET").text == "x"
+        assert call(toolbox, "a_b__variable", name="HOTSET_API_KEY").text == "not set"
+        assert call(toolbox, "a_b__parts").text.split("\n") == [
+            "red \\x1b[31m\\u202e<b>bold</b>", "[image (image/png), which is not shown]", "of a file",
+            "[a file that is not text: file:///a.bin]", "[a resource: file:///b.txt]",
+        ]  # fmt: skip
+        long = call(toolbox, "a_b__long", n=100_000).text
+        assert long == "x" * 50_000 + "\n[cut: the first 50000 of 100000 characters]"
+        call(toolbox, "a_b__grow")
+        until(lambda: toolbox.find("a_b__more") is not None)  # the server said that it has more
+        assert toolbox.find("a_b__none") is None
+
+
+def test_a_process_that_ends_is_started_again() -> None:
+    with toolbox_of(process("a")) as toolbox:
+        first = call(toolbox, "a__pid").text
+        with pytest.raises(McpServerError, match=r"^ended \(exit code 3\): nothing left to do$"):
+            call(toolbox, "a__die")
+        assert (view_of(toolbox, "a").state, len(view_of(toolbox, "a").tools)) == ("failed", 11)
+        second = call(toolbox, "a__pid").text
+        asyncio.run(toolbox.restart("a"))
+        third = call(toolbox, "a__pid").text
+        assert len({first, second, third}) == 3
+        until(lambda: not any(psutil.pid_exists(int(one)) for one in (first, second)))
+
+
+def test_calls_that_take_too_long() -> None:
+    limits = Limits(call_seconds=0.1, stop_seconds=0.5)
+    with toolbox_of(process("a"), limits=limits) as toolbox:
+        with pytest.raises(McpServerError, match=r"did not answer wait within 0.1 s"):
+            call(toolbox, "a__wait")
+        assert call(toolbox, "a__echo", text="still there").text == "still there"
+
+
+def test_calls_that_are_cancelled_or_too_many() -> None:
+    async def work(toolbox: Toolbox) -> None:
+        found, echo = toolbox.find("a__wait"), toolbox.find("a__echo")
+        assert found is not None
+        assert echo is not None
+        calls = [asyncio.ensure_future(toolbox.call(*found, {})) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await toolbox.call(*echo, {"text": "x"})
+        for one in calls:
+            one.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        while True:  # until the toolbox has heard of it
+            with suppress(QueueFullError):
+                assert (await toolbox.call(*echo, {"text": "x"})).text == "x"
+                break
+
+    with toolbox_of(process("a"), limits=Limits(calls=2, stop_seconds=0.5)) as toolbox:
+        asyncio.run(work(toolbox))
+
+
+def test_processes_that_are_hostile() -> None:
+    hows = ("many", "odd", "pages", "endless", "flood", "fails")
+    with toolbox_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as toolbox:
+        said = {view.name: (view.state, view.problem) for view in toolbox.views}
+        assert said["endless"] == ("failed", "sent a message of more than 131072 bytes and was ended")
+        assert said["flood"] == ("failed", "sent more than 1048576 bytes in a minute and was ended")
+        assert said["fails"] == ("failed", "ended (exit code 2): no licence \\x1b[31mfound")
+        assert said["no"] == ("failed", "cannot be started: there is no program 'no-such'")
+        many, odd, pages = (view_of(toolbox, name) for name in ("many", "odd", "pages"))
+        assert (len(many.tools), len(pages.tools)) == (256, 2)
+        assert "or their number (344): tool256, tool257, tool258, tool259 and others" in many.problem
+        assert pages.problem.startswith("has more than 64 tools")
+        assert [one.name for one in odd.tools] == ["odd__ok", "odd__a_b"]
+        assert odd.problem.endswith("(5): bad name\\x1b, deep, large, nan and others")
+        assert len(odd.tools[0].description) == 4096
+
+
+def test_a_process_that_does_not_answer() -> None:
+    limits = Limits(start_seconds=0.2, stop_seconds=0.1)
+    with toolbox_of(process("a", "silent"), limits=limits) as toolbox:
+        view = view_of(toolbox, "a")
+        assert (view.state, view.problem) == ("failed", "did not answer within 0.2 s")
+
+
+def are_gone(pids: list[int]) -> bool:
+    def is_gone(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return all(map(is_gone, pids))
+
+
+def test_processes_end_with_the_toolbox(tmp_path: Path) -> None:
+    """Those too that ignore the end of their input and SIGTERM, with what they started themselves."""
+    with toolbox_of(process("a", "stays", PIDS=str(tmp_path / "pids"))):
+        pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
+        assert not are_gone(pids)
+    until(lambda: are_gone(pids))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the guard is a shell")
+def test_processes_end_when_the_server_is_killed(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from hotset.server.mcp.file import McpServer
+from hotset.server.mcp.toolbox import Toolbox
+
+script, pids = sys.argv[1:]
+command = ("-I", "-S", script, "stays")
+toolbox = Toolbox([McpServer(name="a", command=sys.executable, args=command, env={"PIDS": pids})])
+toolbox.start()
+while toolbox.views[0].state == "starting":
+    time.sleep(0.01)
+print(toolbox.views[0].state, flush=True)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", code, str(SCRIPT), str(tmp_path / "pids")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
+        assert not are_gone(pids)
+        os.kill(parent.pid, signal.SIGKILL)
+    until(lambda: are_gone(pids))
+
+
+# ---- addresses ----
+
+
+def sdk_server() -> Starlette:
+    """One of the SDK's, which speaks the newest version of the protocol."""
+    server = MCPServer("sdk")
+
+    @server.tool()
+    def add(a: int, b: int) -> int:
+        """A sum."""
+        return a + b
+
+    return server.streamable_http_app()
+
+
+def hostile_app() -> Starlette:
+    async def large(_: Request) -> Response:
+        return Response(b" " * (1 << 20) + b"{}", media_type="application/json")
+
+    async def packed(_: Request) -> Response:
+        body = gzip.compress(b" " * (1 << 24))
+        return Response(body, headers={"content-encoding": "gzip"}, media_type="application/json")
+
+    async def flood(_: Request) -> Response:
+        note = {
+            "jsonrpc": "2.0",
+            "method": "notifications/message",
+            "params": {"level": "info", "data": "x" * 9999},
+        }
+
+        async def events() -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: " + json.dumps(note).encode() + b"\n\n"
+                await asyncio.sleep(0)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def denied(_: Request) -> Response:
+        return Response("no", 401)
+
+    async def text(_: Request) -> Response:
+        return Response("hello", media_type="text/plain")
+
+    async def away(_: Request) -> Response:
+        return Response(status_code=307, headers={"location": "http://127.0.0.1:1/mcp"})
+
+    pages = (large, packed, flood, denied, text, away)
+    return Starlette(
+        routes=[Route(f"/{one.__name__}", one, methods=["GET", "POST", "DELETE"]) for one in pages]
+    )
+
+
+def test_servers_at_an_address() -> None:
+    with ExitStack() as stack:
+        good = stack.enter_context(served(sdk_server()))
+        bad = stack.enter_context(served(hostile_app()))
+        names = ("large", "packed", "flood", "denied", "text", "away")
+        servers = [McpServer(name=one, url=f"{bad}/{one}") for one in names]
+        servers += [
+            McpServer(name="sdk", url=f"{good}/mcp"),
+            McpServer(name="gone", url="http://127.0.0.1:1/"),
+        ]
+        toolbox = stack.enter_context(toolbox_of(*servers))
+        assert call(toolbox, "sdk__add", a=2, b=3) == ToolResult("5", False)
+        assert call(toolbox, "sdk__add", a="x").is_error
+        said = {view.name: view.problem for view in toolbox.views if view.state == "failed"}
+        assert said == {
+            "large": "sent a message of more than 131072 bytes",
+            "packed": "compresses what it sends, which it was not asked to",
+            "flood": "sent more than 1048576 bytes in a minute and was ended",
+            "denied": "refuses (status 401): give it a key among its headers",
+            "text": "refuses: Unexpected content type: text/plain; charset=utf-8",
+            "away": said["away"],
+            "gone": "cannot be reached (All connection attempts failed)",
+        }
+        assert said["away"].startswith("refuses: Redirect to")
+
+
+# ---- routes ----
+
+
+def run(
+    tmp_path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any
+) -> None:
+    async def whole() -> None:
+        async with client_of(write_model(tmp_path / "tiny.gguf"), **settings) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+async def ready(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The servers, once none of them starts."""
+    while True:
+        reply = await client.get("/mcp/servers")
+        found: dict[str, Any] = shapes.McpServersReply.model_validate(reply.json()).model_dump()
+        if all(one["state"] != "starting" for one in found["servers"]):
+            return found
+        await asyncio.sleep(0.005)
+
+
+def test_tools_are_listed_and_called(tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        first, second = (await ready(client))["servers"]
+        assert (first["name"], first["state"], first["tools"][0]) == ("a", "ready", {
+            "name": "a__echo", "tool": "echo", "description": "Says it again.",
+            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+        })  # fmt: skip
+        assert (second["name"], second["state"], second["tools"]) == ("b", "failed", [])
+        reply = await client.post("/mcp/call", json={"name": "a__echo", "arguments": {"text": "hi"}})
+        assert (reply.status_code, reply.json()) == (200, {"content": "hi", "is_error": False})
+        wrong: list[tuple[str, Any, int, str]] = [
+            ("/mcp/call", {"name": "a__none"}, 404, "there is no tool 'a__none'"),
+            ("/mcp/call", {"name": "a b"}, 400, "name"),
+            ("/mcp/call", {"name": "a__echo", "arguments": []}, 400, "arguments"),
+            ("/mcp/call", {"name": "a__echo", "command": "sh"}, 400, "command is not supported"),
+            (
+                "/mcp/call",
+                {"name": "a__die"},
+                502,
+                "the MCP server 'a' ended (exit code 3): nothing left to do",
+            ),
+            ("/mcp/restart", {"server": "c"}, 404, "there is no MCP server 'c'"),
+        ]
+        for path, body, status, message in wrong:
+            reply = await client.post(path, json=body)
+            assert reply.status_code == status, reply.text
+            assert message in reply.json()["error"]["message"]
+        assert (await client.post("/mcp/restart", json={"server": "a"})).status_code == 200
+        assert (await ready(client))["servers"][0]["state"] == "ready"
+
+    run(tmp_path, work, mcp_servers=(process("a"), process("b", "fails")))
+
+
+def test_who_may_call_tools(tmp_path: Path) -> None:
+    """As models are managed: holders of keys that manage; without keys this machine, and its own page."""
+    asked = (
+        ("GET", "/mcp/servers", None),
+        ("POST", "/mcp/call", {"name": "a"}),
+        ("POST", "/mcp/restart", {"server": "a"}),
+    )
+
+    async def statuses(client: httpx.AsyncClient, **headers: str) -> set[int]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return {
+            (await client.request(method, path, json=body, headers=named)).status_code
+            for method, path, body in asked
+        }
+
+    async def without_keys(client: httpx.AsyncClient, _: Service) -> None:
+        assert await statuses(client) == {200, 404}
+        assert await statuses(client, origin="http://localhost") == {200, 404}
+        assert await statuses(client, origin="https://evil.example") == {403}
+        assert await statuses(client, host="evil.example") == {403}
+        assert await statuses(client, x_forwarded_for="10.0.0.1") == {403}
+
+    async def with_cors(client: httpx.AsyncClient, _: Service) -> None:
+        assert await statuses(client, origin="https://evil.example") == {403}
+
+    run(tmp_path, without_keys)
+    run(tmp_path, with_cors, cors_origins=("*",))
+    keys = tuple(
+        NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
+        for name in ("root", "user")
+    )
+
+    async def with_keys(client: httpx.AsyncClient, _: Service) -> None:
+        assert await statuses(client) == {401}
+        assert await statuses(client, x_api_key="user") == {403}
+        assert await statuses(client, x_api_key="root") == {200, 404}
+
+    run(tmp_path, with_keys, named_keys=keys)
