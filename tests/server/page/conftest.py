@@ -14,13 +14,11 @@ from fake_chat_server import FakeServer, served
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test in both browsers; in Firefox it is `slow` if it is not marked `every_browser`."""
+    """Each test in Chromium; one that is marked `every_browser` in Firefox too."""
     if "browser" not in metafunc.fixturenames:
         return
-    marks = {mark.name for mark in metafunc.definition.iter_markers()}
-    names: list[Any] = [CHROMIUM]
-    if "chromium_only" not in marks:
-        names.append(pytest.param(FIREFOX, marks=() if "every_browser" in marks else pytest.mark.slow))
+    everywhere = metafunc.definition.get_closest_marker("every_browser")
+    names = [CHROMIUM, FIREFOX] if everywhere else [CHROMIUM]
     metafunc.parametrize("browser", names, indirect=True, scope="module")
 
 
@@ -50,8 +48,6 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         def open_page(
             url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
         ) -> Any:
-            if browser.browser_type.name == FIREFOX and "color_scheme" in how:
-                stored = {"hotset.theme": how["color_scheme"]} | (stored or {})
             how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
             context = browser.new_context(**context_options(browser, **how))
             stack.callback(context.close)

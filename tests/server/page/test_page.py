@@ -393,7 +393,6 @@ def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
-@pytest.mark.chromium_only
 def test_light_and_dark(server: FakeServer, opened: Any) -> None:
     page = opened(server.url, color_scheme="light")
     light = background(page)
@@ -409,7 +408,6 @@ def test_light_and_dark(server: FakeServer, opened: Any) -> None:
     assert background(page) == dark
 
 
-@pytest.mark.chromium_only
 def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> None:
     hold = Hold()
     server.replies.append(["a", hold])

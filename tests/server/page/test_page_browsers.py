@@ -1,7 +1,6 @@
 """What must work in every browser: one test of each kind, in Chromium and in Firefox.
 
-The other tests of the page run in Firefox too, marked `slow` there. These are one file so that it is started
-seldom.
+They are one file so that Firefox, which takes some seconds, is started seldom.
 """
 
 from __future__ import annotations
