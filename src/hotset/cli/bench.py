@@ -136,10 +136,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
     ] = 2048,
     cache_type: Annotated[
-        str,
-        typer.Option(
-            "--cache-type-k", "--cache-type", "-ctk", help="Of the KV cache: f16, q8_0, q4_0 or KEYS/VALUES."
-        ),
+        str, typer.Option("--cache-type", "--cache-type-k", "-ctk", help="f16, q8_0, q4_0 or KEYS/VALUES.")
     ] = "f16",
     file: Annotated[
         Path | None,
