@@ -1,7 +1,7 @@
 """The NEON kernels, compared with the reference under an emulator (csrc/tests/run_neon.sh).
 
 It takes more than a minute where it has not passed before with these very sources, compiler and emulator:
-what has is kept in build/neon, and `make test-neon` runs it all the same.
+what has is kept in build/neon. So it is in `make test-all`, and `make test-neon` runs it whatever is kept.
 """
 
 import os
@@ -14,6 +14,7 @@ from paths import ROOT
 SCRIPT = ROOT / "csrc" / "tests" / "run_neon.sh"
 
 
+@pytest.mark.slow
 def test_neon_kernels_give_the_bits_of_the_reference() -> None:
     compiler, emulator = cross.compiler(), cross.emulator()
     if emulator is None:

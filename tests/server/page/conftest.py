@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, FIREFOX, context_options, launched
+from cases import quick_are
 from chat_page import WAIT, until
 from fake_chat_server import FakeServer, served
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test in Chromium; one that is marked `every_browser` in Firefox too."""
+    """Each test in Chromium; one that is marked `every_browser` in Firefox too, in `make test-all`."""
     if "browser" not in metafunc.fixturenames:
         return
     everywhere = metafunc.definition.get_closest_marker("every_browser")
-    names = [CHROMIUM, FIREFOX] if everywhere else [CHROMIUM]
-    metafunc.parametrize("browser", names, indirect=True, scope="module")
+    browsers = quick_are((CHROMIUM,), [CHROMIUM, FIREFOX] if everywhere else [CHROMIUM])
+    metafunc.parametrize("browser", browsers, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
