@@ -39,9 +39,7 @@ import hotset
 from hotset.server.slots import bytes_of
 
 _TEXT = (Path(__file__).parents[1] / "docs" / "SERVER.md").read_text()
-PROMPTS = tuple(
-    _TEXT[start : start + 1200] for start in range(0, 4800, 1200)
-)  # some blocks of the cache each
+PROMPTS = tuple(_TEXT[start : start + 600] for start in range(0, 2400, 600))  # some blocks of the cache each
 MARGIN = 256 << 20  # of the program: connections, templates, what the allocator keeps
 _GIB = 1 << 30
 Known = dict[str, tuple[int, dict[str, str]]]  # of each model: its bytes, its answer to each prompt
