@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -111,3 +112,13 @@ PROSE = (
     "- one\n- two\n  - three\n\n```python\nprint('a line')\nprint('another')\n```\n\n"
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n> quoted\n\n$$x^2$$\n\n"
 )  # fmt: skip
+
+
+def stored(page: Any) -> dict[str, Any]:
+    """The conversation that this browser keeps; there is one."""
+    (text,) = page.evaluate(
+        "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
+        ".map(([, text]) => text)"
+    )
+    found: dict[str, Any] = json.loads(text)
+    return found

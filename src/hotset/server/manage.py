@@ -88,8 +88,9 @@ def adapter_path(http: Request, given: str) -> str:
             "clients load no adapters from this server; start it with --lora-dir", 403, code="not_supported"
         )
     try:
-        found = Path(folder).resolve().joinpath(given).resolve()
-        is_inside = found.is_relative_to(Path(folder).resolve()) and found.exists()
+        inside = Path(folder).resolve()
+        found = inside.joinpath(given).resolve()
+        is_inside = found.is_relative_to(inside) and found.exists()
     except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
         is_inside = False
     if not is_inside:

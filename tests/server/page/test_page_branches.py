@@ -6,18 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from chat_page import answers, done, questions, say, sent, until, version
+from chat_page import answers, done, questions, say, sent, stored, until, version
 from fake_chat_server import FakeServer, Hold, Refusal
-
-
-def stored(page: Any) -> dict[str, Any]:
-    """The conversation that this browser keeps; there is one."""
-    (text,) = page.evaluate(
-        "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
-        ".map(([, text]) => text)"
-    )
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 @pytest.mark.slow

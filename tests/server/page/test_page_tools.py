@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page import answers, done, say, until, violations
+from chat_page import answers, done, say, stored, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal, mcp_server, tool_call
 from live_server import live_server
 from paths import ROOT
@@ -56,16 +56,6 @@ def states(page: Any) -> list[str]:
 
 def results(page: Any) -> list[str]:
     found: list[str] = page.locator(".call details pre").all_text_contents()
-    return found
-
-
-def stored(page: Any) -> dict[str, Any]:
-    """The conversation that this browser keeps; there is one."""
-    (text,) = page.evaluate(
-        "Object.entries(localStorage).filter(([key]) => key.startsWith('hotset.chat.'))"
-        ".map(([, text]) => text)"
-    )
-    found: dict[str, Any] = json.loads(text)
     return found
 
 

@@ -131,7 +131,7 @@ export function imported(text) {
   }
   const list = (Array.isArray(value?.conversations) ? value.conversations : []).map(checked);
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
-  // Whoever wrote the file, this reader has not allowed anything.
+  // What the author of the file allowed, this reader has not.
   for (const { tools } of list) if (tools) tools.allowed = [];
   const folders = Array.isArray(value.folders) ? value.folders : [];
   return { list, folders: folders.map(folderName).filter((name) => name !== null) };
