@@ -32,11 +32,12 @@ from hotset.generation import (
     sampling_params,
     template_variables,
 )
-from hotset.loader.adapters import adapter_bytes, open_adapters
+from hotset.loader.adapters import open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
-from hotset.loader.speculate import drafting_bytes, open_speculator
+from hotset.loader.reserved import reserved_bytes
+from hotset.loader.speculate import open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
@@ -70,7 +71,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(opened.settings))
+        decided = plan_model(opened, reserved=reserved_bytes(opened))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -83,11 +84,10 @@ def load_opened(opened: Opened) -> Model:
 def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
 
-    Nothing is loaded on a device. Predictors and the neuron-major down matrices are built where the model
-    needs them, as in `load`, whose errors these are.
+    Nothing is loaded on a device. What the model lacks is built as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=drafting_bytes(opened) + adapter_bytes(settings))
+        decided = plan_model(opened, reserved=reserved_bytes(opened))
         decided.weights.close()
         return decided.placement
 

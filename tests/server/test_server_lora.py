@@ -21,6 +21,7 @@ from hotset.server.catalogue import Catalogue
 from hotset.server.model_settings import ModelsFile
 from hotset.server.models import Models
 from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -147,7 +148,7 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first"})
         assert (gone.status_code, gone.json()) == (200, entry)
         assert (await client.get("/lora-adapters")).json() == []
-        assert service.model.adapters.nbytes == 0
+        assert service.model.adapters.loaded == ()
         for path, body, message in (
             ("load", given | {"lora_path": "none"}, "there is no such adapter"),
             ("load", given | {"lora_path": "/etc/passwd"}, "there is no such adapter"),
@@ -241,3 +242,49 @@ def test_models_of_a_file_have_adapters_of_their_own(folder: Path) -> None:
             assert [(each["name"], each["scale"]) for each in listed.json()] == [("one", 0.0), ("two", 1.0)]
 
     asyncio.run(whole())
+
+
+def test_adapters_are_within_the_memory_of_all_models(folder: Path) -> None:
+    """An idle model makes room for one, and none is loaded where those that are in use leave no room."""
+    catalogue = Catalogue(dict.fromkeys(("tiny", "other"), folder / "tiny.gguf"))
+    catalogue.scan()
+    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+    given = {"lora_name": "first", "lora_path": "one.gguf", "model": "tiny"}
+
+    async def whole(room: Callable[[int, int], int]) -> tuple[int, Models]:
+        """The status of loading an adapter beside an idle model. room: for their bytes and the adapter's."""
+        models = Models(catalogue, ServerSettings(lora_dir=str(folder)), load=load, budget=1 << 33)
+        async with client_to(models) as client:
+            for name in ("other", "tiny"):
+                await asked(client, model=name)
+            slot = models._slots["tiny"]
+            before = slot.n_bytes
+            with open_gguf(folder / "one.gguf") as gguf:
+                adapter = sum(info.nbytes for info in gguf.tensors.values())
+            models.budget = room(before, adapter)
+            reply = await client.post("/v1/load_lora_adapter", json=given)
+            if reply.status_code == 200:
+                assert slot.n_bytes == before + adapter
+                for again in (given, given | {"lora_path": "none"}):
+                    assert (await client.post("/v1/load_lora_adapter", json=again)).status_code == 400
+                assert slot.n_bytes == before + adapter
+                unload = {"lora_name": "first", "model": "tiny"}
+                assert (await client.post("/v1/unload_lora_adapter", json=unload)).status_code == 200
+            else:
+                assert reply.json()["error"]["code"] == "out_of_memory"
+                assert "--max-memory" in reply.json()["error"]["message"]
+            assert slot.n_bytes == before
+            listed = await client.get("/lora-adapters?model=tiny")
+            assert listed.json() == []
+        return reply.status_code, models
+
+    for room, status, unloads in (
+        (lambda model, adapter: 2 * model + adapter, 200, 0),
+        (lambda model, adapter: model + adapter, 200, 1),
+        (lambda model, adapter: model + adapter - 1, 503, 1),
+    ):
+        found, models = asyncio.run(whole(room))
+        count = models.metrics.registry.get_sample_value(
+            "hotset_model_unloads_total", {"model": "other", "reason": "memory"}
+        )
+        assert (found, count or 0) == (status, unloads)

@@ -301,6 +301,27 @@ def test_a_load_that_fails_leaves_the_others(folder: Path, facts: dict[str, Any]
     run(work)
 
 
+def test_a_draft_model_is_within_the_memory_of_all_models(
+    folder: Path, facts: dict[str, Any], tmp_path: Path
+) -> None:
+    draft = folder / "one.gguf"
+    path = _written(tmp_path / "models.toml", f'[models.two]\nload = {{ draft = "{draft}" }}')
+    needed = facts["two"]["bytes"] + draft.stat().st_size
+
+    async def work(budget: int) -> None:
+        async with serving(folder, budget, file=ModelsFile.read(path)) as (client, models):
+            reply = await answer(client, "two")
+            if reply.status_code == 200:
+                assert reply.json()["choices"][0]["text"] == facts["two"]["texts"][PROMPTS[0]]
+                assert needed < models._slots["two"].n_bytes <= budget
+            else:
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "out_of_memory")
+                assert budget <= needed
+
+    for budget in (needed, 1 << 33):
+        run(lambda budget=budget: work(budget))  # type: ignore[misc]
+
+
 def test_a_model_that_is_too_large_is_refused(folder: Path, facts: dict[str, Any]) -> None:
     async def work() -> None:
         async with serving(folder, room_for(facts, "one")) as (client, models):

@@ -41,40 +41,40 @@ class LoadedAdapter:
 class Adapters:
     """Those of one model. Every method may be called from any thread.
 
-    thread: that drives the engine. architecture: of the model. read: an adapter of a path.
+    thread: that drives the engine. architecture: of the model. read: an adapter of a path. reserve: bytes of
+    memory before an adapter takes them, and, negative, those of one that is unloaded; by default all may have
+    any. It raises OutOfMemoryError.
     """
 
     def __init__(self, thread: EngineThread, architecture: str, read: Callable[[str], LoraAdapter]) -> None:
         self._thread, self._architecture, self._read = thread, architecture, read
         self._ids = itertools.count()
         self.loaded: tuple[LoadedAdapter, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Of memory that they take."""
-        return sum(each.adapter.nbytes for each in self.loaded)
+        self.reserve: Callable[[int], object] = lambda _: None
 
     def load(self, path: str, scale: float = 1.0, name: str | None = None) -> LoadedAdapter:
         """Reads an adapter, a GGUF file or a folder of PEFT's, and has it from the next step on.
 
         name: by default that of the file or folder. Raises ModelNotFoundError, FormatError,
-        UnsupportedModelError for a kind of adapter, or a backend, that is not supported, and
-        InvalidRequestError for one of another model, and one that is loaded already.
+        UnsupportedModelError for a kind of adapter, or a backend, that is not supported, OutOfMemoryError,
+        and InvalidRequestError for one of another model, and one that is loaded already.
         """
         backend = taking_adapters(self._thread.engine.backend)
         scale = checked_scale(scale)
         adapter = self._read(path)
         adapter.check_model(self._architecture, backend.adapters.matrices)
         digest = adapter.digest  # takes a while: no answer waits for it
-        with self._thread.exclusive():
-            for each in self.loaded:
-                if each.adapter.digest == digest:
-                    raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
-                if each.name == name:
-                    raise InvalidRequestError(f"an adapter is called {name!r} already; choose another name")
-            name = name or self._free_name(_name_of(adapter.path))
-            made = LoadedAdapter(next(self._ids), name, scale, adapter)
-            self._set((*self.loaded, made))
+        self._check_new(digest, name)  # before anything is unloaded for it
+        self.reserve(adapter.nbytes)
+        try:
+            with self._thread.exclusive():
+                self._check_new(digest, name)
+                name = name or self._free_name(_name_of(adapter.path))
+                made = LoadedAdapter(next(self._ids), name, scale, adapter)
+                self._set((*self.loaded, made))
+        except BaseException:
+            self.reserve(-adapter.nbytes)
+            raise
         return made
 
     def unload(self, which: int | str) -> LoadedAdapter:
@@ -83,6 +83,7 @@ class Adapters:
         with self._thread.exclusive():
             gone = self.find(which)
             self._set(each for each in self.loaded if each is not gone)
+        self.reserve(-gone.adapter.nbytes)
         return gone
 
     def set_scales(self, scales: Mapping[int | str, float]) -> None:
@@ -104,6 +105,13 @@ class Adapters:
         """What a sequence has that chooses these. Raises InvalidRequestError."""
         chosen = [(self.find(which), checked_scale(scale)) for which, scale in scales.items()]
         return _mix((each.adapter.digest, scale) for each, scale in chosen)
+
+    def _check_new(self, digest: str, name: str | None) -> None:
+        for each in self.loaded:
+            if each.adapter.digest == digest:
+                raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
+            if each.name == name:
+                raise InvalidRequestError(f"an adapter is called {name!r} already; choose another name")
 
     def _set(self, loaded: Iterable[LoadedAdapter]) -> None:
         """Between two steps."""

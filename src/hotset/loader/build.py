@@ -102,7 +102,7 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
-    reserved: bytes of memory that what drafts takes.
+    reserved: bytes of memory that what is loaded beside it takes.
     """
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)

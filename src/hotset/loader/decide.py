@@ -64,7 +64,7 @@ class Opened:
 @dataclass(frozen=True)
 class MachineFacts:
     """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
-    program: bytes that this process has without it. reserved: bytes that are for what drafts."""
+    program: bytes that this process has without it. reserved: bytes for what is loaded beside it."""
 
     free: float
     program: int
@@ -81,7 +81,7 @@ class Decided:
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
     the weights that were read then, once it is built. channels: what leaving out the zeros of thresholds is
-    expected to gain.
+    expected to gain. reserved: bytes of memory for what is loaded beside it (MachineFacts).
     """
 
     settings: LoadSettings
@@ -101,6 +101,7 @@ class Decided:
     ram: RamPlan | None = None
     stored: StoredWeights | None = None
     channels: ChannelPlan | None = None
+    reserved: int = 0
 
     @property
     def is_sparse(self) -> bool:
@@ -159,7 +160,7 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
-        predictor=prepared.predictor,
+        predictor=prepared.predictor, reserved=machine.reserved,
     )  # fmt: skip
     if limit is not None and settings.n_ctx is None and not opened.devices:
         n_ctx = _context_beside_rows(decided, limit - machine.program)

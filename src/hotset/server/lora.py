@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, RootModel
 
 from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.adapters import LoadedAdapter
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.manage import adapter_path, check_manager
@@ -94,6 +94,8 @@ async def _done(http: Request, service: Service, work: Any, *given: Any) -> Any:
         return await while_connected(http, service.in_thread(work, *given))
     except InvalidRequestError as error:
         raise RequestError(str(error)) from None
+    except OutOfMemoryError:
+        raise
     except HotsetError as error:
         raise RequestError(str(error), param="lora_path") from None
 

@@ -534,6 +534,11 @@ class Models:
         except BaseException:
             model.close()
             raise
+
+        def reserve_more(n_bytes: int) -> None:
+            asyncio.run_coroutine_threadsafe(self._grow(slot, n_bytes), loop).result()
+
+        model.adapters.reserve = reserve_more
         return model
 
     async def _make_room(self, slot: Slot, n_bytes: int) -> None:
@@ -565,7 +570,25 @@ class Models:
         self._spare(())
         self._changed()
 
-    def _taken(self, but: Slot) -> int:
+    async def _grow(self, slot: Slot, n_bytes: int) -> None:
+        """Keeps more memory for a loaded model, or less. Idle models are unloaded for it; OutOfMemoryError
+        where the others answer, or are pinned."""
+        while n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
+            idle = [one for one in self._victims(slot, lacking) if not one.holds]
+            if not idle and any(one.state == "unloading" for one in self._slots.values()):
+                await self._change.wait()
+            elif not idle:
+                raise OutOfMemoryError(
+                    f"the adapter needs {human_size(n_bytes)}, and the models that are in use have "
+                    f"{human_size(self._taken())} of {human_size(self.budget)}; unload one, or raise "
+                    "--max-memory"
+                )
+            for one in idle:
+                await self._unload(one, "memory")
+        slot.n_bytes += n_bytes
+        self._changed()
+
+    def _taken(self, but: Slot | None = None) -> int:
         return sum(one.n_bytes for one in self._slots.values() if one is not but)
 
     def _victims(self, slot: Slot, lacking: int) -> list[Slot]:

@@ -14,6 +14,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.loader.decide import Opened, cache_bytes, context
+from hotset.loader.reserved import reserved_bytes
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.reporter import Reporter
@@ -126,24 +127,26 @@ def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
     far as they are known before it is loaded. So a context does not depend on what else is loaded."""
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     cost = Cost(describe(config, gguf.tensors), gguf.tensors)
+    reserved = reserved_bytes(opened)
     if settings.n_ctx is None and settings.ram_budget is None:
-        opened = opened.with_settings(n_ctx=context(settings, config, cost, budget, gguf.nbytes))
+        opened = opened.with_settings(n_ctx=context(settings, config, cost, budget - reserved, gguf.nbytes))
         settings = opened.settings
     if settings.n_ctx is None:
         return opened, 0
-    return opened, gguf.nbytes + cache_bytes(settings, cost, settings.n_ctx)
+    return opened, gguf.nbytes + cache_bytes(settings, cost, settings.n_ctx) + reserved
 
 
 def bytes_of(model: Model) -> int:
-    """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer."""
-    if model.ram is not None:
-        return model.ram.limit
+    """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer, what
+    drafts for it, and the adapters that it was loaded with."""
     decided, backend = model.decided, model.backend
+    if model.ram is not None:
+        return model.ram.limit + decided.reserved
     weights = sum(info.nbytes for info in decided.weights.tensors.values())
     cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
     states = decided.n_states * model.cost.state_bytes
     buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
-    more = buffers + model.adapters.nbytes + backend.n_vocab * _TOKENIZER_BYTES
+    more = buffers + decided.reserved + backend.n_vocab * _TOKENIZER_BYTES
     return int(weights + cache + states) + more
 
 
