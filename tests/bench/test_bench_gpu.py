@@ -114,6 +114,7 @@ def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch:
     assert not any("--vram-budget" in part or "vram_budget" in part for command in asked for part in command)
 
 
+@pytest.mark.slow
 def test_kernels_are_checked_and_their_keys_differ(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

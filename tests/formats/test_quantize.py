@@ -194,7 +194,7 @@ def test_recoding_is_decoding_and_encoding(source: GGMLType) -> None:
     assert np.array_equal(recode(data, source, 4608, T.F32).view(np.float32), values)
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
+@pytest.mark.parametrize("value", [pytest.param(np.nan, marks=pytest.mark.slow), -np.inf, 3e38])
 @pytest.mark.parametrize("type", [t for t in WRITABLE if t not in (T.F32, T.BF16)], ids=lambda t: t.name)
 def test_values_that_cannot_be_stored(type: GGMLType, value: float) -> None:
     values = weights(300, 512)

@@ -65,7 +65,7 @@ def libraries_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", quick_are(set(FILES) - {"machine-two-gpus", "machine-h100", "machine-apple-m2"}, FILES)
+    "name", quick_are(set(server_files()) | {"machine-rtx-4090", "machine-laptop-8gb"}, FILES)
 )
 def test_it_is_as_it_was_stored(name: str, tmp_path: Path) -> None:
     found = FILES[name](tmp_path)

@@ -5,6 +5,7 @@ What may differ is the order of sums: 1e-4 of the largest logit, as for the CPU 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,8 +75,12 @@ def test_half_precision_cache(tmp_path: Path) -> None:
 # ---- ReLU models -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
+@pytest.mark.parametrize(
+    ("dialect", "sparse"),
+    quick_are(
+        (("gguf", True), ("powerinfer", False)), itertools.product(["powerinfer", "gguf"], [True, False])
+    ),
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_exact(tmp_path: Path, model: str, dialect: Any, sparse: bool) -> None:
     ready, graph = prepared(write(tmp_path, model, dialect=dialect), "exact")
@@ -146,7 +151,7 @@ def masked_reference(
     return np.concatenate(found), np.concatenate(expected)
 
 
-@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
+@pytest.mark.parametrize("predictor", quick_are((None, "svd:32"), [None, "mlp:q8_0", "svd:32"]))
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
     ready, graph = prepared(write(tmp_path, model), "predicted", predictor)
@@ -310,7 +315,7 @@ def test_a_dense_step_reads_every_row(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("share", quick_are((0.3,), [0.0, 0.3, 1.0]))
-@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "svd:32"])
+@pytest.mark.parametrize("predictor", quick_are(("mlp:q8_0",), [None, "mlp:q8_0", "svd:32"]))
 @pytest.mark.parametrize("model", MODELS)
 def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | None, share: float) -> None:
     ids = tokens(24)

@@ -14,15 +14,9 @@ from interpreted_backend import CASES, SPLIT, THRESHOLDS
 from hotset.formats.quants import GGMLType
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        [f"bamboo{SPLIT}"],
-        pytest.param([*CASES, f"bamboo{SPLIT}", f"opt{SPLIT}", THRESHOLDS], marks=pytest.mark.slow),
-    ],
-    ids=["one model", "all"],
-)
-def test_steps_by_the_kernels_are_the_references(names: list[str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
+    names = [*CASES, f"bamboo{SPLIT}", f"opt{SPLIT}", THRESHOLDS]
     here = Path(__file__).parent
     found = subprocess.run(
         [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path), *names],
