@@ -273,10 +273,12 @@ def least_of(path: Path, settings: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     ("what", "sparsity"),
-    quick_are(
-        [("layers", "dense"), ("neurons", "predicted")],
-        [("layers", "dense"), ("layers", "exact"), ("neurons", "exact"), ("neurons", "predicted")],
-    ),
+    [
+        ("layers", "dense"),
+        pytest.param("layers", "exact", marks=pytest.mark.slow),
+        pytest.param("neurons", "exact", marks=pytest.mark.slow),
+        ("neurons", "predicted"),
+    ],
 )
 def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, sparsity: str) -> None:
     """With whole layers on the CPU, and with layers that are split; of a short prompt and of one whose cold
