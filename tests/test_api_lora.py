@@ -98,7 +98,10 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
 
 
 def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: hotset.Model) -> None:
+    changes: list[int] = []  # of memory
+    model.adapters.change_memory = changes.append
     one = model.adapters.load(str(folder / "one.gguf"), 0.0)
+    assert sum(changes) == one.adapter.nbytes
     expected = answers(model, {"a": model.adapters.mix({one.id: 1})})["a"]
     mix = model.adapters.mix({"one": 1.0})
     generation = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
@@ -107,12 +110,14 @@ def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: h
         assert generation.finish().tokens == expected
     again = model.adapters.load(str(folder / "one.gguf"))
     assert again.id == 1  # numbers are not used twice
+    assert sum(changes) == again.adapter.nbytes
     assert answers(model, {"a": None})["a"] == expected
     # An answer that begins afterwards fails by itself, and not what runs beside it.
     late = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
     beside = model.prepare(model.encode("other"), SamplingParams(**SAMPLING), mix=NO_ADAPTERS)
     model.adapters.unload("one")
     assert not model.backend.adapters.adapters
+    assert sum(changes) == 0
     with beside, late:
         with pytest.raises(InvalidRequestError, match="not loaded any more"):
             late.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_server import client_of, client_to
 
 from hotset.engine.sampler import SamplingParams
 from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.server.catalogue import Catalogue
@@ -288,3 +290,38 @@ def test_adapters_are_within_the_memory_of_all_models(folder: Path) -> None:
             "hotset_model_unloads_total", {"model": "other", "reason": "memory"}
         )
         assert (found, count or 0) == (status, unloads)
+
+
+def test_an_adapter_counts_as_it_is_in_memory(folder: Path) -> None:
+    """Blocks are decoded: their file is smaller."""
+    with open_gguf(folder / "tiny.gguf") as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        pairs = random_pairs(graph, gguf.tensors, rank=32, names=lambda name: "attn" in name)
+        path = write_adapter(folder / "blocks.gguf", pairs, type=GGMLType.Q8_0)
+    with open_gguf(path) as gguf:
+        floats = sum(4 * math.prod(info.shape) for info in gguf.tensors.values())
+    assert floats > 2 * path.stat().st_size
+    load = LoadSettings(backend="cpu", n_threads=1, n_ctx=256)
+    found = {}
+
+    async def whole(lora: list[str]) -> None:
+        file = _models_file(folder, lora)
+        catalogue = Catalogue({"tiny": folder / "tiny.gguf"}, file=file)
+        catalogue.scan()
+        models = Models(catalogue, load=load, budget=1 << 33)
+        async with client_to(models) as client:
+            await asked(client)
+            found[len(lora)] = models._slots["tiny"].n_bytes
+            if lora:
+                body = {"lora_name": "blocks", "model": "tiny"}
+                assert (await client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+                assert models._slots["tiny"].n_bytes == found[0]
+
+    for lora in ([], ["blocks.gguf"]):
+        asyncio.run(whole(lora))
+    assert found[1] - found[0] == floats
+
+
+def _models_file(folder: Path, lora: list[str]) -> ModelsFile:
+    (folder / "own.toml").write_text(f"[models.tiny]\nload = {{ lora = {lora!r} }}")
+    return ModelsFile.read(folder / "own.toml")

@@ -200,13 +200,15 @@ def test_calls_that_are_cancelled_or_too_many() -> None:
 
 
 def test_processes_that_are_hostile() -> None:
-    hows = ("many", "odd", "pages", "endless", "flood", "fails")
+    hows = ("many", "odd", "pages", "endless", "flood", "lines", "fails")
     with toolbox_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as toolbox:
         said = {view.name: (view.state, view.problem) for view in toolbox.views}
         assert said["endless"] == ("failed", "sent a message of more than 131072 bytes and was ended")
-        assert said["flood"] == ("failed", "sent more than 1048576 bytes in a minute and was ended")
+        for how in ("flood", "lines"):
+            assert said[how] == ("failed", "sent more than 1048576 bytes in a minute and was ended")
         assert said["fails"] == ("failed", "ended (exit code 2): no licence \\x1b[31mfound")
-        assert said["no"] == ("failed", "cannot be started: there is no program 'no-such'")
+        state, why = said["no"]
+        assert (state, why.split(";")[0]) == ("failed", "cannot be started: there is no program 'no-such'")
         many, odd, pages = (view_of(toolbox, name) for name in ("many", "odd", "pages"))
         assert (len(many.tools), len(pages.tools)) == (256, 2)
         assert "or their number (344): tool256, tool257, tool258, tool259 and others" in many.problem
@@ -214,6 +216,16 @@ def test_processes_that_are_hostile() -> None:
         assert [one.name for one in odd.tools] == ["odd__ok", "odd__a_b"]
         assert odd.problem.endswith("(5): bad name\\x1b, deep, large, nan and others")
         assert len(odd.tools[0].description) == 4096
+
+
+def test_processes_that_do_not_read() -> None:
+    limits = Limits(write_seconds=0.2, stop_seconds=0.1)
+    with toolbox_of(process("asks", "asks"), process("deaf", "deaf"), limits=limits) as toolbox:
+        view = view_of(toolbox, "asks")
+        assert (view.state, view.problem) == ("failed", "sent more than 64 requests at once and was ended")
+        for _ in range(2):  # it is started again
+            with pytest.raises(McpServerError, match=r"^does not read its input and was ended$"):
+                call(toolbox, "deaf__echo", text="x" * 1_000_000)
 
 
 def test_a_process_that_does_not_answer() -> None:
@@ -389,10 +401,11 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
                 502,
                 "the MCP server 'a' ended (exit code 3): nothing left to do",
             ),
+            ("/mcp/call", {"name": "a__echo", "arguments": {"text": "\ud83d"}}, 400, "surrogate"),
             ("/mcp/restart", {"server": "c"}, 404, "there is no MCP server 'c'"),
         ]
         for path, body, status, message in wrong:
-            reply = await client.post(path, json=body)
+            reply = await client.post(path, content=json.dumps(body))
             assert reply.status_code == status, reply.text
             assert message in reply.json()["error"]["message"]
         assert (await client.post("/mcp/restart", json={"server": "a"})).status_code == 200

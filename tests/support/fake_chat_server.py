@@ -72,7 +72,7 @@ class FakeServer:
         self.models: list[dict[str, Any]] | None = None
         self.replies_of: dict[str, deque[Any]] = {}
         self.managed: list[tuple[str, str]] = []
-        self.n_asked_props = 0
+        self.asked_props: list[str | None] = []  # of which models
         self.mcp_servers: list[dict[str, Any]] | Refusal = []
         self.tool_results: deque[Any] = deque()
         self.tool_calls: list[tuple[str, dict[str, Any]]] = []
@@ -112,7 +112,7 @@ class FakeServer:
         return self._refused(http) or JSONResponse({"data": self.models or [{"id": self.model}]})
 
     async def _props(self, http: Request) -> Response:
-        self.n_asked_props += 1
+        self.asked_props.append(http.query_params.get("model"))
         return self._refused(http) or JSONResponse(self.props)
 
     async def _tokenize(self, http: Request) -> Response:

@@ -126,6 +126,12 @@ def main(how: str) -> None:
         message = json.loads(line)
         if "id" in message and "method" in message:
             answer(message, how)
+        while how == "lines":
+            sys.stdout.write("\n" * 4096)
+        while how == "asks":  # and hears no answer
+            send(id=1, method="ping")
+        if how == "deaf" and message["method"] == "tools/list":
+            time.sleep(1000)
         while how == "endless":
             sys.stdout.write("x" * 65536)
         while how == "flood":

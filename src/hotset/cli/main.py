@@ -217,7 +217,7 @@ def _print_message(message: str) -> None:
         import traceback
 
         for line in traceback.format_exc().splitlines():
-            typer.echo(escaped(line), err=True)
+            print(escaped(line), file=sys.stderr)
     print_error(message)
 
 
@@ -243,7 +243,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from hotset.cli import doctor
 
-        typer.echo(f"hotset {doctor.package_version('hotset') or '(source)'}")
+        print(f"hotset {doctor.package_version('hotset') or '(source)'}")
         raise typer.Exit
 
 

@@ -288,7 +288,8 @@ def _serve_several(
 
     if settings.lora is not None:
         raise typer.BadParameter(
-            "an adapter is for one model: name it in a --models-file, or load it over HTTP.",
+            "it is for one model, without --max-memory, --keep-alive and --models-file: write load = "
+            "{ lora = [...] } in a --models-file, or start with --lora-dir and load it over HTTP.",
             param_hint="--lora",
         )
     file = ModelsFile.read(server.models_file) if server.models_file is not None else ModelsFile()

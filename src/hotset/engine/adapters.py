@@ -1,8 +1,8 @@
 """The adapters (LoRA) of a loaded model: loaded, unloaded and chosen while it answers.
 
 An adapter has a number, as llama-server's have, and a name. Its scale counts for sequences that choose none;
-one that does choose gets what it names, and nothing else. An adapter that is unloaded stays in memory while a
-sequence has it.
+one that does choose gets what it names, and nothing else. An adapter that is unloaded while a sequence has it
+stays in memory until adapters change again after that.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ class LoadedAdapter:
 class Adapters:
     """Those of one model. Every method may be called from any thread.
 
-    thread: that drives the engine. architecture: of the model. read: an adapter of a path. reserve: bytes of
-    memory before an adapter takes them, and, negative, those of one that is unloaded; by default all may have
-    any. It raises OutOfMemoryError.
+    thread: that drives the engine. architecture: of the model. read: an adapter of a path. change_memory: is
+    given the bytes that an adapter is about to take, or, negative, has left; by default any. It raises
+    OutOfMemoryError.
     """
 
     def __init__(self, thread: EngineThread, architecture: str, read: Callable[[str], LoraAdapter]) -> None:
         self._thread, self._architecture, self._read = thread, architecture, read
         self._ids = itertools.count()
         self.loaded: tuple[LoadedAdapter, ...] = ()
-        self.reserve: Callable[[int], object] = lambda _: None
+        self.change_memory: Callable[[int], object] = lambda _: None
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that they take."""
+        return sum(each.adapter.nbytes for each in self.loaded)
 
     def load(self, path: str, scale: float = 1.0, name: str | None = None) -> LoadedAdapter:
         """Reads an adapter, a GGUF file or a folder of PEFT's, and has it from the next step on.
@@ -65,16 +70,17 @@ class Adapters:
         adapter.check_model(self._architecture, backend.adapters.matrices)
         digest = adapter.digest  # takes a while: no answer waits for it
         self._check_new(digest, name)  # before anything is unloaded for it
-        self.reserve(adapter.nbytes)
+        self.change_memory(adapter.nbytes)
         try:
             with self._thread.exclusive():
                 self._check_new(digest, name)
                 name = name or self._free_name(_name_of(adapter.path))
                 made = LoadedAdapter(next(self._ids), name, scale, adapter)
-                self._set((*self.loaded, made))
+                grown = self._set((*self.loaded, made))
         except BaseException:
-            self.reserve(-adapter.nbytes)
+            self.change_memory(-adapter.nbytes)
             raise
+        self.change_memory(grown - adapter.nbytes)
         return made
 
     def unload(self, which: int | str) -> LoadedAdapter:
@@ -82,8 +88,8 @@ class Adapters:
         InvalidRequestError for one that is not loaded."""
         with self._thread.exclusive():
             gone = self.find(which)
-            self._set(each for each in self.loaded if each is not gone)
-        self.reserve(-gone.adapter.nbytes)
+            grown = self._set(each for each in self.loaded if each is not gone)
+        self.change_memory(grown)
         return gone
 
     def set_scales(self, scales: Mapping[int | str, float]) -> None:
@@ -91,7 +97,8 @@ class Adapters:
         InvalidRequestError."""
         with self._thread.exclusive():
             chosen = {self.find(which).id: checked_scale(scale) for which, scale in scales.items()}
-            self._set(replace(each, scale=chosen.get(each.id, 0.0)) for each in self.loaded)
+            grown = self._set(replace(each, scale=chosen.get(each.id, 0.0)) for each in self.loaded)
+        self.change_memory(grown)
 
     def find(self, which: int | str) -> LoadedAdapter:
         """By number or name. Raises InvalidRequestError."""
@@ -113,18 +120,20 @@ class Adapters:
             if each.name == name:
                 raise InvalidRequestError(f"an adapter is called {name!r} already; choose another name")
 
-    def _set(self, loaded: Iterable[LoadedAdapter]) -> None:
-        """Between two steps."""
+    def _set(self, loaded: Iterable[LoadedAdapter]) -> int:
+        """Between two steps. Returns by how many bytes the adapters in memory have grown."""
         engine = self._thread.engine
         backend = taking_adapters(engine.backend)
         loaded = tuple(loaded)
         in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.mix}
-        kept = {each.digest: each for each in backend.adapters.adapters if each.digest in in_use}
+        before = backend.adapters.adapters
+        kept = {each.digest: each for each in before if each.digest in in_use}
         kept |= {each.adapter.digest: each.adapter for each in loaded}
         default = _mix((each.adapter.digest, each.scale) for each in loaded)
         tensors = backend.weights.tensors
         engine.set_adapters(AdapterSet(backend.graph, tensors, list(kept.values()), default))
         self.loaded = loaded
+        return sum(each.nbytes for each in kept.values()) - sum(each.nbytes for each in before)
 
     def _free_name(self, name: str) -> str:
         taken = {each.name for each in self.loaded}

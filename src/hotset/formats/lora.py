@@ -186,6 +186,15 @@ def read_gguf_adapter(path: Path) -> LoraAdapter:
     return LoraAdapter(path, architecture, checked_pairs(path, halves, factors))
 
 
+def gguf_adapter_bytes(path: Path) -> int:
+    """Of memory that `read_gguf_adapter` takes. Raises as `open_gguf`."""
+    with open_gguf(path) as gguf:
+        return sum(
+            info.nbytes if info.type in _FLOATS else 4 * math.prod(info.shape)
+            for info in gguf.tensors.values()
+        )
+
+
 def _matrix(gguf: GGUFFile, name: str) -> FloatMatrix:
     info = gguf.tensors[name]
     if len(info.shape) != 2 or 0 in info.shape:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 from hotset.engine.adapters import Adapters
 from hotset.engine.driver import EngineThread
-from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import expanded
-from hotset.formats.lora import LoraAdapter, read_gguf_adapter
+from hotset.formats.lora import LoraAdapter, gguf_adapter_bytes, read_gguf_adapter
 from hotset.loader.decide import Decided
 from hotset.settings import LoadSettings
 
@@ -38,6 +39,11 @@ def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
     if not is_folder:
         if not is_there:
             raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
+        if found.suffix == ".safetensors":
+            raise UnsupportedModelError(
+                f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
+                "(those of 'hotset sparsify' become part of a model with its --adapters)"
+            )
         return read_gguf_adapter(found)
     from hotset.convert.peft import read_peft_adapter
 
@@ -50,11 +56,15 @@ def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
 
 
 def adapter_bytes(settings: LoadSettings) -> int:
-    """Of memory that the adapters of these settings take, by the sizes of their files; those that are not
-    there are reported when they are read."""
-    files = [
-        file
-        for path, _ in settings.loras
-        for file in ([path] if path.is_file() else path.glob("adapter_model.*"))
-    ]
-    return sum(file.stat().st_size for file in files)
+    """Of memory that the adapters of these settings take; of those that are not there, or damaged, none: that
+    is reported when they are read."""
+    return sum(_n_bytes(path) for path, _ in settings.loras)
+
+
+def _n_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():  # in two formats perhaps, of which one is read
+            return max((file.stat().st_size for file in path.glob("adapter_model.*")), default=0)
+        return gguf_adapter_bytes(path)
+    except (HotsetError, OSError):
+        return 0

@@ -5,8 +5,8 @@
     requests_per_minute = 60
     tokens_per_minute = 20000     # of prompts and answers
     models = ["smollm2-135m"]     # default: all
-    manages = false               # whether it may load, fetch and delete models, save slots, and call
-                                  # tools; default true
+    manages = false               # whether it may load, fetch and delete models, load adapters, save
+                                  # slots, and call tools; default true
 
 A limit is a bucket that a minute fills: so many may come at once, and then as many as come in again. Tokens
 are counted when an answer has ended; a key that has used more than it has waits until that has come in.

@@ -535,10 +535,10 @@ class Models:
             model.close()
             raise
 
-        def reserve_more(n_bytes: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._grow(slot, n_bytes), loop).result()
+        def change_memory(n_bytes: int) -> None:
+            asyncio.run_coroutine_threadsafe(self._grow(slot, model, n_bytes), loop).result()
 
-        model.adapters.reserve = reserve_more
+        model.adapters.change_memory = change_memory
         return model
 
     async def _make_room(self, slot: Slot, n_bytes: int) -> None:
@@ -546,17 +546,9 @@ class Models:
 
         Raises OutOfMemoryError where there cannot be enough, NotWantedError where nothing waits any more.
         """
-        pinned = [one for one in self._slots.values() if one is not slot and one.offered.settings.pinned]
-        kept = sum(one.n_bytes for one in pinned)
-        if n_bytes > self.budget - kept:
-            beside = f", and pinned models have {human_size(kept)} of it" if kept else ""
-            raise OutOfMemoryError(
-                f"it needs {human_size(n_bytes)}, and all models together have {human_size(self.budget)}"
-                f"{beside}; raise --max-memory, lower its context, or give it a ram_budget in the file of "
-                "models"
-            )
         while (lacking := self._taken(slot) + n_bytes - self.budget) > 0:
             self.check_ready()
+            self._check_room(slot, n_bytes)  # a pinned model may have grown
             if not slot.waiting and not slot.offered.settings.pinned:
                 raise NotWantedError
             victims = self._victims(slot, lacking)
@@ -570,9 +562,23 @@ class Models:
         self._spare(())
         self._changed()
 
-    async def _grow(self, slot: Slot, n_bytes: int) -> None:
+    def _check_room(self, slot: Slot, n_bytes: int) -> None:
+        """Raises OutOfMemoryError where pinned models leave too little, whatever is unloaded."""
+        pinned = [one for one in self._slots.values() if one is not slot and one.offered.settings.pinned]
+        kept = sum(one.n_bytes for one in pinned)
+        if n_bytes > self.budget - kept:
+            beside = f", and pinned models have {human_size(kept)} of it" if kept else ""
+            raise OutOfMemoryError(
+                f"it needs {human_size(n_bytes)}, and all models together have {human_size(self.budget)}"
+                f"{beside}; raise --max-memory, lower its context, or give it a ram_budget in the file of "
+                "models"
+            )
+
+    async def _grow(self, slot: Slot, model: Model, n_bytes: int) -> None:
         """Keeps more memory for a loaded model, or less. Idle models are unloaded for it; OutOfMemoryError
         where the others answer, or are pinned."""
+        if slot.service is None or not slot.service.is_ready or slot.service.model is not model:
+            return  # it was unloaded, and all of its memory with it
         while n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
             idle = [one for one in self._victims(slot, lacking) if not one.holds]
             if not idle and any(one.state == "unloading" for one in self._slots.values()):

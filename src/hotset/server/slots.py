@@ -13,6 +13,7 @@ from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.loader.adapters import adapter_bytes
 from hotset.loader.decide import Opened, cache_bytes, context
 from hotset.loader.reserved import reserved_bytes
 from hotset.model.cost import Cost
@@ -138,15 +139,16 @@ def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
 
 def bytes_of(model: Model) -> int:
     """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer, what
-    drafts for it, and the adapters that it was loaded with."""
+    drafts for it, and its adapters."""
     decided, backend = model.decided, model.backend
+    beside = decided.reserved - adapter_bytes(decided.settings) + model.adapters.nbytes
     if model.ram is not None:
-        return model.ram.limit + decided.reserved
+        return model.ram.limit + beside
     weights = sum(info.nbytes for info in decided.weights.tensors.values())
     cache = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
     states = decided.n_states * model.cost.state_bytes
     buffers = backend.workspace_bytes if isinstance(backend, CpuBackend) else 0
-    more = buffers + decided.reserved + backend.n_vocab * _TOKENIZER_BYTES
+    more = buffers + beside + backend.n_vocab * _TOKENIZER_BYTES
     return int(weights + cache + states) + more
 
 

@@ -35,7 +35,7 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     rows = page.locator("#model-list li")
     assert "not loaded · 5.0 MB · context of 512 tokens" in message(page, "#model-list li >> nth=0")
     assert "loaded · 9.0 MB of memory · context of 4,096 tokens" in message(page, "#model-list li >> nth=1")
-    n_asked = several.n_asked_props
+    n_asked = len(several.asked_props)
     page.get_by_role("radio", name="cold").check()
     until(page, "document.querySelector('#model').textContent === 'cold · not loaded'")
     several.set_state("lab/cold.gguf", value="queued", waiting=1)
@@ -47,7 +47,7 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     assert float(rows.first.locator("progress").get_attribute("value")) == 0.43
     assert violations(page) == []
     assert several.managed == [("load", "lab/cold.gguf")]
-    assert several.n_asked_props == n_asked  # facts of a model that is not loaded would load it
+    assert len(several.asked_props) == n_asked  # facts of a model that is not loaded would load it
     several.set_state("lab/cold.gguf", value="loaded", memory=5_000_000)
     until(page, "document.querySelector('#model').textContent.startsWith('cold · 3 layers')")
     assert page.locator(".notice, #load:not([hidden])").count() == 0
@@ -71,6 +71,42 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     page.click("#new-chat")
     say(page, "four")
     assert several.requests[-1]["model"] == "warm"
+
+
+def test_an_adapter_comes_and_goes_with_its_model(several: FakeServer, opened: Any) -> None:
+    """The server knows facts, tokens and loads by the name of the model; the adapter's is for answers."""
+    several.models[1:] = [
+        several.models[1],
+        several.models[1] | {"id": "warm:poet", "root": "poet", "parent": "warm"},
+    ]
+    several.replies += [["in verse"], ["again"]]
+    page = opened(several.url)
+    page.click("#choose-model")
+    page.get_by_role("radio", name="warm:poet").check()
+    until(page, "document.querySelector('#model').textContent.startsWith('warm:poet · 3 layers')")
+    assert page.get_by_role("button", name="Unload warm", exact=True).count() == 1
+    assert page.get_by_role("button", name="Unload warm:poet").count() == 0
+    page.keyboard.press("Escape")
+    say(page, "one")
+    assert several.requests[-1]["model"] == "warm:poet"
+    assert set(several.asked_props) == {"warm"}
+    several.models.pop()
+    several.set_state("warm", value="unloaded")
+    page.reload()
+    until(page, "document.querySelector('#model').textContent === 'warm:poet · not loaded'")
+    page.click("#choose-model")
+    page.get_by_role("radio", name="cold").check()
+    page.keyboard.press("Escape")
+    page.click("#show-history")
+    page.get_by_role("button", name="one", exact=True).click()
+    until(page, "document.querySelector('#model').textContent === 'warm:poet · not loaded'")
+    loaded = {"value": "loaded", "memory": 9_000_000}
+    several.models.append(several.models[1] | {"id": "warm:poet", "parent": "warm", "status": loaded})
+    several.set_state("warm", **loaded)
+    until(page, "document.querySelector('#model').textContent.startsWith('warm:poet · 3 layers')")
+    say(page, "two")
+    assert several.requests[-1]["model"] == "warm:poet"
+    assert set(several.asked_props) == {"warm"}
 
 
 def test_a_load_that_fails_says_why(several: FakeServer, opened: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ _PAGES = 64  # of a list of tools
 _SETTLE_SECONDS = 0.5  # between a server's word that its tools are others and the look at them
 
 State = Literal["starting", "ready", "failed"]
+_log = logging.getLogger("hotset.server")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Connection:
         self._settled = asyncio.Event()  # it is ready, or has failed
         self._changed = asyncio.Event()  # its tools are others
         self._n_calls = 0
+        self._logged = ""  # the last problem
 
     def start(self) -> None:
         """Connects, unless it is connected or connecting."""
@@ -107,7 +110,10 @@ class Connection:
         request, seconds = mcp_types.CallToolRequest(params=params), self._limits.call_seconds
         began = time.monotonic()
         try:
-            result = await client.session.send_request(request, mcp_types.CallToolResult, seconds)
+            async with asyncio.timeout(seconds):  # the SDK's begins when the request is written
+                result = await client.session.send_request(request, mcp_types.CallToolResult, seconds)
+        except TimeoutError:
+            raise McpServerError(f"did not answer {tool.own_name} within {seconds:g} s") from None
         except MCPError as error:
             if time.monotonic() - began >= seconds:
                 raise McpServerError(f"did not answer {tool.own_name} within {seconds:g} s") from None
@@ -149,6 +155,9 @@ class Connection:
             self._client = None
             fault = transport.fault if transport is not None else None
             self.view = replace(self.view, state="failed", problem=fault or problem or "was ended")
+            if (fault or problem) and self.view.problem != self._logged:
+                _log.warning("the MCP server %s %s", self._server.name, self.view.problem)
+                self._logged = self.view.problem
             self._settled.set()
 
     async def _session(self, transport: StdioTransport | None) -> None:

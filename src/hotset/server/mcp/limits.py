@@ -1,4 +1,4 @@
-"""How much an MCP server may send, and how long it may take: it is a stranger's program."""
+"""How much an MCP server may send, and how long it may take: it is an untrusted program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hotset.server.key_limits import Bucket
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """start_seconds: to connect and to list its tools (npx may fetch the server first). call_seconds: of a
-    call. stop_seconds: between the end of its input and SIGTERM, and from there to SIGKILL.
+    call. write_seconds: until it has read a message. stop_seconds: between the end of its input and SIGTERM,
+    and from there to SIGKILL.
 
     message_bytes: of one message. minute_bytes: of all messages in a minute. tools: that are taken of it;
     listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one schema.
@@ -21,6 +22,7 @@ class Limits:
 
     start_seconds: float = 60.0
     call_seconds: float = 300.0
+    write_seconds: float = 30.0
     stop_seconds: float = 2.0
     message_bytes: int = 4 << 20
     minute_bytes: int = 32 << 20

@@ -6,6 +6,7 @@ operator's file alone. That a person allows each call is for the page to see to.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,13 @@ async def call(body: CallBody, http: Request) -> Response:
     if toolbox is None or found is None:
         raise RequestError(f"there is no tool {clause(repr(body.name))}", 404, param="name", code="not_found")
     server, tool = found
+    try:
+        json.dumps(body.arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "the arguments have half of a surrogate pair, which is no character; leave it out",
+            param="arguments",
+        ) from None
     try:
         result = await while_connected(http, toolbox.call(server, tool, body.arguments))
     except McpServerError as error:

@@ -24,7 +24,7 @@ import psutil
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 
 from hotset.escaping import clause
 from hotset.server.mcp.file import McpServer
@@ -32,7 +32,8 @@ from hotset.server.mcp.limits import Limits, McpServerError, meter_of
 
 _KEPT_STDERR = 4096  # bytes, of which the last line says why a server ended
 _LOOK_SECONDS = 0.01
-_HEAD_BYTES = 1024  # that an empty reply counts as
+_HEAD_BYTES = 1024  # that an empty reply, or line, counts as
+_MOST_OPEN = 64  # requests of a server that are not answered yet
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 2; kill -s KILL -- "-$0"'
 
 _OWN_GROUP: dict[str, Any] = {"start_new_session": True}
@@ -49,6 +50,7 @@ class StdioTransport:
         self._server, self._limits = server, limits
         self._count = meter_of(limits)
         self._stderr = b""
+        self._n_open = 0
         self._is_stopping = False
 
     async def __aenter__(self) -> Any:
@@ -76,7 +78,10 @@ class StdioTransport:
         assert server.command is not None
         program = shutil.which(server.command, path=env.get("PATH"))
         if program is None:
-            raise McpServerError(f"cannot be started: there is no program {clause(server.command)!r}")
+            raise McpServerError(
+                f"cannot be started: there is no program {clause(server.command)!r}; install it, "
+                "or give its full path as `command`"
+            )
         try:
             return await asyncio.create_subprocess_exec(
                 program,
@@ -91,32 +96,41 @@ class StdioTransport:
             )
         except OSError as error:
             why = error.strerror or type(error).__name__
-            raise McpServerError(f"cannot be started ({clause(why)})") from None
+            where = "" if server.cwd is None else f" in the folder {clause(str(server.cwd))!r}"
+            raise McpServerError(f"cannot be started{where} ({clause(why)})") from None
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
+        fault = None
         try:
             while True:
                 line = await self._process.stdout.readuntil(b"\n")
-                self._count(len(line))
+                self._count(len(line) + _HEAD_BYTES)
+                await asyncio.sleep(0)  # of lines that are there already none is waited for
                 try:
                     message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
                     continue  # a line that it should have written on stderr
+                self._n_open += isinstance(message, JSONRPCRequest)
+                if self._n_open > _MOST_OPEN:
+                    raise McpServerError(f"sent more than {_MOST_OPEN} requests at once and was ended")
                 await self._received.send(SessionMessage(message))
         except asyncio.IncompleteReadError:
             if not await self._exits_within(self._limits.stop_seconds):
-                self.fault = "closed its output"
+                fault = "closed its output"
         except asyncio.LimitOverrunError:
-            self.fault = f"sent a message of more than {self._limits.message_bytes} bytes and was ended"
+            fault = f"sent a message of more than {self._limits.message_bytes} bytes and was ended"
         except McpServerError as error:
-            self.fault = str(error)
+            fault = str(error)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             return  # it is being ended
-        if self._is_stopping:
-            self.fault = None
+        self._end(fault or f"ended{self._last_words()}")
+
+    def _end(self, fault: str) -> None:
+        """Says why it ended, unless that was said, or it is being ended."""
+        if self._is_stopping or self.ended.is_set():
             return
-        self.fault = self.fault or f"ended{self._last_words()}"
+        self.fault = fault
         self._kill()
         self._received.close()
         self.ended.set()
@@ -129,12 +143,18 @@ class StdioTransport:
 
     async def _write(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, anyio.EndOfStream, anyio.ClosedResourceError):
+        try:
             while True:
                 message = (await self._sent.receive()).message
+                self._n_open -= isinstance(message, JSONRPCResponse | JSONRPCError)
                 line = message.model_dump_json(by_alias=True, exclude_unset=True)
                 self._process.stdin.write(line.encode() + b"\n")
-                await self._process.stdin.drain()
+                async with asyncio.timeout(self._limits.write_seconds):
+                    await self._process.stdin.drain()
+        except TimeoutError:
+            self._end("does not read its input and was ended")
+        except (OSError, anyio.EndOfStream, anyio.ClosedResourceError):
+            return  # it has ended
 
     async def _keep_stderr(self) -> None:
         assert self._process.stderr is not None

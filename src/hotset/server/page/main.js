@@ -46,7 +46,7 @@ const toolsDialog = new ToolsDialog(tools, {
   changed: () => chat.isEmpty || sidebar.keep(chat.conversation, false),
 });
 const attachments = new Attachments({
-  countTokens: async (text) => (models.isLoaded ? server.countTokens(models.hasStates ? models.name : null, text) : null),
+  countTokens: async (text) => (models.isLoaded ? server.countTokens(models.baseName, text) : null),
   room: () => models.nContext,
 });
 
@@ -104,7 +104,7 @@ async function chooseModel(name) {
   chat.conversation.model = name;
   if (!chat.isEmpty) sidebar.keep(chat.conversation, false);
   await models.choose(name, true);
-  if (!models.isLoaded && models.hasStates) dialog.run(() => server.load(name));
+  if (!models.isLoaded && models.hasStates) dialog.run(() => server.load(models.baseName));
   picture.setFacts(models.facts);
   showEmpty();
 }

@@ -86,9 +86,9 @@ export class ModelDialog {
     );
   }
 
-  /** The button that loads a model, or unloads it. */
+  /** The button that loads a model, or unloads it; an adapter comes and goes with its model. */
   act(model) {
-    if (!model.status) return null;
+    if (!model.status || model.parent) return null;
     const [does, ask] = isLoaded(model) ? ["Unload", server.unload] : ["Load", server.load];
     if (!isLoaded(model) && model.status.value !== "unloaded") return null;
     const button = h(

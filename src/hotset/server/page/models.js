@@ -43,8 +43,12 @@ export class Models {
     return found?.id ?? null;
   }
 
+  /** A model of the list. Of one that is not loaded the server does not list adapters (MODEL:ADAPTER): they are there once it is. */
   find(name) {
-    return this.list.find((one) => one.id === name);
+    const found = this.list.find((one) => one.id === name);
+    if (found || !name?.includes(":")) return found;
+    const parent = this.list.find((one) => one.id === name.slice(0, name.lastIndexOf(":")));
+    return parent && !isLoaded(parent) ? { ...parent, id: name, parent: parent.id } : undefined;
   }
 
   get hasStates() {
@@ -53,6 +57,11 @@ export class Models {
 
   get chosen() {
     return this.find(this.name);
+  }
+
+  /** By which the server knows the chosen model, without an adapter; null on a server of one model. */
+  get baseName() {
+    return this.hasStates ? (this.chosen?.parent ?? this.name) : null;
   }
 
   get shortName() {
@@ -92,7 +101,7 @@ export class Models {
   /** Asks for the facts of the chosen model; one that is not loaded would be loaded for that. */
   async learn() {
     const { name } = this;
-    const props = this.isLoaded ? await server.props(this.hasStates ? name : null) : null;
+    const props = this.isLoaded ? await server.props(this.baseName) : null;
     if (name !== this.name) return; // another one was chosen meanwhile
     this.facts = props?.hotset ?? null;
     this.defaults = props?.default_generation_settings?.params ?? {};
@@ -130,10 +139,13 @@ export class Models {
   take(name, status) {
     const model = this.find(name);
     if (!model) return void this.refresh();
-    const was = model.status?.value;
-    model.status = status;
+    const was = model.status?.value, isChosen = name === this.baseName;
+    for (const one of this.list) if (one === model || one.parent === name) one.status = status;
     this.changed();
-    if (name === this.name && status.value === "loaded" && was !== "loaded") this.learn().catch(() => {});
+    if (status.value !== "loaded" || was === "loaded") return;
+    this.refresh() // its adapters are listed now
+      .then(() => isChosen && this.learn())
+      .catch(() => {});
   }
 
   /** The chosen model in a few words. */
