@@ -383,6 +383,8 @@ async def ready(client: httpx.AsyncClient) -> dict[str, Any]:
 def test_tools_are_listed_and_called(tmp_path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         first, second = (await ready(client))["servers"]
+        digests = {tool.pop("digest") for tool in first["tools"]}
+        assert len(digests) == len(first["tools"])
         assert (first["name"], first["state"], first["tools"][0]) == ("a", "ready", {
             "name": "a__echo", "tool": "echo", "description": "Says it again.",
             "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
@@ -390,7 +392,12 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
         assert (second["name"], second["state"], second["tools"]) == ("b", "failed", [])
         reply = await client.post("/mcp/call", json={"name": "a__echo", "arguments": {"text": "hi"}})
         assert (reply.status_code, reply.json()) == (200, {"content": "hi", "is_error": False})
+        listed = (await ready(client))["servers"][0]["tools"][0]["digest"]
+        assert listed in digests
+        meant = {"name": "a__echo", "arguments": {"text": "hi"}, "digest": listed}
+        assert (await client.post("/mcp/call", json=meant)).status_code == 200
         wrong: list[tuple[str, Any, int, str]] = [
+            ("/mcp/call", meant | {"digest": "0" * 64}, 409, "is another one than it was"),
             ("/mcp/call", {"name": "a__none"}, 404, "there is no tool 'a__none'"),
             ("/mcp/call", {"name": "a b"}, 400, "name"),
             ("/mcp/call", {"name": "a__echo", "arguments": []}, 400, "arguments"),

@@ -156,6 +156,9 @@ class FakeServer:
             return refused
         body = await http.json()
         self.tool_calls.append((body["name"], body["arguments"]))
+        assert isinstance(self.mcp_servers, list)
+        tools = {one["name"]: one for server in self.mcp_servers for one in server["tools"]}
+        assert body["digest"] == tools[body["name"]]["digest"], "of what the reader was shown"
         reply = self.tool_results.popleft()
         if isinstance(reply, Hold):
             reply.reached.set()
@@ -242,7 +245,10 @@ def mcp_server(name: str, *tools: str, state: str = "ready", problem: str = "") 
     return {
         "name": name, "state": state, "problem": problem,
         "tools": [
-            {"name": f"{name}__{one}", "tool": one, "description": f"To {one}.", "parameters": parameters}
+            {
+                "name": f"{name}__{one}", "tool": one, "description": f"To {one}.", "parameters": parameters,
+                "digest": f"{name}/{one}",
+            }
             for one in tools
         ],
     }  # fmt: skip

@@ -566,12 +566,14 @@ class CohereRerankReply(Shape):
 
 
 class McpToolReply(Shape):
-    """name: by which a model and /mcp/call call it. tool: its server's name. parameters: a JSON schema."""
+    """name: by which a model and /mcp/call call it. tool: its server's name. parameters: a JSON schema.
+    digest: of its server's program or address, and all that is said of it; another one is another tool."""
 
     name: str
     tool: str
     description: str
     parameters: dict[str, Any]
+    digest: str
 
 
 class McpServerReply(Shape):
@@ -588,7 +590,7 @@ class McpServersReply(Shape):
 
 
 class McpCallReply(Shape):
-    """content: text from a stranger. is_error: the tool says that it failed."""
+    """content: text that is not to be trusted. is_error: the tool says that it failed."""
 
     content: str
     is_error: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -33,12 +34,14 @@ _log = logging.getLogger("hotset.server")
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool. name: as a model calls it. own_name: as its server does. parameters: a JSON schema."""
+    """A tool. name: as a model calls it. own_name: as its server does. parameters: a JSON schema. digest: of
+    what a reader consents to: its server's program or address, and all that is said of it."""
 
     name: str
     own_name: str
     description: str
     parameters: Mapping[str, Any]
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,9 @@ class Connection:
             ):
                 left_out.append(tool.name)
                 continue
-            taken[name] = McpTool(name, tool.name, description, tool.input_schema)
+            said = (self._server.identity, tool.name, tool.description, schema)
+            digest = hashlib.sha256(repr(said).encode("utf-8", "backslashreplace")).hexdigest()
+            taken[name] = McpTool(name, tool.name, description, tool.input_schema, digest)
         if not left_out:
             return tuple(taken.values()), ""
         names = clause(", ".join(left_out[:4]) + (" and others" if len(left_out) > 4 else ""))

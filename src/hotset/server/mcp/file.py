@@ -53,6 +53,11 @@ class McpServer:
         """What the names of its tools begin with, as a model reads them."""
         return f"{_NOT_OF_A_NAME.sub('_', self.name)}__"
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Which program or address it is."""
+        return self.name, self.command, self.args, self.cwd, self.url
+
 
 def read_servers(path: Path) -> tuple[McpServer, ...]:
     """The servers of a file, less those that it calls disabled. Raises InvalidRequestError, which quotes no

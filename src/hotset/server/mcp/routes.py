@@ -53,8 +53,11 @@ class RestartBody(Body):
 
 
 class CallBody(Body):
+    """digest: of the tool that is meant, as it was listed; None: whatever it is by now."""
+
     name: ToolName
     arguments: dict[str, Any] = Field(default={})
+    digest: Annotated[str, Field(max_length=64)] | None = None
 
 
 @router.get("/mcp/servers", responses={200: {"model": McpServersReply}})
@@ -85,6 +88,13 @@ async def call(body: CallBody, http: Request) -> Response:
     if toolbox is None or found is None:
         raise RequestError(f"there is no tool {clause(repr(body.name))}", 404, param="name", code="not_found")
     server, tool = found
+    if body.digest not in (None, tool.digest):
+        raise RequestError(
+            f"the tool {body.name!r} is another one than it was: look at it again under Tools, and ask again",
+            409,
+            param="digest",
+            code="tool_changed",
+        )
     try:
         json.dumps(body.arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -102,7 +112,11 @@ async def call(body: CallBody, http: Request) -> Response:
 def _entry(view: View) -> dict[str, Any]:
     tools = [
         McpToolReply.written(
-            name=one.name, tool=one.own_name, description=one.description, parameters=dict(one.parameters)
+            name=one.name,
+            tool=one.own_name,
+            description=one.description,
+            parameters=dict(one.parameters),
+            digest=one.digest,
         )
         for one in view.tools
     ]

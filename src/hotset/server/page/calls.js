@@ -6,9 +6,10 @@ import { h } from "./dom.js";
 import { isSettled, LONGEST_RESULT, parsed } from "./tools.js";
 import { count } from "./units.js";
 
-// Controls, embedding and overriding of the direction, and what else has no shape; the joiners are of scripts and emoji.
-const UNSEEN = /(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Co}]/gu;
-const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
+// Controls, embedding and overriding of the direction, and what else has no shape; but for joiners within words and emoji.
+const JOINER = "(?<=[\\p{L}\\p{M}\\p{Emoji}\\ufe0f])[\\u200c\\u200d](?=[\\p{L}\\p{Emoji}])|(?<=\\p{Emoji})\\ufe0f";
+const UNSEEN = new RegExp(`(?!${JOINER}|[\\n\\t])[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}\\p{Cs}\\p{Co}\\p{DI}]`, "gu");
+export const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
 
 const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "the result is yours" };
 
@@ -65,7 +66,7 @@ export class CallsView {
         h("span", { class: "state" }, stateOf(call, active)),
       ),
       shown === "{}" ? h("p", { class: "none" }, "Without arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
-      call.problem ? h("p", { class: "problem" }, call.problem) : null,
+      call.problem ? h("p", { class: "problem" }, written(call.problem)) : null,
       active && call.state === "asked" ? this.consent(call) : null,
       call.state === "done" ? result(call) : null,
     );

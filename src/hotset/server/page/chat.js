@@ -268,8 +268,8 @@ export class Chat {
   /** Makes the calls of an answer that need no one's consent, and has the model go on once all have come to an end. */
   goOnBehind(message) {
     if (this.running || message.id !== this.conversation.leaf) return;
-    const { allowed } = ownTools(this.conversation);
-    const free = message.calls.filter((call) => call.state === "asked" && !call.typed && !call.problem && allowed.includes(call.name));
+    const isFree = (call) => call.state === "asked" && !call.typed && !call.problem && this.tools.isAllowed(call, this.conversation);
+    const free = message.calls.filter(isFree);
     for (const call of free) call.consent = "always";
     if (free.length) return void this.makeCalls(message, free);
     if (!areSettled(message)) return announce("The model wants to call a tool, and waits for you.");
@@ -284,8 +284,16 @@ export class Chat {
 
   allow(message, call, always) {
     if (this.running || call.state !== "asked") return;
+    if (!ownTools(this.conversation).on.includes(call.name)) {
+      return this.decide(message, call, () => settle(call, `The tool ${call.name} is not on in this conversation.`, true));
+    }
+    call.digest ??= this.tools.find(call.name)?.digest;
     call.consent = always ? "always" : "once";
-    if (always) changeTools(this.conversation, ({ allowed }) => allowed.includes(call.name) || allowed.push(call.name));
+    if (always && call.digest) {
+      changeTools(this.conversation, (tools) => {
+        tools.allowed = [...tools.allowed.filter((one) => one.name !== call.name), { name: call.name, digest: call.digest }];
+      });
+    }
     this.makeCalls(message, [call]);
   }
 

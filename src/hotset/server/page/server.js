@@ -115,8 +115,8 @@ export const mcpServers = async () => (await (await ask("mcp/servers")).json()).
 /** Has one of them started anew; the list as it is then. */
 export const restartMcp = async (name) => (await (await post("mcp/restart", { server: name })).json()).servers ?? [];
 
-/** Calls a tool: {content, is_error}. Throws ServerError, and AbortError where `signal` says so. */
-export const callTool = async (name, given, signal) => (await post("mcp/call", { name, arguments: given }, signal)).json();
+/** Calls a tool: {content, is_error}. digest: of the tool that is meant. Throws ServerError, and AbortError where `signal` says so. */
+export const callTool = async (name, given, digest, signal) => (await post("mcp/call", { name, arguments: given, digest }, signal)).json();
 
 /** The states of models, as they change: {model, value, ...}. Ends where the connection does. */
 export async function* states() {

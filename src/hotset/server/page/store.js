@@ -3,7 +3,7 @@
 import { fenced } from "./attachments.js";
 import { folderName } from "./folders.js";
 import { checkedSettings } from "./settings.js";
-import { checkedCalls, checkedTools } from "./tools.js";
+import { checkedCalls, checkedTools, distrustCalls } from "./tools.js";
 import { path } from "./tree.js";
 
 const PREFIX = "hotset.chat.";
@@ -131,8 +131,11 @@ export function imported(text) {
   }
   const list = (Array.isArray(value?.conversations) ? value.conversations : []).map(checked);
   if (list.length === 0 || list.includes(null)) throw new Error("The file holds no conversations of this page.");
-  // What the author of the file allowed, this reader has not.
-  for (const { tools } of list) if (tools) tools.allowed = [];
+  // What the author of the file allowed and turned on, this reader has not.
+  for (const { tools, messages } of list) {
+    if (tools) Object.assign(tools, { on: [], allowed: [] });
+    for (const { calls } of messages) if (calls) distrustCalls(calls);
+  }
   const folders = Array.isArray(value.folders) ? value.folders : [];
   return { list, folders: folders.map(folderName).filter((name) => name !== null) };
 }

@@ -1,8 +1,9 @@
 // Tools that a model may call: those of the server's MCP servers, and functions whose results the reader types. Which of
-// them a conversation has is kept with it: {on, functions, allowed}: names of MCP tools, functions, and names of tools
-// that are called without asking.
+// them a conversation has is kept with it: {on, functions, allowed}: names of MCP tools, functions, and {name, digest} of
+// tools that are called without asking: one that is changed is asked about again.
 //
-// A call of an answer is {id, name, arguments (the model's text), state, ...}. state: "asked": the reader decides;
+// A call of an answer is {id, name, arguments (the model's text), state, ...}. digest: of the tool that the model was
+// given under that name, which is the one that the reader allows. state: "asked": the reader decides;
 // "running"; "done", with `result` and, where it failed, `error`; "denied". consent: "once", "always", "typed".
 
 import * as server from "./server.js";
@@ -60,14 +61,19 @@ export class Tools {
       if (!names.has(call.name)) settle(call, `There is no tool named ${call.name}.`, true);
       else if (parsed(call) === null) settle(call, "The arguments are no JSON object.", true);
       else if (typed.has(call.name)) call.typed = true;
-      else call.server = this.find(call.name)?.server;
+      else Object.assign(call, { server: this.find(call.name)?.server, digest: this.find(call.name)?.digest });
     }
+  }
+
+  /** Whether a call needs no one's consent in a conversation. */
+  isAllowed(call, conversation) {
+    return ownTools(conversation).allowed.some(({ name, digest }) => name === call.name && digest === call.digest);
   }
 
   /** Makes a call; what comes of it stands in the call. Throws ServerError where it was not made, and AbortError. */
   async run(call, signal) {
     try {
-      const { content, is_error: failed } = await server.callTool(call.name, parsed(call) ?? {}, signal);
+      const { content, is_error: failed } = await server.callTool(call.name, parsed(call) ?? {}, call.digest, signal);
       settle(call, content, failed);
     } catch (error) {
       if (!(error instanceof server.ServerError) || ["key", "network", "loading", "busy"].includes(error.kind)) throw error;
@@ -194,7 +200,18 @@ export function checkedTools(value) {
   if (typeof value !== "object" || value === null) return null;
   const names = (list) => (Array.isArray(list) ? [...new Set(list.filter(isName))] : []);
   const functions = (Array.isArray(value.functions) ? value.functions : []).map(checkedFunction).filter(Boolean);
-  return { on: names(value.on), functions: functions.slice(0, MOST_FUNCTIONS), allowed: names(value.allowed) };
+  const isAllowed = (one) => isName(one?.name) && typeof one.digest === "string";
+  const allowed = (Array.isArray(value.allowed) ? value.allowed : []).filter(isAllowed);
+  return {
+    on: names(value.on),
+    functions: functions.slice(0, MOST_FUNCTIONS),
+    allowed: allowed.map(({ name, digest }) => ({ name, digest })),
+  };
+}
+
+/** Calls of a file that may be anyone's: those that wait are named by nothing but what they are. */
+export function distrustCalls(calls) {
+  for (const call of calls) if (!isSettled(call)) for (const name of ["server", "problem", "digest"]) delete call[name];
 }
 
 /** What may be kept of stored calls; null where they are none. */
@@ -208,7 +225,7 @@ function checkedCall(value) {
   for (const name of ["id", "name", "arguments"]) if (typeof value?.[name] !== "string") return null;
   const call = { id: value.id, name: value.name, arguments: value.arguments, state: "asked" };
   if (value.typed === true) call.typed = true;
-  for (const name of ["server", "problem"]) if (typeof value[name] === "string") call[name] = value[name];
+  for (const name of ["server", "problem", "digest"]) if (typeof value[name] === "string") call[name] = value[name];
   if (["once", "always", "typed"].includes(value.consent)) call.consent = value.consent;
   if (value.state === "denied") call.state = "denied";
   if (value.state === "done" && typeof value.result === "string") settle(call, value.result, value.error === true);

@@ -1,5 +1,6 @@
 // The dialog of tools: which of them the model may call in this conversation, and the reader's own functions.
 
+import { written } from "./calls.js";
 import { byId, h } from "./dom.js";
 import * as server from "./server.js";
 import { addFunctions, changeTools, functionsOf, ownTools } from "./tools.js";
@@ -135,7 +136,7 @@ export class ToolsDialog {
         if (box.checked) tools.on.push(tool.name);
       }),
     );
-    return h("label", {}, box, h("span", {}, h("b", {}, tool.tool), h("small", {}, tool.description)));
+    return h("label", {}, box, h("span", {}, h("b", {}, tool.tool), h("small", {}, written(tool.description))));
   }
 
   missing() {
@@ -212,12 +213,12 @@ export class ToolsDialog {
       h(
         "ul",
         {},
-        allowed.map((name) =>
+        allowed.map(({ name }) =>
           h(
             "li",
             { class: "row" },
             h("b", {}, name),
-            this.button("Ask again", `allowed ${name}`, name, () => this.change((tools) => (tools.allowed = tools.allowed.filter((one) => one !== name)))),
+            this.button("Ask again", `allowed ${name}`, name, () => this.change((tools) => (tools.allowed = tools.allowed.filter((one) => one.name !== name)))),
           ),
         ),
       ),
