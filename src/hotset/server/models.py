@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -535,8 +536,10 @@ class Models:
             model.close()
             raise
 
+        grown = weakref.ref(model)  # which is freed without a search for circles
+
         def change_memory(n_bytes: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._grow(slot, model, n_bytes), loop).result()
+            asyncio.run_coroutine_threadsafe(self._grow(slot, grown, n_bytes), loop).result()
 
         model.adapters.change_memory = change_memory
         return model
@@ -574,10 +577,10 @@ class Models:
                 "models"
             )
 
-    async def _grow(self, slot: Slot, model: Model, n_bytes: int) -> None:
+    async def _grow(self, slot: Slot, model: weakref.ref[Model], n_bytes: int) -> None:
         """Keeps more memory for a loaded model, or less. Idle models are unloaded for it; OutOfMemoryError
         where the others answer, or are pinned."""
-        if slot.service is None or not slot.service.is_ready or slot.service.model is not model:
+        if slot.service is None or not slot.service.is_ready or slot.service.model is not model():
             return  # it was unloaded, and all of its memory with it
         while n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
             idle = [one for one in self._victims(slot, lacking) if not one.holds]
