@@ -86,6 +86,7 @@ using Bound = std::tuple<std::shared_ptr<Buffer>, uint64_t, uint64_t, bool>;
 
 std::vector<Binding> bindings_of(const std::vector<Bound>& bound) {
     std::vector<Binding> found;
+    found.reserve(bound.size());
     for (const auto& [buffer, offset, size, written] : bound)
         found.push_back({buffer, offset, size, written});
     return found;
@@ -151,7 +152,8 @@ void bind_vulkan(nb::module_& m) {
         .def("read", &read, "offset"_a, "size"_a)
         .def("clear", &Buffer::clear)
         .def("view", [](nb::handle self) { return view(self); });
-    nb::class_<Kernel>(m, "VulkanKernel", "A compute pipeline (csrc/vulkan/device.h).");
+    [[maybe_unused]] const nb::class_<Kernel> kernel(m, "VulkanKernel",
+                                                     "A compute pipeline (csrc/vulkan/device.h).");
     nb::class_<Cancel>(m, "VulkanCancel", "Ends a run of programs from any thread; `asked` stays set.")
         .def(nb::init<>())
         .def_prop_rw(

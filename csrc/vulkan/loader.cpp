@@ -183,6 +183,7 @@ std::vector<DeviceInfo> Instance::devices() const {
     std::vector<VkPhysicalDevice> handles(n);
     check(fn_.vkEnumeratePhysicalDevices(instance_, &n, handles.data()), "looking for devices");
     std::vector<DeviceInfo> found;
+    found.reserve(n);
     for (uint32_t i = 0; i < n; i++) found.push_back(describe(int(i), handles[i]));
     return found;
 }

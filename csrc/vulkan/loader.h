@@ -21,10 +21,11 @@ struct OutOfMemory : Error {
     using Error::Error;
 };
 
-// A structure of Vulkan of a type, otherwise zero.
+// A structure of Vulkan of a type, otherwise zero: so are enumerations that have no zero, which are set by
+// who makes it.
 template <class T>
 T made(VkStructureType type) {
-    T structure{};
+    T structure{};  // NOLINT(bugprone-invalid-enum-default-initialization)
     structure.sType = type;
     return structure;
 }

@@ -103,6 +103,7 @@ void Program::prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<B
     buffers_left_ -= uint32_t(bindings.size());
     const VkDescriptorSet set = new_set(kernel->set_layout());
     std::vector<VkDescriptorBufferInfo> buffers;
+    buffers.reserve(bindings.size());
     for (const Binding& one : bindings) buffers.push_back({one.buffer->handle(), one.offset, one.size});
     auto write = made<VkWriteDescriptorSet>(VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET);
     write.dstSet = set;
