@@ -66,6 +66,7 @@ def test_a_model_with_an_adapter_is_the_merged_one(folder: Path, backend: str) -
     with hotset.load(folder / "tiny.gguf", lora=folder / "one.gguf", **given) as model:
         assert model.generate(PROMPT, temperature=0, max_tokens=12).tokens == expected
         assert [(each.id, each.name, each.scale) for each in model.adapters.loaded] == [(0, "one", 1.0)]
+        assert model.adapters.nbytes > 0
         model.adapters.unload("one")
         assert model.generate(PROMPT, temperature=0, max_tokens=12).tokens != expected
 

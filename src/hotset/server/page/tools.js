@@ -61,7 +61,7 @@ export class Tools {
       if (!names.has(call.name)) settle(call, `There is no tool named ${call.name}.`, true);
       else if (parsed(call) === null) settle(call, "The arguments are no JSON object.", true);
       else if (typed.has(call.name)) call.typed = true;
-      else Object.assign(call, { server: this.find(call.name)?.server, digest: this.find(call.name)?.digest });
+      else ({ server: call.server, digest: call.digest } = this.find(call.name) ?? {});
     }
   }
 
