@@ -17,13 +17,16 @@ import hybrid
 from hybrid import GIB, Setup
 from ledger import Ledger
 from peers import print_table, verdict
+from synthetic import Shape, write_model
 
 from hotset.backends.gpu.cpu_offload import Kind
+from hotset.formats.quants import GGMLType
 
 TRIAL = Path(__file__).with_name("trial.py")
 SHARES = (0.25, 0.5, 0.75)  # of the model, as budgets
 USED = 0.95  # of a budget at least, where the model is larger
 PROMPT_TOKENS, PROMPT, ANSWER = 1800, 512, 64
+EXPERTS = Shape(512, 256, 4, 8, 4, experts=32, used=4)
 RATIOS = {"pp": 0.8, "tg": 1.0}  # of llama.cpp's, with everything on the device
 
 
@@ -59,8 +62,29 @@ def run(ledger: Ledger, setup: Setup) -> None:
             prompts.append(found.get("logits"))
             same = len(prompts) < 2 or (prompts[0] is not None and prompts[0] == prompts[1])
             rows.append([f"prompt of {n_tokens} tokens, {name}", _said(found), verdict(same)])
+    rows += _experts(ledger, setup)
     print_table(["what", "found", ""], rows)
     print(ledger.closing())
+
+
+def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
+    """An MoE model's answer, by who computes the experts that the device lacks: always the same."""
+    path = setup.folder / "experts.gguf"
+    if not path.exists():
+        setup.folder.mkdir(parents=True, exist_ok=True)
+        write_model(path, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
+    device, n_tokens = str(setup.device), 4 if setup.options else ANSWER
+    rows, answers = [], []
+    for share, misses in ((None, "cpu"), (0.25, "cpu"), (0.25, "fetch")):
+        key = f"experts-{'all' if share is None else 'some'}-{misses}"
+        task = {"what": "experts", "device": device, "path": str(path), "share": share, "n_tokens": n_tokens}
+        found = _trial(ledger, key, env=os.environ | {"HOTSET_EXPERT_MISSES": misses}, **task)
+        if found is not None:
+            answers.append(found.get("answer"))
+            good = answers[0] is not None and answers[0] == answers[-1] and not found.get("notes")
+            where = "all in the cache" if share is None else f"{share:.0%} in the cache, others by {misses}"
+            rows.append([f"experts, {where}", _said(found), verdict(good)])
+    return rows
 
 
 def budgets(ledger: Ledger, setup: Setup) -> None:
@@ -163,6 +187,9 @@ def _works(found: dict[str, Any]) -> str:
 def _said(found: dict[str, Any]) -> str:
     if "error" in found:
         return str(found["error"])
+    if "answer" in found:
+        counts = ", ".join(f"{n} {where}" for where, n in found["found"].items())
+        return "; ".join([f"answer {found['answer'][:8]}", counts, *found["notes"]])
     if "logits" in found:
         return f"{found['tokens_per_second']:.0f} tokens/s, logits {found['logits'][:8]}"
     different = f"; other bits with {found['different']} tokens" if found["different"] else ""

@@ -1,6 +1,6 @@
 """One question about a device, answered as JSON by a process of its own: what hangs there spoils no other.
 
-Its argument is JSON: {"what": host-device synchronisation | replays | prompt, "device": DEVICE, ...}.
+Its argument is JSON: {"what": synchronisation | replays | prompt | experts, "device": DEVICE, ...}.
 """
 
 from __future__ import annotations
@@ -101,12 +101,36 @@ def prompt(device: str, path: str, n_tokens: int) -> dict[str, Any]:
     return {"logits": digest, "tokens_per_second": n_tokens / seconds}
 
 
+def experts(device: str, path: str, share: float | None, n_tokens: int) -> dict[str, Any]:
+    """An answer of an MoE model, sampled with a seed, most of whose steps are replays: the tokens and their
+    probabilities, which do not depend on where an expert is.
+
+    share: of the experts' bytes that a budget leaves to their cache; None: all of them, without a budget.
+    HOTSET_EXPERT_MISSES decides who computes the others. found: where the experts of the answer were.
+    """
+    settings = {"device": device, "n_ctx": 1024, "max_batch": 64}
+    if share is not None:
+        placed = hotset.plan(Path(path), **settings)
+        assert placed is not None
+        assert placed.budget is not None
+        (memory,) = placed.budget.devices
+        settings["vram_budget"] = (memory.total - (1 - share) * memory.experts) / 2**30
+    given = {"temperature": 1.0, "seed": 1, "ignore_eos": True, "logprobs": 0}
+    with hotset.load(Path(path), **settings) as model:
+        done = model.generate([1, 2, 3], max_tokens=n_tokens, **given)
+        counts = model.backend.expert_counts()
+        notes = [note for stage in _stages(model) if isinstance(stage, GpuStage) for note in stage.notes]
+    answer = repr([(one.token, one.logprob) for one in done.logprobs])
+    found = {"cached": counts.hits, "fetched": counts.streamed, "on the CPU": counts.on_cpu}
+    return {"answer": hashlib.sha256(answer.encode()).hexdigest(), "found": found, "notes": notes}
+
+
 def _stages(model: Any) -> list[Any]:
     backend = model.backend
     return list(backend.stages) if isinstance(backend, ChainBackend) else [backend]
 
 
-QUESTIONS = {"synchronisation": synchronisation, "replays": replays, "prompt": prompt}
+QUESTIONS = {"synchronisation": synchronisation, "replays": replays, "prompt": prompt, "experts": experts}
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])

@@ -141,7 +141,10 @@ void bind_vulkan(nb::module_& m) {
         .def_prop_ro("allocated", &Device::allocated)
         .def_prop_ro("name", [](const Device& device) { return device.info().name; })
         .def_prop_ro("max_range",
-                     [](const Device& device) { return device.info().limits.maxStorageBufferRange; })
+                     [](const Device& device) {
+                         const uint64_t most = device.info().max_allocation;
+                         return std::min<uint64_t>(device.info().limits.maxStorageBufferRange, most);
+                     })
         .def_prop_ro("max_allocation", [](const Device& device) { return device.info().max_allocation; })
         .def("limit", &Device::limit, "bytes"_a)
         .def("allocate", &allocate, "size"_a, "place"_a)

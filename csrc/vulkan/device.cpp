@@ -27,28 +27,37 @@ Buffer::Buffer(std::shared_ptr<Device> device, uint64_t size, Place place)
     check(fn.vkCreateBuffer(vk, &info, nullptr, &buffer_), what);
     VkMemoryRequirements needs;
     fn.vkGetBufferMemoryRequirements(vk, buffer_, &needs);
-    const uint64_t there = device_->allocated_;
-    if (needs.size > device_->limit_ || there > device_->limit_ - needs.size) {
+    VkMemoryPropertyFlags flags;
+    VkResult result;
+    try {
+        result = allocate(needs, place, flags);
+        // The window through which the host sees the device's memory may be full.
+        if (result != VK_SUCCESS && place == Place::ToDevice) result = allocate(needs, Place::Staging, flags);
+        check(result, what);
+    } catch (...) {
         fn.vkDestroyBuffer(vk, buffer_, nullptr);
-        throw OutOfMemory("the model takes more than the budget of " + megabytes(device_->limit_) + " on " +
-                          device_->info().name + "; raise --vram-budget, or lower the context");
+        throw;
     }
+    device_->allocated_ += reserved_;
+    check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
+    cached_ = flags & VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
+    if (flags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT && !(place == Place::Device && device_->staged_))
+        check(fn.vkMapMemory(vk, memory_, 0, VK_WHOLE_SIZE, 0, reinterpret_cast<void**>(&mapped_)),
+              "mapping " + megabytes(size));
+}
+
+VkResult Buffer::allocate(const VkMemoryRequirements& needs, Place place, VkMemoryPropertyFlags& flags) {
     auto wanted = made<VkMemoryAllocateInfo>(VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO);
     wanted.allocationSize = needs.size;
     wanted.memoryTypeIndex = device_->memory_type(needs.memoryTypeBits, place);
-    const VkResult result = fn.vkAllocateMemory(vk, &wanted, nullptr, &memory_);
-    if (result != VK_SUCCESS) {
-        fn.vkDestroyBuffer(vk, buffer_, nullptr);
-        check(result, what);
-    }
-    reserved_ = needs.size;
-    device_->allocated_ += reserved_;
-    check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
-    const auto& type = device_->info().memories.memoryTypes[wanted.memoryTypeIndex];
-    if (type.propertyFlags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT &&
-        !(place == Place::Device && device_->staged_))
-        check(fn.vkMapMemory(vk, memory_, 0, VK_WHOLE_SIZE, 0, reinterpret_cast<void**>(&mapped_)),
-              "mapping " + megabytes(size));
+    flags = device_->info().memories.memoryTypes[wanted.memoryTypeIndex].propertyFlags;
+    // The budget is of the device's memory, not of the host's.
+    reserved_ = flags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT ? needs.size : 0;
+    const uint64_t there = device_->allocated_, limit = device_->limit_;
+    if (reserved_ > limit || there > limit - reserved_)
+        throw OutOfMemory("the model takes more than the budget of " + megabytes(limit) + " on " +
+                          device_->info().name + "; raise --vram-budget, or lower the context");
+    return device_->functions().vkAllocateMemory(device_->handle(), &wanted, nullptr, &memory_);
 }
 
 Buffer::~Buffer() {
@@ -64,7 +73,7 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
         return;
     }
     Buffer staging(device_, std::min<uint64_t>(kStagingBytes, std::max<size_t>(bytes.size(), 4)),
-                   Place::ToDevice);
+                   Place::Staging);
     while (!bytes.empty()) {
         const uint64_t n = std::min<uint64_t>(bytes.size(), staging.size());
         std::memcpy(staging.mapped(), bytes.data(), n);
@@ -78,7 +87,7 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
 }
 
 void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
-    if (mapped_) {
+    if (mapped_ && cached_) {  // the device's memory is read across the bus, a word at a time
         std::memcpy(bytes.data(), mapped_ + offset, bytes.size());
         return;
     }
@@ -215,7 +224,8 @@ uint32_t Device::memory_type(uint32_t allowed, Place place) const {
             largest = std::max<uint64_t>(largest, info_.memories.memoryHeaps[i].size);
     std::vector<VkMemoryPropertyFlags> wishes;
     if (place == Place::Device) wishes = {kOwn | kHost, kOwn, 0};
-    if (place == Place::ToDevice) wishes = {kHost};
+    if (place == Place::ToDevice) wishes = {kOwn | kHost, kHost};
+    if (place == Place::Staging) wishes = {kHost};
     if (place == Place::FromDevice) wishes = {kHost | kCached, kHost};
     for (const VkMemoryPropertyFlags wish : wishes)
         for (uint32_t i = 0; i < info_.memories.memoryTypeCount; i++) {
@@ -246,8 +256,13 @@ void Device::run_once(const std::string& what, F record) {
     begin.flags = VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT;
     VkResult result = fn_.vkBeginCommandBuffer(commands, &begin);
     if (result != VK_SUCCESS) return ended(result);
-    record(commands);
     auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
+    barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
+    barrier.dstAccessMask = VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
+    fn_.vkCmdPipelineBarrier(commands,
+                             VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT,
+                             VK_PIPELINE_STAGE_TRANSFER_BIT, 0, 1, &barrier, 0, nullptr, 0, nullptr);
+    record(commands);
     barrier.srcAccessMask = VK_ACCESS_TRANSFER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT | VK_ACCESS_SHADER_READ_BIT;
     fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_TRANSFER_BIT,

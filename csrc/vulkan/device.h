@@ -10,8 +10,9 @@ namespace hotset::vulkan {
 
 class Device;
 
-// Where a buffer's memory is: the device's own; the host's, which the device reads or which the host reads.
-enum class Place { Device, ToDevice, FromDevice };
+// Where a buffer's memory is: the device's own; what the host writes and the device reads, its own where the
+// host sees it; the host's, which the host reads; the host's, of copies.
+enum class Place { Device, ToDevice, FromDevice, Staging };
 
 // A piece of memory with its buffer. The host writes those of the device through `write`.
 class Buffer {
@@ -33,11 +34,15 @@ class Buffer {
     const std::shared_ptr<Device>& device() const { return device_; }
 
   private:
+    // Takes memory of a place, within the device's limit, and says what it is.
+    VkResult allocate(const VkMemoryRequirements& needs, Place place, VkMemoryPropertyFlags& flags);
+
     std::shared_ptr<Device> device_;
-    uint64_t size_ = 0, reserved_ = 0;
+    uint64_t size_ = 0, reserved_ = 0;  // reserved_: of the device's memory
     VkBuffer buffer_ = VK_NULL_HANDLE;
     VkDeviceMemory memory_ = VK_NULL_HANDLE;
     uint8_t* mapped_ = nullptr;
+    bool cached_ = false;  // whether the host reads what is mapped at its own memory's speed
 };
 
 // A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.
@@ -75,7 +80,7 @@ class Device : public std::enable_shared_from_this<Device> {
     Device& operator=(const Device&) = delete;
 
     const DeviceInfo& info() const { return info_; }
-    uint64_t allocated() const { return allocated_; }  // bytes of its buffers that live
+    uint64_t allocated() const { return allocated_; }  // bytes of its memory that buffers hold
     // Buffers throw OutOfMemory where they would take more together.
     void limit(uint64_t bytes) { limit_ = bytes; }
     VkDevice handle() const { return device_; }

@@ -15,6 +15,8 @@
 namespace hotset::vulkan {
 namespace {
 
+constexpr uint32_t kNvidia = 0x10DE;  // whose drivers have versions of their own form
+
 // The loader stays open: drivers do not survive being unloaded.
 PFN_vkGetInstanceProcAddr open_loader() {
 #ifdef _WIN32
@@ -86,13 +88,13 @@ void check(VkResult result, const std::string& what) {
 }
 
 std::shared_ptr<Instance> Instance::open(bool validate) {
+    // Kept until the process ends, and never taken down: a driver takes seconds to start a device anew, and may
+    // be gone itself when statics are destroyed.
     static std::mutex mutex;
-    static std::array<std::weak_ptr<Instance>, 2> open;
+    static auto& open = *new std::array<std::shared_ptr<Instance>, 2>;
     const std::scoped_lock lock(mutex);
-    if (auto found = open[validate].lock()) return found;
-    auto made = std::shared_ptr<Instance>(new Instance(validate));
-    open[validate] = made;
-    return made;
+    if (!open[validate]) open[validate].reset(new Instance(validate));
+    return open[validate];
 }
 
 Instance::Instance(bool validate) : get_(open_loader()) {
@@ -215,8 +217,12 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     info.limits = own.limits;
     info.max_allocation = most.maxMemoryAllocationSize;
     const uint32_t v = own.driverVersion;
-    info.driver = std::to_string(VK_API_VERSION_MAJOR(v)) + "." + std::to_string(VK_API_VERSION_MINOR(v)) +
-                  "." + std::to_string(VK_API_VERSION_PATCH(v));
+    const auto dotted = [](uint32_t a, uint32_t b, uint32_t c) {
+        return std::to_string(a) + "." + std::to_string(b) + "." + std::to_string(c);
+    };
+    info.driver = own.vendorID == kNvidia
+                      ? dotted(v >> 22, v >> 14 & 255, v >> 6 & 255)
+                      : dotted(VK_API_VERSION_MAJOR(v), VK_API_VERSION_MINOR(v), VK_API_VERSION_PATCH(v));
 
     auto budget = made<VkPhysicalDeviceMemoryBudgetPropertiesEXT>(
         VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MEMORY_BUDGET_PROPERTIES_EXT);

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import first
 import hybrid
@@ -232,7 +233,8 @@ def test_what_steps_find_becomes_tables(
         task = json.loads(argv[-1])
         if task.get("kind") == "memops":
             return "the driver has no such call"
-        blocking = options.get("env", {}).get("CUDA_LAUNCH_BLOCKING")  # type: ignore[attr-defined]
+        environment: Any = options.get("env") or {}
+        blocking, misses = environment.get("CUDA_LAUNCH_BLOCKING"), environment.get("HOTSET_EXPERT_MISSES")
         budget = int(task.get("options", {}).get("vram_budget", 0) * hybrid.GIB)
         said = {
             "synchronisation": {"seconds": 8e-6},
@@ -244,6 +246,11 @@ def test_what_steps_find_becomes_tables(
                 "budget": task.get("share"),
             },
             "prompt": {"logits": f"{blocking}abcdefgh", "tokens_per_second": 1000},
+            "experts": {
+                "answer": "another" if misses == "fetch" else "one",
+                "found": {"cached": 7},
+                "notes": [],
+            },
             None: {"planned": budget, "held": budget * 0.97, "tokens_per_second": 40},
         }[task.get("what")]
         return subprocess.CompletedProcess(argv, 0, json.dumps(said), "")
@@ -268,6 +275,8 @@ def test_what_steps_find_becomes_tables(
     assert found["captured steps, whole on the device"] == "pass"
     assert found["captured steps, half on the device"] == "FAIL"  # no layer was shared
     assert found["prompt of 1800 tokens, launches that wait"] == "FAIL"
+    assert found["experts, 25% in the cache, others by cpu"] == "pass"
+    assert found["experts, 25% in the cache, others by fetch"] == "FAIL"  # another answer
     steps.budgets(Ledger(tmp_path / "budgets", 60), setup)
     assert re.search(r"\| 2.00 +\| 2.00 +\| 1.94 +\| 97% +\| 40.0 +\| pass", capsys.readouterr().out)
     steps.speed(Ledger(tmp_path / "speed", 60), setup, [])

@@ -66,6 +66,7 @@ class OnDevice:
             result = function(*map(move, args), **{key: move(value) for key, value in options.items()})
             for host, there in moved:
                 host.copy_(there)
+            for host, there in moved:
                 if result is there:
                     return host
             if isinstance(result, tuple):

@@ -8,6 +8,7 @@ import re
 import shutil
 from types import ModuleType
 
+import numpy as np
 import pytest
 from paths import DOCS, ROOT
 
@@ -16,6 +17,8 @@ from hotset.backends.vulkan.weights import COMPUTED
 from hotset.model import operations
 
 SHADERS = ROOT / "csrc/vulkan/shaders"
+OP_EXT_INST, OP_DECORATE, OP_FADD, OP_FSUB = 12, 71, 129, 131  # of the SPIR-V specification
+NO_CONTRACTION, FMA = 42, 50  # a decoration; an instruction of GLSL.std.450
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,25 @@ def test_the_same_compiler_makes_the_same_bytes(compiling: ModuleType) -> None:
         pytest.skip(f"another compiler made the files: {facts['compiler']}")
     for path in sorted(SHADERS.glob("*.comp")):
         assert compiling.compiled(path) == (compiling.OUT / f"{path.stem}.spv").read_bytes(), path.name
+
+
+def test_no_shader_lets_products_and_sums_be_fused(compiling: ModuleType) -> None:
+    """A driver may fuse a product with a sum, and order sums anew, where they are not said to be exact, and
+    has to where a compiler fused them."""
+    for path in sorted(compiling.OUT.glob("*.spv")):
+        words = np.frombuffer(path.read_bytes(), "<u4")
+        exact, sums, at = set(), [], 5
+        while at < len(words):
+            n, operation = int(words[at]) >> 16, int(words[at]) & 0xFFFF
+            arguments = words[at + 1 : at + n].tolist()
+            if operation == OP_DECORATE and arguments[1] == NO_CONTRACTION:
+                exact.add(arguments[0])
+            elif operation in (OP_FADD, OP_FSUB):
+                sums.append(arguments[1])
+            elif operation == OP_EXT_INST:
+                assert arguments[3] != FMA, path.name
+            at += n
+        assert exact >= set(sums), path.name
 
 
 def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
