@@ -2,8 +2,8 @@
 
 usage: python bench/gpu/kernel_times.py MODEL [--device cuda:0] [--option NAME=JSON ...] [--prompt 512]
 
-Recorded steps are replayed as they are when nobody looks. --option: of hotset.load. `between` is what the
-device waits between kernels; a step of --prompt tokens has a table of its own.
+Recorded steps are replayed as they are when nobody looks. --option: of hotset.load. A pause between kernels
+that is longer than GAP is the host's. A prompt of --prompt tokens has a table of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import hotset
 from hotset.errors import HotsetError
 
 STEPS, SHOWN = 8, 24
+GAP = 20.0  # microseconds
 
 
 def main() -> None:
@@ -46,8 +47,9 @@ def main() -> None:
         model.generate(ids[:3], max_tokens=STEPS + 1, **given)
         print(f"{(time.perf_counter() - start) / (STEPS + 1) * 1e3:.2f} ms a token, not profiled")
         table(lambda: model.generate(ids[:3], max_tokens=STEPS + 1, **given), "a token", STEPS + 1)
-        model.logits(ids)
-        table(lambda: model.logits(ids, reuse_prefix=False), f"a prompt of {args.prompt}", 1)
+        prompt = lambda: model.generate(ids, max_tokens=1, reuse_prefix=False, **given)  # noqa: E731
+        prompt()
+        table(prompt, f"a prompt of {args.prompt}", 1)
 
 
 def table(call: Callable[[], object], what: str, n: int) -> None:
@@ -63,15 +65,20 @@ def table(call: Callable[[], object], what: str, n: int) -> None:
             spans.append((event.time_range.start, event.time_range.end))
     if not spans:
         sys.exit("the profiler saw no kernel on the device")
-    busy, end = 0.0, 0.0
-    for first, last in sorted(spans):
+    spans.sort()
+    (start, end), busy, gaps = spans[0], 0.0, []
+    end = start
+    for first, last in spans:
+        gaps.append(max(first - end, 0.0))
         busy, end = busy + max(last - max(first, end), 0.0), max(end, last)
-    whole = end - min(first for first, _ in spans)
+    whole = end - start
+    short = sum(gap for gap in gaps if gap < GAP)
     rows = []
     for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
         micros = (f"{sum(times) / n:.1f}", f"{np.median(times):.1f}")
         rows.append([name[:70], f"{len(times) / n:.1f}", *micros, f"{sum(times) / whole:.0%}"])
-    rows.append(["between", "", f"{(whole - busy) / n:.1f}", "", f"{(whole - busy) / whole:.0%}"])
+    for name, gap in (("between kernels", short), ("waiting for the host", sum(gaps) - short)):
+        rows.append([name, "", f"{gap / n:.1f}", "", f"{gap / whole:.0%}"])
     print(f"\n{what}: {whole / n:.0f} µs on the device")
     print_table(["kernel", "launches", "µs", "µs each", "of the whole"], rows)
 

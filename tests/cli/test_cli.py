@@ -633,11 +633,12 @@ def test_bench_goes_through_the_engine_and_reuses_the_depth() -> None:
     small = FakeBackend(n_pages=8, max_batch=50)
     measure(small, Test(60, 0, 0), Conditions(1, 32), lambda: 1e9)
     assert small.batches == [32, 28] * 2
-    entry = _entry({}, Test(0, 100, 0), result, 1000)
+    entry = _entry({"backends": "CPU"}, Test(0, 100, 0), result, 1000)
     assert entry["read_bandwidth"] == 2e9
     assert entry["avg_ts"] == pytest.approx(np.mean(entry["samples_ts"]))
     assert entry["stddev_ts"] == pytest.approx(np.std(entry["samples_ts"], ddof=1))
     assert entry["bandwidth_share"] == pytest.approx(entry["avg_ts"] * 1000 / 2e9)
+    assert _entry({"backends": "VULKAN"}, Test(0, 100, 0), result, 1000)["bandwidth_share"] is None
     assert Test(512, 0, 0).name == "pp512"
     assert Test(512, 128, 4096).name == "pp512+tg128 @ d4096"
 

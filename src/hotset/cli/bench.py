@@ -534,8 +534,9 @@ def _entry(
         "read_bandwidth": bandwidth,
         "bytes_per_token": int(bytes_per_token),
         "active_share": active_share,
+        # Of a token that a device computes, the rate of this machine's memory says nothing.
         "bandwidth_share": average * bytes_per_token / bandwidth
-        if test.n_gen and not test.n_prompt
+        if test.n_gen and not test.n_prompt and facts["backends"] == "CPU"
         else None,
     }
 

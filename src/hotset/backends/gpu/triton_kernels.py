@@ -170,38 +170,34 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
         return words.to(tl.float32)
     else:
         i = tl.arange(0, 4)[None, None, :]
-        if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
-            # Where they lie, but that those of the upper bytes would reach into the exponent.
-            upper = (words >> 16) | zero  # else each of the four is shifted by itself, and cut out
-            q = tl.where(i < 2, words[:, :, None], upper[:, :, None]) & (15 << (i % 2 * 8 + 4 * part))
-            raised = tl.where(i % 2 == 0, 1.0, 256.0) * (1.0 if part == 0 else 16.0)
-            offset = (8.0 if TYPE == Q4_0 else 0.0) * raised
-            return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + offset)
-        else:
-            if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
-                q = ((words ^ SIGN_BITS)[:, :, None] >> (8 * i)) & 255
-            else:
-                q = (words[:, :, None] >> (8 * i + 4 * part)) & 15
-                if TYPE == Q6_K:
-                    shift = (w % 16 // 8 * 2 + 4 * part)[None, :, None] + 8 * i
-                    q = q | ((bits[:, :, None] >> shift) & 3) << 4
-                else:
-                    shift = (w % 4 * 4 + 16 * part)[None, :, None] + i
-                    q = q | ((bits[:, :, None] >> shift) & 1) << 4
-            OFFSET: tl.constexpr = (
-                128.0 if TYPE == Q8_0 else 16.0 if TYPE == Q5_0 else 32.0 if TYPE == Q6_K else 0.0
-            )
-            return (q | MANTISSA).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET)
+        IS_NIBBLE: tl.constexpr = TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K
+        LOWEST: tl.constexpr = 4 * part if IS_NIBBLE else 0
+        if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
+            words = words ^ SIGN_BITS
+        elif TYPE == Q6_K:
+            shift = (w % 16 // 8 * 2 + 4 * part)[None, :]
+            words = ((words >> (4 * part)) & 0x0F0F0F0F) | ((bits >> shift) & 0x03030303) << 4
+        elif TYPE == Q5_0 or TYPE == Q5_1:  # four neighbouring bits to the fourth of four bytes
+            four = (bits >> (w % 4 * 4 + 16 * part)[None, :]) & 15
+            words = ((words >> (4 * part)) & 0x0F0F0F0F) | ((four * 0x02040810) & 0x10101010)
+        # Where they lie, but that those of the upper bytes would reach into the exponent.
+        upper = (words >> 16) | zero  # else each of the four is shifted by itself, and cut out
+        MASK: tl.constexpr = 15 if IS_NIBBLE else 255
+        q = tl.where(i < 2, words[:, :, None], upper[:, :, None]) & (MASK << (i % 2 * 8 + LOWEST))
+        OFFSET: tl.constexpr = (
+            8.0 if TYPE == Q4_0 else 128.0 if TYPE == Q8_0 else 16.0 if TYPE == Q5_0 else 32.0 if TYPE == Q6_K
+            else 0.0
+        )  # fmt: skip
+        raised = tl.where(i % 2 == 0, 1.0, 256.0) * (1.0 if LOWEST == 0 else 16.0)
+        return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET * raised)
 
 
 @triton.jit
 def _lowered(part: tl.constexpr, TYPE: tl.constexpr):
     """The powers of two by which the numbers of _numbers are too large, taken off: float32 [4]."""
     i = tl.arange(0, 4)
-    if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
-        return tl.where(i % 2 == 0, 1.0, 0.00390625) * (1.0 if part == 0 else 0.0625)
-    else:
-        return tl.where(i < 4, 1.0, 1.0)
+    IS_NIBBLE: tl.constexpr = TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K
+    return tl.where(i % 2 == 0, 1.0, 0.00390625) * (0.0625 if IS_NIBBLE and part == 1 else 1.0)
 
 
 @triton.jit
@@ -2040,7 +2036,7 @@ def _norm(
     tokens, threshold = (None, 0.0) if by is None else (by.tokens, by.threshold)
     launcher.launch(
         _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n, tokens, threshold,
-        LAYER=layer, N=pow2(n), warps=4 if n <= 4096 else 8,
+        LAYER=layer, N=pow2(n), warps=4 if n <= 1024 else 16,
     )  # fmt: skip
     return out
 
