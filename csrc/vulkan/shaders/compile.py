@@ -17,8 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[2] / "src/hotset/backends/vulkan/spirv"
-# Not optimised: its optimiser unrolls loops without what is said of their operations, and then fuses products and
-# sums, which would have other bits. Drivers optimise themselves.
+# Not optimised: its optimiser unrolls loops without what is said of their operations, and then fuses products
+# and sums, which would have other bits. Drivers optimise themselves.
 GLSLC = ("glslc", "--target-env=vulkan1.1", "-O0")
 
 

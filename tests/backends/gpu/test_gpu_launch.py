@@ -245,6 +245,27 @@ def test_kernels_are_compiled_at_the_same_time_and_not_launched(monkeypatch: pyt
     assert at_once.launched[1:] == [(None, 7)]
 
 
+def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then its others, those that take longest before the rest."""
+    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
+    kernels = FakeKernel("one", lambda: None), FakeKernel("other", lambda: None)
+    order: list[tuple[str, int]] = []
+    for kernel in kernels:
+        kept = kernel.warmup
+
+        def warmup(*args: Any, kernel: Any = kernel, kept: Any = kept, **options: Any) -> Any:
+            order.append((kernel.__name__, options["T"]))
+            return kept(*args, **options)
+
+        monkeypatch.setattr(kernel, "warmup", warmup)
+    with launch.compiled_first(torch.device("cpu")):
+        for tokens in (8, 1, 4):
+            for kernel in kernels:
+                launch.launch(kernel, (1,), torch.zeros(64), 5, warps=4, T=tokens)
+    assert set(order[:2]) == {("one", 1), ("other", 1)}
+    assert [tokens for _, tokens in order[2:]] == [8, 8, 4, 4]
+
+
 def test_variants_are_compiled_as_triton_will_look_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own compiler and cache, for a device that is not here: a launch with other tensors finds what
     was compiled for what is like them."""

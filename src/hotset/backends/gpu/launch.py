@@ -114,10 +114,12 @@ def compiled_first(device: torch.device) -> Iterator[None]:
             # The index loads what was compiled, and compiles what launches it.
             kernel.warmup(*args, grid=(1,), **options)[1, 1, 1]
 
-    # One variant of each kernel comes first: Triton makes what a kernel keeps of its variants with the first, and
-    # of two threads that do so one would lose what it has compiled.
-    first = {id(one[0]): one for one in reversed(deferred.values())}
-    others = [one for one in deferred.values() if one is not first[id(one[0])]]
+    # One variant of each kernel comes first: Triton makes what a kernel keeps of its variants with it, and of
+    # two threads that do so one would lose what it has compiled. It is the one of the fewest tokens, for whose
+    # sums there is the least code; of the others those of the most tokens begin, which take longest.
+    by_tokens = sorted(deferred.values(), key=lambda one: one[2].get("T", 0))
+    first = {id(one[0]): one for one in reversed(by_tokens)}
+    others = [one for one in reversed(by_tokens) if one is not first[id(one[0])]]
     with ThreadPoolExecutor(usable_cores()) as pool:
         for some in (list(first.values()), others):
             for done in [pool.submit(prepare, *one) for one in some]:
