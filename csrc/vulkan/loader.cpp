@@ -88,8 +88,8 @@ void check(VkResult result, const std::string& what) {
 }
 
 std::shared_ptr<Instance> Instance::open(bool validate) {
-    // Kept until the process ends, and never taken down: a driver takes seconds to start a device anew, and may
-    // be gone itself when statics are destroyed.
+    // Kept until the process ends, and never taken down: a driver takes seconds to start a device anew, and
+    // may be gone itself when statics are destroyed.
     static std::mutex mutex;
     static auto& open = *new std::array<std::shared_ptr<Instance>, 2>;
     const std::scoped_lock lock(mutex);

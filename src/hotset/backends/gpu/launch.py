@@ -115,7 +115,7 @@ def compiled_first(device: torch.device) -> Iterator[None]:
             kernel.warmup(*args, grid=(1,), **options)[1, 1, 1]
 
     # One variant of each kernel comes first: Triton makes what a kernel keeps of its variants with it, and of
-    # two threads that do so one would lose what it has compiled. It is the one of the fewest tokens, for whose
+    # two threads that do so one would lose what it compiled. It is the one of the fewest tokens, for whose
     # sums there is the least code; of the others those of the most tokens begin, which take longest.
     by_tokens = sorted(deferred.values(), key=lambda one: one[2].get("T", 0))
     first = {id(one[0]): one for one in reversed(by_tokens)}
