@@ -2,8 +2,9 @@
 
 usage: python bench/gpu/kernel_times.py MODEL [--device cuda:0] [--option NAME=JSON ...] [--prompt 512]
 
-Recorded steps are replayed as they are when nobody looks. --option: of hotset.load. A pause between kernels
-that is longer than GAP is the host's. A prompt of --prompt tokens has a table of its own.
+Captured steps are replayed as without the profiler; copies count as kernels. --option: of hotset.load.
+A pause between kernels that is longer than GAP is the host's. A prompt of --prompt tokens has a table of
+its own.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def table(call: Callable[[], object], what: str, n: int) -> None:
     if not spans:
         sys.exit("the profiler saw no kernel on the device")
     spans.sort()
-    (start, end), busy, gaps = spans[0], 0.0, []
-    end = start
+    start = end = spans[0][0]
+    gaps = []
     for first, last in spans:
         gaps.append(max(first - end, 0.0))
-        busy, end = busy + max(last - max(first, end), 0.0), max(end, last)
+        end = max(end, last)
     whole = end - start
     short = sum(gap for gap in gaps if gap < GAP)
     rows = []

@@ -22,6 +22,7 @@ from synthetic import Kind, Shape, write_sparse_model
 import hotset
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType
+from hotset.placement import machine
 
 SHAPE = Shape(512, 2048, 4, 8, 8)
 KINDS: tuple[Kind, ...] = ("llama", "bamboo", "opt", "falcon", "falcon40")
@@ -38,13 +39,15 @@ PROMPT = list(range(3, 40))
 def agree(device: str, *, small: bool = False) -> bool:
     """Prints a table; whether every model agrees. small: one that is split, for trying the script out."""
     kinds = KINDS[1:2] if small else KINDS
+    machine.measure(device)  # here, where nothing disturbs it, and kept for the processes
+    machine.synchronisation(device)
     # Most of the time is Triton's compiler's: a process for each kind.
     with ProcessPoolExecutor(len(kinds), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = [(kind, pool.submit(_rows, kind, device, small)) for kind in kinds]
     rows = []
     for kind, done in found:
         error = done.exception()
-        rows += [[kind, "", str(error), "", "", "", verdict(False)]] if error else done.result()
+        rows += [[kind, "", repr(error), "", "", "", verdict(False)]] if error else done.result()
     print_table(["model", "type", "place", "neurons on the device", "error", "allowed", ""], rows)
     return all(row[-1] == verdict(True) for row in rows)
 

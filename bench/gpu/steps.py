@@ -1,4 +1,5 @@
-"""Whether steps are right on a device before anybody asks how fast: handshakes, captures, a long prompt.
+"""Whether steps are right on a device before anybody asks how fast: synchronisation, captures, a long prompt,
+experts that are cached, fetched or computed by the CPU.
 
 And whether a budget is kept and used, and how quickly a whole model answers beside llama.cpp. A unit is a
 process of its own (trial.py, decode.py, `hotset bench`, llama-bench) with a time-out: one that hangs or
@@ -31,7 +32,8 @@ RATIOS = {"pp": 0.8, "tg": 1.0}  # of llama.cpp's, with everything on the device
 
 
 def run(ledger: Ledger, setup: Setup) -> None:
-    """Handshakes, captured steps and a prompt of several chunks with and without launches that wait."""
+    """Synchronisation, captured steps, a prompt of several chunks with and without launches that wait, and
+    experts."""
     path, device = hybrid._model(setup.folder, setup.models[0]), str(setup.device)
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
@@ -72,7 +74,9 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
     path = setup.folder / "experts.gguf"
     if not path.exists():
         setup.folder.mkdir(parents=True, exist_ok=True)
-        write_model(path, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
+        partial = path.with_suffix(".partial")
+        write_model(partial, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
+        partial.replace(path)
     device, n_tokens = str(setup.device), 4 if setup.options else ANSWER
     rows, answers = [], []
     for share, misses in ((None, "cpu"), (0.25, "cpu"), (0.25, "fetch")):
@@ -82,6 +86,8 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
         if found is not None:
             answers.append(found.get("answer"))
             good = answers[0] is not None and answers[0] == answers[-1] and not found.get("notes")
+            if share is not None:  # somebody had something to do
+                good &= found.get("found", {}).get("on the CPU" if misses == "cpu" else "fetched", 0) > 0
             where = "all in the cache" if share is None else f"{share:.0%} in the cache, others by {misses}"
             rows.append([f"experts, {where}", _said(found), verdict(good)])
     return rows

@@ -60,7 +60,10 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> read(Buffer& buffer, uint64_t offse
     check_range(buffer, offset, size);
     uint8_t* data;
     auto result = new_array<uint8_t>(data, size);
-    buffer.read(offset, {data, size_t(size)});
+    {
+        nb::gil_scoped_release release;
+        buffer.read(offset, {data, size_t(size)});
+    }
     return result;
 }
 
@@ -142,7 +145,8 @@ void bind_vulkan(nb::module_& m) {
         .def_prop_ro("name", [](const Device& device) { return device.info().name; })
         .def_prop_ro("max_range",
                      [](const Device& device) {
-                         const uint64_t most = device.info().max_allocation;
+                         const uint64_t most =
+                             device.info().max_allocation & ~uint64_t(255);  // of Arena's pieces
                          return std::min<uint64_t>(device.info().limits.maxStorageBufferRange, most);
                      })
         .def_prop_ro("max_allocation", [](const Device& device) { return device.info().max_allocation; })

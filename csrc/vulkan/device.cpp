@@ -34,16 +34,17 @@ Buffer::Buffer(std::shared_ptr<Device> device, uint64_t size, Place place)
         // The window through which the host sees the device's memory may be full.
         if (result != VK_SUCCESS && place == Place::ToDevice) result = allocate(needs, Place::Staging, flags);
         check(result, what);
+        check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
+        if (flags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT && !(place == Place::Device && device_->staged_))
+            check(fn.vkMapMemory(vk, memory_, 0, VK_WHOLE_SIZE, 0, reinterpret_cast<void**>(&mapped_)),
+                  "mapping " + megabytes(size));
     } catch (...) {
         fn.vkDestroyBuffer(vk, buffer_, nullptr);
+        fn.vkFreeMemory(vk, memory_, nullptr);
         throw;
     }
     device_->allocated_ += reserved_;
-    check(fn.vkBindBufferMemory(vk, buffer_, memory_, 0), what);
-    cached_ = flags & VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
-    if (flags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT && !(place == Place::Device && device_->staged_))
-        check(fn.vkMapMemory(vk, memory_, 0, VK_WHOLE_SIZE, 0, reinterpret_cast<void**>(&mapped_)),
-              "mapping " + megabytes(size));
+    is_read_ = place == Place::FromDevice || flags & VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
 }
 
 VkResult Buffer::allocate(const VkMemoryRequirements& needs, Place place, VkMemoryPropertyFlags& flags) {
@@ -87,7 +88,7 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
 }
 
 void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
-    if (mapped_ && cached_) {  // the device's memory is read across the bus, a word at a time
+    if (mapped_ && is_read_) {
         std::memcpy(bytes.data(), mapped_ + offset, bytes.size());
         return;
     }
@@ -201,6 +202,7 @@ Device::~Device() {
     fn_.vkDeviceWaitIdle(device_);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
+    instance_->forget_messages();  // which are no fault of the next device
 }
 
 void Device::wait(VkFence fence, const std::string& what) const {

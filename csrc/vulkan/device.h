@@ -10,9 +10,13 @@ namespace hotset::vulkan {
 
 class Device;
 
-// Where a buffer's memory is: the device's own; what the host writes and the device reads, its own where the
-// host sees it; the host's, which the host reads; the host's, of copies.
-enum class Place { Device, ToDevice, FromDevice, Staging };
+// Where a buffer's memory is.
+enum class Place {
+    Device,      // the device's own
+    ToDevice,    // written by the host and read by the device: its own, where the host sees it
+    FromDevice,  // the host's, which it reads
+    Staging,     // the host's, used for copies only
+};
 
 // A piece of memory with its buffer. The host writes those of the device through `write`.
 class Buffer {
@@ -42,7 +46,7 @@ class Buffer {
     VkBuffer buffer_ = VK_NULL_HANDLE;
     VkDeviceMemory memory_ = VK_NULL_HANDLE;
     uint8_t* mapped_ = nullptr;
-    bool cached_ = false;  // whether the host reads what is mapped at its own memory's speed
+    bool is_read_ = false;  // whether the host reads what is mapped: not across the bus, a word at a time
 };
 
 // A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.

@@ -171,6 +171,11 @@ VkBool32 Instance::report(VkDebugUtilsMessageSeverityFlagBitsEXT, VkDebugUtilsMe
     return VK_FALSE;
 }
 
+void Instance::forget_messages() {
+    const std::scoped_lock lock(mutex_);
+    messages_.clear();
+}
+
 void Instance::check_messages() {
     const std::scoped_lock lock(mutex_);
     if (messages_.empty()) return;

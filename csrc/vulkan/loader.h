@@ -124,6 +124,7 @@ class Instance {
     std::vector<DeviceInfo> devices() const;
     // Throws Error with what the validation layer reported since the last call.
     void check_messages();
+    void forget_messages();
     const InstanceFunctions& functions() const { return fn_; }
 
   private:

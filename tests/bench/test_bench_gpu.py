@@ -248,7 +248,7 @@ def test_what_steps_find_becomes_tables(
             "prompt": {"logits": f"{blocking}abcdefgh", "tokens_per_second": 1000},
             "experts": {
                 "answer": "another" if misses == "fetch" else "one",
-                "found": {"cached": 7},
+                "found": {"cached": 7, "fetched": 1, "on the CPU": 1},
                 "notes": [],
             },
             None: {"planned": budget, "held": budget * 0.97, "tokens_per_second": 40},

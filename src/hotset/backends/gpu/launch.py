@@ -116,7 +116,8 @@ def compiled_first(device: torch.device) -> Iterator[None]:
 
     # One variant of each kernel comes first: Triton makes what a kernel keeps of its variants with it, and of
     # two threads that do so one would lose what it compiled. It is the one of the fewest tokens, for whose
-    # sums there is the least code; of the others those of the most tokens begin, which take longest.
+    # sums there is the least code; of the others those of the most tokens begin, which take longest. Kernels
+    # whose code does not grow with tokens come last.
     by_tokens = sorted(deferred.values(), key=lambda one: one[2].get("T", 0))
     first = {id(one[0]): one for one in reversed(by_tokens)}
     others = [one for one in reversed(by_tokens) if one is not first[id(one[0])]]

@@ -194,7 +194,7 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _lowered(part: tl.constexpr, TYPE: tl.constexpr):
-    """The powers of two by which the numbers of _numbers are too large, taken off: float32 [4]."""
+    """The powers of two by which numbers of _numbers, but of FLOAT, are too large, taken off: float32 [4]."""
     i = tl.arange(0, 4)
     IS_NIBBLE: tl.constexpr = TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K
     return tl.where(i % 2 == 0, 1.0, 0.00390625) * (0.0625 if IS_NIBBLE and part == 1 else 1.0)
