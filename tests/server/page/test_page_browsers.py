@@ -144,6 +144,7 @@ def test_files_stand_before_the_message(server: FakeServer, opened: Any, tmp_pat
     # One can go without a word.
     page.click("#new-chat")
     page.set_input_files("#attach-file", [table])
+    page.locator("#files li", has_text="table.csv").get_by_text("6 tokens").wait_for()  # it was read
     say(page, "")
     assert sent(server) == [("user", expected.split("\n\nFile notes")[0])]
 
