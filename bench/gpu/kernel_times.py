@@ -48,7 +48,10 @@ def main() -> None:
         model.generate(ids[:3], max_tokens=STEPS + 1, **given)
         print(f"{(time.perf_counter() - start) / (STEPS + 1) * 1e3:.2f} ms a token, not profiled")
         table(lambda: model.generate(ids[:3], max_tokens=STEPS + 1, **given), "a token", STEPS + 1)
-        prompt = lambda: model.generate(ids, max_tokens=1, reuse_prefix=False, **given)  # noqa: E731
+
+        def prompt() -> None:
+            model.generate(ids, max_tokens=1, reuse_prefix=False, **given)
+
         prompt()
         table(prompt, f"a prompt of {args.prompt}", 1)
 

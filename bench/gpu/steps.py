@@ -74,9 +74,7 @@ def _experts(ledger: Ledger, setup: Setup) -> list[list[str]]:
     path = setup.folder / "experts.gguf"
     if not path.exists():
         setup.folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        write_model(partial, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
-        partial.replace(path)
+        write_model(path, EXPERTS, GGMLType.Q4_0, n_vocab=1000)
     device, n_tokens = str(setup.device), 4 if setup.options else ANSWER
     rows, answers = [], []
     for share, misses in ((None, "cpu"), (0.25, "cpu"), (0.25, "fetch")):

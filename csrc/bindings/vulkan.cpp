@@ -155,6 +155,7 @@ void bind_vulkan(nb::module_& m) {
         .def("kernel", &make_kernel, "spirv"_a, "n_buffers"_a, "push_bytes"_a, "constants"_a);
     nb::class_<Buffer>(m, "VulkanBuffer", "A piece of memory (csrc/vulkan/device.h).")
         .def_prop_ro("size", &Buffer::size)
+        .def_prop_ro("reserved", &Buffer::reserved)
         .def("write", &write, "offset"_a, "data"_a)
         .def("read", &read, "offset"_a, "size"_a)
         .def("clear", &Buffer::clear)

@@ -34,6 +34,7 @@ class Buffer {
     // Where the host sees it; null where it does not.
     uint8_t* mapped() const { return mapped_; }
     uint64_t size() const { return size_; }
+    uint64_t reserved() const { return reserved_; }  // bytes of the device's memory
     VkBuffer handle() const { return buffer_; }
     const std::shared_ptr<Device>& device() const { return device_; }
 
@@ -42,7 +43,7 @@ class Buffer {
     VkResult allocate(const VkMemoryRequirements& needs, Place place, VkMemoryPropertyFlags& flags);
 
     std::shared_ptr<Device> device_;
-    uint64_t size_ = 0, reserved_ = 0;  // reserved_: of the device's memory
+    uint64_t size_ = 0, reserved_ = 0;
     VkBuffer buffer_ = VK_NULL_HANDLE;
     VkDeviceMemory memory_ = VK_NULL_HANDLE;
     uint8_t* mapped_ = nullptr;

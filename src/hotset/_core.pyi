@@ -270,6 +270,8 @@ class VulkanBuffer:
 
     @property
     def size(self) -> int: ...
+    @property
+    def reserved(self) -> int: ...  # bytes of the device's memory
     def write(self, offset: int, data: np.ndarray) -> None: ...  # uint8
     def read(self, offset: int, size: int) -> np.ndarray: ...  # uint8, a copy
     def clear(self) -> None: ...

@@ -251,9 +251,7 @@ def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pyt
     kernels = FakeKernel("one", lambda: None), FakeKernel("other", lambda: None)
     order: list[tuple[str, int]] = []
     ended: set[str] = set()
-    meeting = threading.Barrier(
-        2, timeout=60
-    )  # both first variants are on their way at once, and a thread is idle
+    meeting = threading.Barrier(2, timeout=60)  # of both first variants, while a third thread is idle
     for kernel in kernels:
         kept = kernel.warmup
 

@@ -46,7 +46,7 @@ class StepInputs:
         sizes |= {value: max_batch * stride for value, stride in entering.items()}
         sizes |= {("groups", n_head): 3 for n_head in heads}
         self.buffer = device.allocate(sum(aligned(4 * size) for size in sizes.values()), "to_device")
-        self.nbytes = self.buffer.size
+        self.nbytes = self.buffer.reserved
         view, at = self.buffer.view(), 0
         self._pieces: dict[object, Piece] = {}
         self._words: dict[object, np.ndarray] = {}

@@ -201,10 +201,11 @@ class Lowered:
         self._pieces = {id: Piece(workspace, *place) for id, place in places.items()}
         n_rows = OUTPUT_ROWS if result.id in self._of_tail else self._max_batch
         n_logits = 4 * n_rows * stride_of(result)
-        self._pieces[result.id] = Piece(self._kernels.device.allocate(n_logits, "from_device"), 0, n_logits)
+        logits = self._kernels.device.allocate(n_logits, "from_device")
+        self._pieces[result.id] = Piece(logits, 0, n_logits)
         self._parts, self._expert_parts = self._parts_of_attention(steps), self._parts_of_experts(steps)
-        parts = (one.size for one in (self._parts, self._expert_parts) if one is not None)
-        self.nbytes = workspace.size + n_logits + sum(parts)
+        parts = [one.buffer for one in (self._parts, self._expert_parts) if one is not None]
+        self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
 
     def _parts_of_attention(self, steps: list[_Step]) -> Piece | None:
         """What splits leave, of the largest attention with few tokens; None where a context is one split."""
