@@ -9,7 +9,7 @@ WORKERS ?= 3
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -90,6 +90,21 @@ build/clients/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv build/clients/venv
 	build/clients/venv/bin/pip install -q -r tests/clients/requirements.txt
 	npm install --silent --no-audit --no-fund --prefix build/clients openai@6
+	touch $@
+
+# Files in both directions between hotset and llama.cpp, whose logits are compared for every architecture. llama.cpp is built
+# from the source of llama-cpp-python, in build/llama-cpp. Minutes, and ten more for the build.
+LLAMA_CPP_PYTHON := 0.3.36
+test-peers: export LLAMA_CPP := $(abspath build/llama-cpp/vendor/llama.cpp)
+test-peers: export PYTHONPATH := $(abspath build/llama-cpp/site)
+test-peers: build $(VENV)/.dev build/llama-cpp/.installed
+	$(BIN)/python -m pytest -n $(JOBS) tests/peers/check_llama_cpp.py
+
+build/llama-cpp/.installed: | $(VENV)/bin/python
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download -q --no-deps --no-binary :all: --no-build-isolation -d $(@D) llama-cpp-python==$(LLAMA_CPP_PYTHON)
+	tar -xzf $(@D)/llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz --strip-components 1 -C $(@D)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" $(BIN)/python -m pip install -q --no-deps --target $(@D)/site ./$(@D) diskcache
 	touch $@
 
 # Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.

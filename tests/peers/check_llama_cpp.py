@@ -1,0 +1,238 @@
+"""`make test-peers`: files go both ways between hotset and llama.cpp, and both compute the same.
+
+Of every recipe of tests/support/tiny_models.py llama.cpp, with the file that hotset makes of the checkpoint,
+has hotset's logits and chooses its tokens, and llama.cpp's converter makes the same tensors and keys.
+llama.cpp was written for published models: some recipes are changed so that they are like those (ADJUSTED),
+and what it refuses or computes otherwise is in REFUSED and OTHERWISE, with the reason. A name that need not
+be there fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers_oracle import RECIPES, open_backend, relative_error, run, tiny_models
+
+from hotset.convert.hf import convert_hf
+from hotset.convert.hf_config import CLASSES
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+
+HERE = Path(__file__).resolve().parent
+LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))  # its source, for the converter
+N_TOKENS = 60
+TOLERANCE = 1e-2  # of the largest logit: its GELU is a table in F16; without it all are below 2e-5
+
+ONE_EPSILON = {"rms_norm_eps": 1e-6}  # it has one for all norms; the latent vectors' is 1e-6 in transformers
+INDEXED = ONE_EPSILON | {"index_head_dim": 128, "index_n_heads": 64}
+NO_EPSILON = {"rms_norm_eps": 1e-12}  # it reads none for qwen2vl
+NO_WINDOW = {"sliding_window": None}  # it reads none for these
+ADJUSTED: dict[str, dict[str, Any]] = {
+    "plm": ONE_EPSILON,
+    "mistral4": ONE_EPSILON,
+    "mistral4-dense": ONE_EPSILON,
+    "deepseek32": INDEXED,
+    "deepseek32-tied": INDEXED,
+    "glm-dsa": INDEXED,
+    "glm-dsa-groups": INDEXED,
+    "kimi-linear": ONE_EPSILON,
+    "kimi-linear-lists": ONE_EPSILON | {"norm_topk_prob": True},
+    "deepseek2-v3": ONE_EPSILON,
+    "deepseek2-kimi": ONE_EPSILON | {"q_lora_rank": 28},
+    "deepseek2-lite": ONE_EPSILON | {"num_hidden_layers": 27},  # by which it knows those without q_lora_rank
+    "qwen2vl": NO_EPSILON,
+    "qwen2vl-tied": NO_EPSILON,
+    "qwen25vl": NO_EPSILON,
+    "rwkv7": {"hidden_size": 128, "head_dim": 64, "norm_eps": 1e-5},  # a head's epsilon is fixed
+    "baichuan": {"num_hidden_layers": 32},  # it knows the 7B and the 13B by their layers
+    "baichuan-alibi": {"num_hidden_layers": 40},
+    "olmoe": {"num_key_value_heads": 6},  # as many heads of keys as of queries
+    "mistral-window": NO_WINDOW,
+    "qwen2-window": NO_WINDOW,
+    "mixtral-window": NO_WINDOW,
+    "phi3-window": NO_WINDOW,
+    "starcoder2-window": NO_WINDOW,
+    "mistral3-plain": NO_WINDOW,
+    "exaone4": {"num_hidden_layers": 64, "sliding_window": 4096},  # which alone have windows
+    "smallthinker-windows": {"sliding_window_size": 4096},
+    "afmoe-pattern": {"layer_types": ["sliding_attention"] * 3},  # it rotates by a pattern of its own
+    "lfm2moe": {"routed_scaling_factor": 1.0},  # it reads none
+    # It rounds where YaRN's ramp begins and ends, as the authors' code does not.
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gemma2-caps": {"query_pre_attn_scalar": 32},  # the width of a head
+    "gemma3-scaled": {"query_pre_attn_scalar": 16},
+    "bitnet": {"hidden_act": "silu"},
+    "gemma4-one-expert": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma3n": {  # sizes of the published models, which it does not read
+        "hidden_size_per_layer_input": 256, "altup_num_inputs": 4, "laurel_rank": 64, "num_hidden_layers": 22,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+        "intermediate_size": 8192,  # for the deviation it divides by one less
+    },
+}  # fmt: skip
+SIGMOID = {"scoring_func": "sigmoid"}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "deepseek2-v3": SIGMOID,
+    "deepseek2-kimi": SIGMOID,
+    "bailingmoe": {"first_k_dense_replace": 0},
+}
+
+OTHERWISE = {
+    "no key of its files says which activation": (
+        "llama-relu llama-relu2 sparse-lm sparse-lm-qwen2 prosparse gemma3-relu phi3-relu granite-relu "
+        "nemotron-h-relu gpt2-untied"
+    ),
+    "it caps scores and logits where no key says so": "gemma2-uncapped",
+    "it takes the long factors by the context it is given, not by what is in it": "phi3-short",
+    "it reads YaRN's betas for no llama": "llama-yarn-betas",
+    "the epsilon of heads is fixed for 64 channels": "rwkv7-heads",
+    "it knows the 13B by its 40 layers": "baichuan-alibi-heads",
+    "it knows windows in 64 layers alone": "exaone4-pattern",
+    "it computes RMS in place of layer norms": "refact refact-heads refact-odd-heads",
+    "it normalises the weights of experts whatever the file says": "qwen3moe-raw-weights mellum-full",
+    "it gives each second layer a window, and rounds the ends of YaRN's ramp": "gpt-oss-pattern",
+}
+REFUSED = {  # by what it says
+    "wrong number of tensors": (  # biases, norms and outputs that no published model has
+        "smollm3-biases qwen3-tied gemma-narrow gemma-biases olmo2-heads command-r-biases command-r-plus "
+        "hunyuan-dense-tied jais2-heads olmo-biases qwen3vl-tied internlm2-biases bitnet-biases bitnet-silu "
+        "minicpm-long seed_oss-biases ernie4_5-biases paddleocr-biases hunyuan_vl-plain "
+        "muse-glimmer-from-last turbosparse-mixtral ernie4_5-moe-alone hunyuan-moe-tied afmoe-heads "
+        "qwen3vlmoe-tied dots1-groups deepseek2-groups"
+    ),
+    "has wrong shape": (  # heads whose width it takes from the model's, and sizes that it does not read
+        "lfm2-untied gemma3n-widths gemma3n-unshared chatglm chatglm-rotated olmoe-normalised "
+        "qwen3next-own-values dots1-window bailingmoe2-heads kimi-linear-queries"
+    ),
+    "unknown model architecture": "bamboo opt turbosparse-mistral",
+    "not found": (  # biases and outputs that every published model has, and windows
+        "gptneox-wide starcoder2-unbiased olmo2-tied stablelm-rotated cohere2-full jais2-unbiased "
+        "apertus-tied xverse-tied codeshell-tied plamo-heads muse-glimmer-pattern lfm2moe-plain "
+        "exaone-moe-pattern minimax-m2-tied mellum-pattern bailingmoe-raw-weights nemotron-h-moe-latent"
+    ),
+}
+
+
+def reason(table: dict[str, str], name: str) -> str | None:
+    return next((reason for reason, names in table.items() if name in names.split()), None)
+
+
+def with_keys_and_values(tensors: tiny_models.Tensors) -> tiny_models.Tensors:
+    """Of layers that take those of others: Gemma 3n's checkpoints have them, llama.cpp asks for them, and
+    nothing reads them."""
+    own = {name: tensor for name, tensor in tensors.items() if ".layers.0.self_attn." in name}
+    lacking = [n.rpartition("q_proj")[0] for n in tensors if n.endswith(".self_attn.q_proj.weight")]
+    return {
+        f"{stem}{part}.weight": own[f"model.layers.0.self_attn.{part}.weight"].clone()
+        for stem in lacking
+        for part in ("k_proj", "v_proj", "k_norm")
+    } | tensors
+
+
+def use_experts_alone(model: torch.nn.Module) -> None:
+    """In every layer: it knows no dense ones of BailingMoE."""
+    for layer in model.model.layers:
+        layer.mlp = tiny_models.DeepseekExperts(model.config.hidden_size, normalised=True)
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "gemma3n": {"published": (with_keys_and_values,)},
+    "bailingmoe": {"patch": use_experts_alone},
+}
+
+
+def recipe_of(name: str) -> tiny_models.TinyModel:
+    recipe = RECIPES[name]
+    return replace(
+        recipe,
+        settings=recipe.settings | ADJUSTED.get(name, {}),
+        written_as=recipe.written_as | ENTRIES.get(name, {}),
+        **CHANGED.get(name, {}),
+    )
+
+
+def program(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, HERE / name, *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture(params=RECIPES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def checkpoint(name: str, tmp_path: Path) -> Path:
+    recipe, folder = recipe_of(name), tmp_path / "checkpoint"
+    tiny_models.save(recipe, tiny_models.build(recipe), folder)
+    return folder
+
+
+def test_llama_cpp_computes_the_same(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    path, ids_path, logits_path = tmp_path / "ours.gguf", tmp_path / "ids.npy", tmp_path / "logits.npy"
+    convert_hf(checkpoint, path, GGMLType.F32)
+    ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS)
+    np.save(ids_path, ids)
+    done = program("llama_cpp_logits.py", path, ids_path, logits_path)
+    if (refused := reason(REFUSED, name)) is not None:
+        assert done.returncode == 1
+        assert refused in done.stderr
+        return
+    assert done.returncode == 0, done.stderr[-2000:]
+    with open_gguf(path) as gguf:
+        backend = open_backend("cpu", gguf)
+        ours = run(backend, [ids], [[(0, N_TOKENS)]])[0]
+        backend.close()
+    theirs = np.load(logits_path)
+    error = relative_error(ours, theirs)
+    print(f"{name}: {error:.1e}")
+    if reason(OTHERWISE, name) is not None:
+        assert error > TOLERANCE
+        return
+    assert error < TOLERANCE
+    best = np.sort(ours)[:, -2:]
+    clear = best[:, 1] - best[:, 0] > 2 * error * np.abs(theirs).max()
+    assert clear.mean() > 0.8
+    np.testing.assert_array_equal(ours.argmax(1)[clear], theirs.argmax(1)[clear])
+
+
+def test_every_architecture_is_compared() -> None:
+    compared = {
+        architecture(name) for name in RECIPES if reason(OTHERWISE, name) is reason(REFUSED, name) is None
+    }
+    assert {architecture(name) for name in RECIPES} - compared == {"bamboo", "opt", "refact"}
+
+
+def architecture(name: str) -> str:
+    recipe = RECIPES[name]
+    written = recipe.written_as.get("architectures", [tiny_models.class_of(recipe)])[0]
+    return (
+        CLASSES[written].architecture
+        if written in CLASSES
+        else name.partition("-")[0].replace("turbosparse", "bamboo")
+    )
+
+
+def test_their_converter_writes_the_same(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    convert_hf(checkpoint, ours, GGMLType.F32)
+    done = program("llama_cpp_convert.py", LLAMA_CPP, checkpoint, theirs)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with open_gguf(ours) as one, open_gguf(theirs) as other:
+        a, b = keys(one), keys(other)
+        found = {k: (str(a.get(k)), str(b.get(k))) for k in {*a, *b} if str(a.get(k)) != str(b.get(k))}
+        print(f"K {name}", found)
+        print(f"T {name}", sorted(one.tensors.keys() ^ other.tensors.keys()))
+        both = one.tensors.keys() & other.tensors.keys()
+        print(f"V {name}", [t for t in both if not np.array_equal(one.data(t), other.data(t))])
+
+
+def keys(gguf: Any) -> dict[str, Any]:
+    apart = ("general.", "tokenizer.", "quantize.")
+    return {key: value for key, value in gguf.metadata.items() if not key.startswith(apart)}
