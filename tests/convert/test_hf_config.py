@@ -192,6 +192,14 @@ def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], mess
         keys(kind, **entries)
 
 
+def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
+    for name in ("silu", "relu", "gelu"):
+        found = keys("SparseLlama", hidden_act=name, sparsity_gated_mlp=True)
+        assert found["hidden_activation"] == "relu"
+    with pytest.raises(UnsupportedModelError, match="sparsity_gated_mlp set to 'False'"):
+        keys("SparseLlama", sparsity_gated_mlp=False)
+
+
 def test_what_is_said_as_it_must_be_is_taken() -> None:
     assert keys("SmolLM3", no_rope_layers=[1, 1, 1, 0, 1]) == keys("SmolLM3", no_rope_layer_interval=4)
     assert keys("Gemma2", use_bidirectional_attention=None) == keys("Gemma2")

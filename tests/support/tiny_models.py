@@ -542,6 +542,21 @@ REFACT_CLASS: dict[str, Any] = {
     "written_as": named("GPTRefact") | {"layer_norm_epsilon": 1e-2},
     "published": (published_refact, renamed(REFACT_NAMES)),
 }
+SPARSE_LM = {"hidden_act": "silu", "sparsity_gated_mlp": True, "sparsity_mlp_execution_logic": "training"}
+
+
+def published_sparse_lm(tensors: Tensors) -> Tensors:
+    """As Sakana's training wrote matrices of FFNs first: plain parameters, two of them by input."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("_proj.weight")
+        if stem == name or ".mlp." not in name:
+            found[name] = tensor
+        else:
+            found[f"{stem}_weight"] = tensor if stem.endswith("up") else tensor.T.contiguous()
+    return found
+
+
 QWEN1 = {"num_key_value_heads": 6, "tie_word_embeddings": False}
 QWEN1_ENTRIES = {
     "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 320, "seq_length": 256,
@@ -616,6 +631,15 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "llama-relu": TinyModel("Llama", {"hidden_act": "relu"}),
     "llama-relu2": TinyModel("Llama", {"hidden_act": "relu2"}),
+    "sparse-lm": TinyModel(
+        "Llama",
+        {"hidden_act": "relu", "num_key_value_heads": 6, "tie_word_embeddings": True},
+        written_as=named("SparseLlama") | SPARSE_LM,
+        published=(published_sparse_lm,),
+    ),
+    "sparse-lm-qwen2": TinyModel(
+        "Qwen2", {"hidden_act": "relu"}, written_as=named("SparseQwen2") | SPARSE_LM
+    ),
     "prosparse": TinyModel(
         "Llama", patch=use_fatrelu, written_as={"hidden_act": "fatrelu", "hidden_act_param": 0.1}
     ),

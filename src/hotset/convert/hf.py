@@ -595,7 +595,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, factors=config.rwkv.factors(_stem(target), int(target.split(".")[1])))
     if _stem(target) == "exp_probs_b" and values.ndim == 2 and len(values) == 1:
         values = values[0]
-    by_input = hf.stores_by_input and values.ndim == 2 and target.startswith("blk.")
+    by_input = name.endswith(hf.stored_by_input)
     _check_fits(values.shape[::-1] if by_input else values.shape, expected, name)
     stem = _stem(target)
     if by_input:

@@ -309,7 +309,9 @@ class HFConfig:
             if not isinstance(name, str):
                 raise FormatError(f"{key} in config.json must be a name, not {name!r}")
             threshold = number(self.raw, "hidden_act_param") if name == "fatrelu" else None
-            activation = parse_activation(self.hf_class.means.get(name, name), threshold)
+            means = self.hf_class.means
+            meant = means if isinstance(means, str) else means.get(name, name)
+            activation = parse_activation(meant, threshold)
             # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
             if activation == FFNActivation(row.activation.gate):
                 activation = row.activation

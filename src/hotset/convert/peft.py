@@ -35,7 +35,7 @@ _MOST_ALPHA = 1e30
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 # What a conversion does to matrices beyond the order of rows of q and k: adapters would need it done too.
 _CHANGED = (
-    "indexed", "query_factor", "grouped_qkv", "depth_scales", "scattered_groups", "latent", "stores_by_input",
+    "indexed", "query_factor", "grouped_qkv", "depth_scales", "scattered_groups", "latent", "stored_by_input",
     "short_conv", "altup", "window_heads", "ternary", "parts", "state_space", "channel_space", "multiplied",
     "unit_output_at",
 )  # fmt: skip

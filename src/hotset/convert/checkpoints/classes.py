@@ -89,7 +89,8 @@ class HFClass:
     of the model's, where config.json does not say it.
     dynamic: what the RoPE scaling of this name does: its alpha is in the base (base) or a key of the file
     (key), or it begins where the context ends (beyond). None: it is refused.
-    log_multiplier: YaRN's mscale_all_dim is a key of the file. means: activation → the one that is meant.
+    log_multiplier: YaRN's mscale_all_dim is a key of the file. means: activation → the one that is meant, or
+    the one that is meant whatever config.json says.
     own_names: entry → what the class calls it; that of the plain name does not count.
     numbers, integers, flags: keys of the GGUF file that are an entry of config.json as it stands, a positive
     number (null leaves the key out), an integer from 1 on or a truth value.
@@ -103,7 +104,7 @@ class HFClass:
     each so-many-th query head, and not of as many side by side. latent: keys and values are made of
     one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
-    stores_by_input: matrices of layers are stored a row per input.
+    stored_by_input: how the names of matrices end that are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
@@ -145,7 +146,7 @@ class HFClass:
     ff_of_width: Callable[[int], int] | None = None
     dynamic: DynamicRope | None = None
     log_multiplier: bool = False
-    means: dict[str, str] = field(default_factory=dict)
+    means: dict[str, str] | str = field(default_factory=dict)
     own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
     query_factor: str | None = None
@@ -160,7 +161,7 @@ class HFClass:
     fused_gate: bool = False
     latent: bool = False
     activates_up: bool = False
-    stores_by_input: bool = False
+    stored_by_input: tuple[str, ...] = ()
     experts: HFExperts | None = None
     layouts: bool = False
     short_conv: bool = False

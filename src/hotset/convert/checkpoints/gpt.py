@@ -73,7 +73,7 @@ CLASSES: dict[str, HFClass] = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        stores_by_input=True,
+        stored_by_input=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
     ),
     "GPTNeoXForCausalLM": HFClass(
         "gptneox",

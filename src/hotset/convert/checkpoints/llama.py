@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass
-from hotset.convert.checkpoints.names import LLAMA_DEFAULTS, LLAMA_NAMES
+from hotset.convert.checkpoints.names import LLAMA_DEFAULTS, LLAMA_NAMES, SPARSE_LM
 
 _COHERE: dict[str, Any] = {
     "epsilon": "layer_norm_eps",
@@ -39,6 +39,7 @@ CLASSES: dict[str, HFClass] = {
     "BaichuanForCausalLM": _BAICHUAN,
     "BaiChuanForCausalLM": _BAICHUAN,
     "LlamaForCausalLM": HFClass("llama", defaults=LLAMA_DEFAULTS),
+    "SparseLlamaForCausalLM": HFClass("llama", **SPARSE_LM, defaults=LLAMA_DEFAULTS),
     "StableLmForCausalLM": HFClass(
         "stablelm",
         epsilon="layer_norm_eps",

@@ -28,6 +28,17 @@ EXPERT_NAMES = {  # and as transformers holds them in memory
     "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
+SPARSE_LM: dict[str, Any] = {  # Sakana's: whatever config.json says the activation is ReLU
+    "means": "relu",
+    "required": {"sparsity_gated_mlp": True},
+    "layer_tensors": {
+        **LLAMA_NAMES,
+        "mlp.gate_weight": "ffn_gate",  # as their training wrote them first
+        "mlp.up_weight": "ffn_up",
+        "mlp.down_weight": "ffn_down",
+    },
+    "stored_by_input": (".gate_weight", ".down_weight"),
+}
 LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hotset.convert.checkpoints.classes import HFClass, HFExperts
-from hotset.convert.checkpoints.names import EXPERT_NAMES, GPT2_TENSORS, LLAMA_DEFAULTS, LLAMA_NAMES
+from hotset.convert.checkpoints.names import (
+    EXPERT_NAMES,
+    GPT2_TENSORS,
+    LLAMA_DEFAULTS,
+    LLAMA_NAMES,
+    SPARSE_LM,
+)
 
 _QWEN_DEFAULTS: dict[str, Any] = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,
@@ -66,12 +72,14 @@ _QWEN2VL = HFClass(
     sees=True,
 )
 
+_QWEN2: dict[str, Any] = {
+    "defaults": _QWEN_DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28},
+    "windows": ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+}
+
 CLASSES: dict[str, HFClass] = {
-    "Qwen2ForCausalLM": HFClass(
-        "qwen2",
-        defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28},
-        windows=("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
-    ),
+    "Qwen2ForCausalLM": HFClass("qwen2", **_QWEN2),
+    "SparseQwen2ForCausalLM": HFClass("qwen2", **_QWEN2, **SPARSE_LM),
     "Qwen2MoeForCausalLM": HFClass(
         "qwen2moe",
         defaults=_QWEN_DEFAULTS
