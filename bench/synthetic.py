@@ -276,7 +276,7 @@ def copy_vocabulary(writer: GGUFWriter, path: Path) -> int:
     return len(tokens)
 
 
-def _add_keys(
+def add_keys(
     writer: GGUFWriter,
     architecture: str,
     shape: Shape,
@@ -284,8 +284,11 @@ def _add_keys(
     n_vocab: int,
     vocabulary: Path | None,
     n_ctx: int,
+    of_layers: Mapping[str, Sequence[int]] | None = None,
 ) -> int:
-    """What every architecture says of itself, and the tokenizer; returns the number of tokens."""
+    """What every architecture says of itself, and the tokenizer; returns the number of tokens.
+
+    of_layers: keys whose values differ between layers."""
     writer.add("general.name", f"synthetic {writer.path.stem}")
     writer.add("general.file_type", LLAMA_FTYPES[type.name])
     writer.add("general.quantization_version", 2)
@@ -297,6 +300,7 @@ def _add_keys(
         "rope.dimension_count": shape.head_dim,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
+        **(of_layers or {}),
     }.items():
         writer.add(f"{architecture}.{key}", value)
     if vocabulary is not None:
@@ -321,7 +325,7 @@ def write_model(
     context that the file claims, in tokens.
     """
     writer = GGUFWriter(path, "llama")
-    n_vocab = _add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
+    n_vocab = add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
     writer.add("llama.rope.freq_base", 10000.0)
     if shape.head:
         writer.add("llama.attention.key_length", shape.head)
@@ -352,7 +356,7 @@ def write_gemma3n(
     branches of low rank) is F16, and F32 where it makes few numbers. Random gates are normally distributed:
     5% lie above the threshold, as the architecture means it."""
     writer = GGUFWriter(path, "gemma3n")
-    n_vocab = _add_keys(writer, "gemma3n", shape, type, n_vocab, vocabulary, n_ctx)
+    n_vocab = add_keys(writer, "gemma3n", shape, type, n_vocab, vocabulary, n_ctx)
     for key, value in {
         "rope.freq_base": 1e6,
         "attention.key_length": shape.head,
@@ -431,7 +435,7 @@ def write_idle_experts(
         raise ValueError(f"a sparse model cannot be {type.name}")
     name = SMALLTHINKER.architecture
     writer = GGUFWriter(path, name)
-    n_vocab = _add_keys(writer, name, shape, type, n_vocab, vocabulary, n_ctx)
+    n_vocab = add_keys(writer, name, shape, type, n_vocab, vocabulary, n_ctx)
     for key, value in {
         "expert_count": shape.experts,
         "expert_used_count": shape.used,
@@ -442,7 +446,7 @@ def write_idle_experts(
     writer.add(f"{name}.attention.layer_norm_rms_epsilon", EPSILON)
     writer.add(f"{name}.rope.freq_base", 1.5e6)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        model = _SparseModel(writer, shape, type, SMALLTHINKER, pool, seed)
+        model = SparseModel(writer, shape, type, SMALLTHINKER, pool, seed)
         model.add_ends(n_vocab, n_ctx)
         for i in range(shape.layers):
             model.add_attention(i)
@@ -450,7 +454,7 @@ def write_idle_experts(
         writer.write()
 
 
-class _SparseModel:
+class SparseModel:
     """Adds the tensors of a sparse model to a file. No layer writes to the constant channels."""
 
     def __init__(
@@ -474,29 +478,29 @@ class _SparseModel:
     def add_ends(self, n_vocab: int, n_ctx: int) -> None:
         """Embeddings, and what comes after the last layer."""
         d = self.shape.d
-        self._matrix("token_embd", d, n_vocab, 1.0, first_channels=CONSTANT)
+        self.matrix("token_embd", d, n_vocab, 1.0, first_channels=CONSTANT)
         if self.facts.positions:  # row = position + 2
-            self._matrix("position_embd", d, n_ctx + 2, POSITION_SPREAD, first_channels=0 * CONSTANT)
+            self.matrix("position_embd", d, n_ctx + 2, POSITION_SPREAD, first_channels=0 * CONSTANT)
         spread = LOGIT_SPREAD * d**-0.5
         if self.facts.tied:  # signs, or the likeliest token after each were itself
-            self._norm("output_norm", spread * self._rng("output_norm").choice([-1.0, 1.0], d))
+            self.norm("output_norm", spread * self._rng("output_norm").choice([-1.0, 1.0], d))
         else:
-            self._norm("output_norm", np.ones(d))
-            self._matrix("output", d, n_vocab, spread)
+            self.norm("output_norm", np.ones(d))
+            self.matrix("output", d, n_vocab, spread)
 
     def add_attention(self, i: int) -> None:
         d, kv = self.shape.d, self.shape.d // self.shape.heads * self.shape.kv_heads
         for norm in self.facts.norms:
-            self._norm(f"blk.{i}.{norm}", np.ones(d))
+            self.norm(f"blk.{i}.{norm}", np.ones(d))
         parts = (
             {"attn_qkv": d + 2 * kv} if self.facts.fused_qkv else {"attn_q": d, "attn_k": kv, "attn_v": kv}
         )
         for name, n_out in parts.items():
-            self._matrix(f"blk.{i}.{name}", d, n_out)
+            self.matrix(f"blk.{i}.{name}", d, n_out)
             if self.facts.biased:
                 self._bias(f"blk.{i}.{name}", n_out, 0.1)
         spread = (ATTENTION_VARIANCE / self.shape.layers) ** 0.5
-        self._matrix(f"blk.{i}.attn_output", d, d, spread * d**-0.5, silent_rows=len(CONSTANT))
+        self.matrix(f"blk.{i}.attn_output", d, d, spread * d**-0.5, silent_rows=len(CONSTANT))
         if self.facts.biased:
             self._bias(f"blk.{i}.attn_output", d, 0.1 * spread, silent=len(CONSTANT))
 
@@ -504,7 +508,7 @@ class _SparseModel:
         d, ff, type, pool = self.shape.d, self.shape.ff, self.type, self.pool
         blk, add = f"blk.{i}", self.writer.add_tensor
         if self.facts.gated:
-            self._matrix(f"{blk}.ffn_up", d, ff, first_channels=0 * CONSTANT)
+            self.matrix(f"{blk}.ffn_up", d, ff, first_channels=0 * CONSTANT)
         fires = "ffn_gate" if self.facts.gated else "ffn_up"
         add(f"{blk}.{fires}.weight", lambda: ffn.gate(type, pool), type, (d, ff))
         down, down_shape = ("ffn_down", (ff, d)) if plain else ("ffn_down_t", (d, ff))
@@ -528,7 +532,7 @@ class _SparseModel:
         spread = math.sqrt(FFN_VARIANCE / shape.layers * shape.used / (ff * square))
         router = self._rng(f"{blk}.ffn_gate_inp").standard_normal((n, d), np.float32) * d**-0.5
         self.writer.add_tensor(f"{blk}.ffn_gate_inp.weight", router, GGMLType.F32, (d, n))
-        self._matrix(
+        self.matrix(
             f"{blk}.ffn_gate_exps",
             d,
             ff,
@@ -536,13 +540,13 @@ class _SparseModel:
             first_scale=bias / len(CONSTANT),
             experts=n,
         )
-        self._matrix(f"{blk}.ffn_up_exps", d, ff, first_channels=0 * CONSTANT, experts=n)
-        self._matrix(f"{blk}.ffn_down_exps", ff, d, spread, silent_rows=len(CONSTANT), experts=n)
+        self.matrix(f"{blk}.ffn_up_exps", d, ff, first_channels=0 * CONSTANT, experts=n)
+        self.matrix(f"{blk}.ffn_down_exps", ff, d, spread, silent_rows=len(CONSTANT), experts=n)
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
-    def _matrix(
+    def matrix(
         self,
         name: str,
         n_in: int,
@@ -576,7 +580,7 @@ class _SparseModel:
         values[:silent] = 0
         self.writer.add_tensor(f"{name}.bias", values, GGMLType.F32)
 
-    def _norm(self, name: str, weight: np.ndarray) -> None:
+    def norm(self, name: str, weight: np.ndarray) -> None:
         self.writer.add_tensor(f"{name}.weight", weight.astype(np.float32), GGMLType.F32)
         if self.facts.layer_norm:
             self.writer.add_tensor(f"{name}.bias", np.zeros(len(weight), np.float32), GGMLType.F32)
@@ -611,7 +615,7 @@ def write_sparse_model(
         raise ValueError(f"a sparse model cannot be {type.name}")
     architecture = facts.plain if plain else facts.architecture
     writer = GGUFWriter(path, architecture, dialect="gguf" if plain else "powerinfer")
-    n_vocab = _add_keys(writer, architecture, shape, type, n_vocab, vocabulary, n_ctx)
+    n_vocab = add_keys(writer, architecture, shape, type, n_vocab, vocabulary, n_ctx)
     writer.add(f"{architecture}.attention.layer_norm_{'' if facts.layer_norm else 'rms_'}epsilon", EPSILON)
     if not facts.positions:
         writer.add(f"{architecture}.rope.freq_base", 10000.0)
@@ -623,7 +627,7 @@ def write_sparse_model(
         writer.add("powerinfer.sparse_threshold", 0.0)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        model = _SparseModel(writer, shape, type, facts, pool, seed)
+        model = SparseModel(writer, shape, type, facts, pool, seed)
         model.add_ends(n_vocab, n_ctx)
         probabilities = []
         for i in range(shape.layers):

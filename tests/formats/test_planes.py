@@ -66,6 +66,30 @@ def test_float_matrices_are_transposed(type_: GGMLType, tmp_path: Path) -> None:
     assert same_bits(found, np.ascontiguousarray(expected))
 
 
+@pytest.mark.parametrize("type_", planes.TERNARY)
+def test_ternary_matrices_of_one_scale_are_transposed(type_: GGMLType, tmp_path: Path) -> None:
+    n_ff, n_embd = 512, 768
+    signs = np.random.default_rng(6).integers(-1, 2, (n_embd, n_ff)).astype(np.float32)
+    signs[3, :256] = 0  # a block of zeros, whose scale is 0
+    for scales, is_one in ((0.375, True), (np.where(np.arange(n_embd) < 9, 0.5, 0.375)[:, None], False)):
+        path = tmp_path / f"{is_one}.gguf"
+        writer = GGUFWriter(path, "llama")
+        writer.add_tensor("blk.0.ffn_down.weight", signs * scales, type_)
+        writer.write()
+        with open_gguf(path) as model:
+            info = model.tensors["blk.0.ffn_down.weight"]
+            assert bool(planes.ternary_scale(model.data(info.name), info) == 0.375) is is_one
+    with open_gguf(tmp_path / "True.gguf") as model:
+        writer = GGUFWriter(tmp_path / "down.gguf", "hotset")
+        planes.add_down(writer, model, "blk.0.ffn_down")
+        writer.write()
+    with open_gguf(tmp_path / "down.gguf") as down:
+        info = down.tensors["blk.0.ffn_down_t.weight"]
+        assert (info.type, info.shape) == (GGMLType.TQ2_0, (n_embd, n_ff))
+        found = dequantize(down.data(info.name), info.type, info.shape)
+    np.testing.assert_array_equal(found, 0.375 * signs.T)
+
+
 def test_types_whose_values_would_change_have_no_layout() -> None:
     def info(type_: GGMLType, n_ff: int, n_embd: int) -> TensorInfo:
         return TensorInfo("blk.0.ffn_down.weight", (n_ff, n_embd), type_, 0, 0)

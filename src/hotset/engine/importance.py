@@ -10,7 +10,8 @@ import numpy as np
 
 from hotset.formats.imatrix import ImportanceMatrix, Inputs
 from hotset.model.graph import Graph
-from hotset.model.operations import ExpertLinear, ExpertSum, Linear
+from hotset.model.low_rank import by_output
+from hotset.model.operations import ExpertLinear, ExpertSum, Linear, TransposedLinear
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def collect(
     output: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportanceMatrix:
-    """Of every matrix of the layers whose rows are multiplied with an input; with `output` also of the
-    output matrix. Not of matrices with a row per neuron (ffn_down_t), whose columns are outputs.
+    """Of every matrix of the layers; with `output` also of the output matrix. A matrix with a row per neuron
+    (ffn_down_t) counts by the name of the one by output, of which it is a copy.
 
     tap_steps: Model.tap_steps. tokens: int32 [n_chunks, n_tokens], each row a text of its own. progress:
     called with (tokens done, tokens of all).
@@ -77,12 +78,13 @@ def _sources(graph: Graph, output: bool) -> dict[_Source, _Sums]:
     found: dict[_Source, _Sums] = {}
     for op in graph.primitives:
         tensors: tuple[str, ...]
-        if isinstance(op, Linear):
-            source, tensors = _Source(op.x.name), (op.weight,)
-        elif isinstance(op, ExpertLinear | ExpertSum) and not getattr(op, "neuron_major", False):
+        if isinstance(op, Linear | TransposedLinear):
+            source, tensors = _Source(op.x.name), (by_output(op.weight),)
+        elif isinstance(op, ExpertLinear | ExpertSum):
             of_parts = isinstance(op, ExpertSum) or op.of_parts
             n_parts = op.n_used if of_parts else 1
-            source, tensors = _Source(op.x.name, op.route.name, op.n_expert, op.n_used, n_parts), op.weights
+            source = _Source(op.x.name, op.route.name, op.n_expert, op.n_used, n_parts)
+            tensors = tuple(map(by_output, op.weights))
         else:
             continue
         if not (output or tensors[0].startswith("blk.")):

@@ -113,7 +113,10 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> De
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
-    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, input_major=False)
+    prepared = prepare(
+        gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
+        on_cpu=not opened.devices and not settings.on_vulkan,
+    )  # fmt: skip
     try:
         machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
         decided = decide(opened, choice, prepared, machine)

@@ -14,14 +14,19 @@ from hotset.model.operations import Ffn, Linear, LowRank, Op, TransposedLinear, 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
-_TRANSPOSED = re.compile(r"_t\.(weight|codes)$")
+_TRANSPOSED = re.compile(r"_t\.(weight|codes|planes)$")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+
+
+def by_output(name: str) -> str:
+    """The name of the matrix with a row per output, where the tensor is its copy with a row per neuron."""
+    return _TRANSPOSED.sub(".weight", name)
 
 
 def adapted_name(op: Linear | TransposedLinear) -> str:
     """The name of a product's matrix as adapters have it: that of the tensor by output, whichever way it is
     stored, and of an output that is the embedding that of an output."""
-    name = _TRANSPOSED.sub(".weight", op.weight)
+    name = by_output(op.weight)
     return _OUTPUT if name == _EMBEDDING else name
 
 

@@ -31,7 +31,7 @@ from hotset.sparsity.thresholds import BaseMode, Thresholds
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
-    from hotset.model.config import ModelConfig
+    from hotset.model.config import LayerConfig, ModelConfig
     from hotset.model.graph import Graph
     from hotset.reporter import Reporter
     from hotset.sparsity.calibration import Calibration
@@ -193,6 +193,7 @@ def prepare(
     profile: Profile | None = None,
     progress: Reporter | None = None,
     input_major: bool = True,
+    on_cpu: bool = True,
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
@@ -200,10 +201,11 @@ def prepare(
     identical. calibration: how a predictor's thresholds are found (the default: on text that the model itself
     generates). profile: its neurons that nearly always fire are computed without prediction. input_major:
     with copies of all matrices that thresholds let be read so; else open_channels is to open those of some.
+    on_cpu: with the down matrices of experts and ternary ones, which devices take by output.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
-    ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress)
+    ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress, on_cpu=on_cpu)
     if choice.layer_thresholds and input_major:
         graph = describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
         try:
@@ -222,6 +224,8 @@ def _prepare_neurons(
     calibration: Calibration | None,
     profile: Profile | None,
     progress: Reporter | None,
+    *,
+    on_cpu: bool,
 ) -> Prepared:
     """What leaves out neurons: neuron-major down matrices, and predictors."""
     if not config.has_zeros:
@@ -232,7 +236,7 @@ def _prepare_neurons(
     describe(config, {n: t for n, t in gguf.tensors.items() if not n.endswith(".always.bias")}, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
-    sidecars = _open_down(gguf, config, model, notes, progress)
+    sidecars = _open_down(gguf, config, model, notes, progress, on_cpu=on_cpu)
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
     from hotset.sparsity.calibration import Calibration
@@ -250,37 +254,72 @@ def _prepare_neurons(
 
 
 def _open_down(
-    gguf: GGUFFile, config: ModelConfig, model: str, notes: list[str], progress: Reporter | None
+    gguf: GGUFFile,
+    config: ModelConfig,
+    model: str,
+    notes: list[str],
+    progress: Reporter | None,
+    *,
+    on_cpu: bool,
 ) -> list[GGUFFile]:
     """The sidecar with the neuron-major down matrices, where the file has them by output and they can be
     converted."""
-    layers = [  # what stands beside experts is computed whole
-        (i, layer)
+    names = [
+        f"blk.{i}.{name}"
         for i, layer in enumerate(config.layers)
-        if layer.activation.has_zeros and layer.experts is None
+        if layer.activation.has_zeros and (on_cpu or layer.experts is None)
+        for name in _downs_of(layer)
     ]
-    names = [f"blk.{i}.{layer.ffn_tensors[1]}" for i, layer in layers]
-    plain = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
-    plain = [info for info in plain if f"{info.name.removesuffix('.weight')}_t.weight" not in gguf.tensors]
-    possible = [info for info in plain if planes.layout_of(info) is not None]
+    found = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
+    plain = [info for info in found if _is_by_output(info, gguf)]
+    possible = [info for info in plain if _has_copy(info, gguf, on_cpu)]
     if len(possible) < len(plain):
-        types = sorted({info.type.name for info in plain if planes.layout_of(info) is None})
+        types = sorted({info.type.name for info in plain if info not in possible})
         notes.append(
             f"the down projection of {len(plain) - len(possible)} layers stays dense: {', '.join(types)} "
             "cannot be laid out neuron-major without changing its values"
         )
     if not possible:
         return []
+    of_experts = [info for info in possible if len(info.shape) == 3]
 
     def fill(writer: GGUFWriter) -> None:
         for info in possible:
-            planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
+            add = planes.add_expert_downs if info in of_experts else planes.add_down
+            add(writer, gguf, info.name.removesuffix(".weight"))
 
     n_bytes = sum(info.nbytes for info in possible)
     contents = sidecar.Contents(fill, n_bytes)
-    built = sidecar.open_or_build(gguf, "down", {}, contents, model=model, progress=progress)
+    others = sum(info.type in planes.TERNARY for info in possible)
+    settings = {"experts": len(of_experts)} if of_experts else {"ternary": others} if others else {}
+    built = sidecar.open_or_build(gguf, "down", settings, contents, model=model, progress=progress)
     notes.append(built.note("neuron-major down matrices"))
     return [built.file]
+
+
+def _has_copy(info: TensorInfo, gguf: GGUFFile, on_cpu: bool) -> bool:
+    """Whether a down projection can be laid out neuron-major with the values that it has."""
+    if info.type in planes.TERNARY:
+        return on_cpu and planes.ternary_scale(gguf.data(info.name), info) is not None
+    return planes.layout_of(info) is not None
+
+
+def _downs_of(layer: LayerConfig) -> tuple[str, ...]:
+    """The tensors of a layer's down projections."""
+    if layer.experts is None:
+        return (layer.ffn_tensors[1],)
+    return ("ffn_down_exps", "ffn_down" if layer.experts.beside else "ffn_down_shexp")
+
+
+def _is_by_output(info: TensorInfo, gguf: GGUFFile) -> bool:
+    """Whether a down projection has a row per output, and the file no other form of it."""
+    if f"{info.name.removesuffix('.weight')}_t.weight" in gguf.tensors:
+        return False
+    if len(info.shape) < 3:
+        return True
+    ups = gguf.tensors.get(info.name.replace("ffn_down", "ffn_up"))
+    ups = ups or gguf.tensors.get(info.name.replace("ffn_down", "ffn_gate_up"))
+    return ups is not None and ups.shape[0] == info.shape[1]
 
 
 def open_channels(

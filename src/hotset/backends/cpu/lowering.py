@@ -23,7 +23,7 @@ from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, LOGIT_GROUP
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
-from hotset.formats.planes import PLANE_GROUP
+from hotset.formats.planes import PLANE_GROUP, neuron_bytes
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.fusion import Buffers, Fused, fuse
@@ -100,9 +100,14 @@ def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
     if op.bias is not None:
         of_all = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
         bias = np.ascontiguousarray(of_all[:, first : first + n_rows]).reshape(-1)
+    info = weights.tensors[op.weights[0]]
+    type, stored = int(info.type), info.shape[1]
+    if info.type == GGMLType.I8:
+        stored = op.x.width // op.n_used
+        type = PLANES[op.out.width // neuron_bytes(info.shape[0], stored, op.out.width)]
     return {
-        "tensors": [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights],
-        "n_rows": weights.tensors[op.weights[0]].shape[1],
+        "tensors": [(type, weights.data(name)) for name in op.weights],
+        "n_rows": stored,
         "first_row": first,
         "bias": bias,
     }
@@ -301,6 +306,7 @@ def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, emit: _Emission) ->
     cells[ups, selected] = 0
     cells[products, active] = 0
     cells[~of_ffn, :left_out] = 0  # rows of predictors are no neurons
+    cells[emit.beside, :left_out] = 0
     return cells.ravel().astype(np.int32)
 
 
@@ -312,7 +318,8 @@ def _is_stored(weights: WeightSource, name: str) -> bool:
 
 class _Emission:
     """Writes native operations. at: layer and part of each so far. gates, ups: those that compute an FFN's
-    gates alone, and the rest; products: those whose values are not yet those of neurons. largest: as Lowered.
+    gates alone, and the rest; products: those whose values are not yet those of neurons; beside: those of
+    what stands beside experts. largest: as Lowered.
     logits: the last value, of which the largest are found where its groups are whole."""
 
     def __init__(self, plan: Any, buffers: Buffers, weights: WeightSource, options: LoweringOptions) -> None:
@@ -328,6 +335,7 @@ class _Emission:
         self.gates: list[int] = []
         self.ups: list[int] = []
         self.products: list[int] = []
+        self.beside: list[int] = []
         self.logits: Value | None = None
         self.largest = -1
 
@@ -529,6 +537,12 @@ class _Emission:
 
     def _ffn(self, ffn: Ffn, group: Fused) -> None:
         """Two native operations: up to the values of the neurons, and down."""
+        first = len(self.at)
+        self._ffn_alone(ffn, group)
+        if ffn.shared:
+            self.beside.extend(range(first, len(self.at)))
+
+    def _ffn_alone(self, ffn: Ffn, group: Fused) -> None:
         self._await(ffn.gate, ffn.up)
         if ffn.route is not None:
             self._experts(ffn, ffn.route, group)
