@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face checkpoint as the keys `tokenizer.*` of a GGUF file.
 
 Sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE, BPE over
-characters, WordPiece or unigram), vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships
-alone), vocab.txt (WordPiece).
+characters, WordPiece or unigram), RWKV's vocabulary, a file of tiktoken's ranks (byte-level BPE),
+vocab.json with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone), vocab.txt (WordPiece).
 What GGUF has no name for is refused: a guess would silently change the tokens.
 """
 
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from hotset.convert.hf_config import read_json
+from hotset.convert.hf_tiktoken import TIKTOKEN_CLASSES, merged_pairs, read_ranks
 from hotset.convert.hf_values import integer
-from hotset.errors import TokenizerError
+from hotset.errors import FormatError, TokenizerError
 from hotset.files import read_small_file, read_small_text
 from hotset.text.pretokenizers import PRE_TOKENIZERS
-from hotset.text.tokenizer import WHOLE_TEXT_KEY
+from hotset.text.tokenizer import BYTE_OF_LETTER, IGNORE_MERGES_KEY, WHOLE_TEXT_KEY
 
 NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
@@ -95,6 +96,9 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
         tokens, types, keys = _of_json(tokenizer, settings)
     elif (src / RWKV_VOCABULARY).exists():
         tokens, types, keys = _rwkv_world(src, n_vocab)
+    elif (name := next((name for name in TIKTOKEN_CLASSES if (src / name).exists()), None)) is not None:
+        tokens, types, keys = _tiktoken(src, name, settings, n_vocab)
+        settings, config = _tiktoken_ids(settings, config)
     elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
         tokens, types, keys = _gpt2_bpe(src, settings, config)
     elif (src / "vocab.txt").exists():
@@ -323,15 +327,17 @@ def _byte_level_bpe(
     by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
     # Written "left right" by older versions of the library, as a pair by newer ones.
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    tokens, types = _rows(by_id, added)
-    keys: dict[str, Any] = {
+    return *_rows(by_id, added), _byte_level_keys(_pre_tokenizer(tokenizer), merges, settings)
+
+
+def _byte_level_keys(pre: str, merges: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
+        "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is True,
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
     }
-    return tokens, types, keys
 
 
 def _text_bpe(
@@ -367,6 +373,57 @@ def _gpt2_bpe(
         "pre_tokenizer": {"type": "ByteLevel"},
     }
     return _of_json(tokenizer, settings)
+
+
+def _tiktoken(
+    src: Path, name: str, settings: dict[str, Any], n_vocab: int
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """Ranks, and the special tokens behind them, of which added_tokens_decoder may name some (Kimi's)."""
+    path, row = src / name, TIKTOKEN_CLASSES[name]
+    if settings.get("tokenizer_class") != row.name:  # its code, which is not run, says how texts are split
+        raise TokenizerError(f"{path} needs the tokenizer_class {row.name} in tokenizer_config.json")
+    ranks = read_ranks(path, n_vocab, row.numbered)
+    special = {len(ranks) + i: text.format(len(ranks) + i) for i, text in enumerate(row.special)}
+    special |= {id: text for id, text, _ in _added_tokens(src, settings) if id in special}
+    if max(special) >= n_vocab:
+        what = f"{len(ranks)} tokens and the tokenizer {len(special)} special ones"
+        raise FormatError(f"{path} has {what}, the model only {n_vocab} (vocab_size in config.json)")
+    letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
+
+    def spelled(token: bytes) -> str:
+        return token.decode("latin-1").translate(letters)
+
+    tokens = [*map(spelled, ranks), *special.values()]
+    if len(set(tokens)) < len(tokens):
+        raise FormatError(f"a special token of {path} has the text of another token")
+    pairs, complete = merged_pairs(ranks)
+    merges = [f"{spelled(left)} {spelled(right)}" for left, right in pairs]
+    keys = _byte_level_keys(row.pre, merges, settings)
+    if not complete:  # tiktoken takes a word that is a token whole
+        keys[IGNORE_MERGES_KEY] = True
+    return tokens, [NORMAL for _ in ranks] + [CONTROL for _ in special], keys
+
+
+_TIKTOKEN_SPECIAL = {
+    "KimiLinearForCausalLM": {"eos_token": "[EOS]"},
+    "HunYuanMoEV1ForCausalLM": {"bos_token": "<|bos|>"},
+    "HunYuanDenseV1ForCausalLM": {"bos_token": "<|startoftext|>"},
+}
+
+
+def _tiktoken_ids(settings: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """tokenizer_config.json and config.json as _special_id needs them to find what llama.cpp's converter
+    writes: numbers of config.json before texts, but for those that it knows to be wrong."""
+    texts = dict(settings)
+    classes = config.get("architectures")
+    kind = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if kind == "QWenLMHeadModel":
+        texts = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | texts
+    if kind == "HunYuanDenseV1ForCausalLM" and isinstance(config.get("eod_token_id"), int):
+        config = config | {"eos_token_id": config["eod_token_id"]}
+        texts["eot_token"] = "<|eos|>"
+    texts = {entry: text for entry, text in texts.items() if not isinstance(config.get(f"{entry}_id"), int)}
+    return texts | _TIKTOKEN_SPECIAL.get(kind, {}), config
 
 
 def _steps(step: Any, inner: str) -> list[Any]:

@@ -57,6 +57,8 @@ _SPACE = "\u2581"  # SentencePiece's visible space
 
 WHOLE_TEXT_KEY = "hotset.tokenizer_whole_text"
 """The key of a file whose texts SentencePiece itself tokenizes, user-defined tokens in them included."""
+IGNORE_MERGES_KEY = "hotset.tokenizer_ignore_merges"
+"""The key of a byte-level BPE file whose words that are tokens are taken whole, whatever the merges say."""
 _MOST_SEQUENCES = 256  # texts whose sequences of tokens are remembered
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
@@ -406,7 +408,8 @@ class BytePairTokenizer(_MergingTokenizer):
         from tokenizers.pre_tokenizers import ByteLevel, Split
         from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
-        self._library = HFTokenizer(self._merging(metadata, ignore_merges=row.ignore_merges))
+        ignore_merges = row.ignore_merges or _flag(metadata, IGNORE_MERGES_KEY, False)
+        self._library = HFTokenizer(self._merging(metadata, ignore_merges=ignore_merges))
         splits: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
         self._library.pre_tokenizer = PreTokenizers(
             [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -424,14 +427,14 @@ class BytePairTokenizer(_MergingTokenizer):
 
     def _spelled_bytes(self) -> Collection[int]:
         removed = self._ids_of(_CONTROL).keys() | self._ids_of(_UNKNOWN).keys()
-        letters = _BYTE_OF_LETTER.keys() & (set(self.tokens) - removed)
-        return [_BYTE_OF_LETTER[letter] for letter in letters]
+        letters = BYTE_OF_LETTER.keys() & (set(self.tokens) - removed)
+        return [BYTE_OF_LETTER[letter] for letter in letters]
 
     def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
         if user_defined:
             return _utf8(piece)
         try:
-            return bytes([_BYTE_OF_LETTER[letter] for letter in piece])
+            return bytes([BYTE_OF_LETTER[letter] for letter in piece])
         except KeyError:  # a piece in plain text, as some added tokens are
             return _utf8(piece)
 
@@ -822,7 +825,7 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_LETTER = _byte_letters()
+BYTE_OF_LETTER = _byte_letters()
 
 
 _ESCAPED = re.compile(rb"\\(?:x([0-9a-f]{2})|(.))", re.DOTALL)
