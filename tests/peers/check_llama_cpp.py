@@ -9,9 +9,11 @@ be there fails.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,11 +221,26 @@ def architecture(name: str) -> str:
     )
 
 
-def test_their_converter_writes_the_same(name: str, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def converter() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, HERE / "llama_cpp_convert.py", LLAMA_CPP],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        yield process
+        process.terminate()
+
+
+def test_their_converter_writes_the_same(
+    name: str, checkpoint: Path, tmp_path: Path, converter: subprocess.Popen[str]
+) -> None:
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     convert_hf(checkpoint, ours, GGMLType.F32)
-    done = program("llama_cpp_convert.py", LLAMA_CPP, checkpoint, theirs)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert converter.stdin is not None
+    assert converter.stdout is not None
+    print(json.dumps([str(checkpoint), str(theirs)]), file=converter.stdin, flush=True)
+    error = json.loads(converter.stdout.readline())
+    assert not error, error
     with open_gguf(ours) as one, open_gguf(theirs) as other:
         a, b = keys(one), keys(other)
         found = {k: (str(a.get(k)), str(b.get(k))) for k in {*a, *b} if str(a.get(k)) != str(b.get(k))}

@@ -1,30 +1,43 @@
-"""llama.cpp's converter on a checkpoint: `llama_cpp_convert.py LLAMA_CPP FOLDER OUT.gguf`, in F32.
+"""llama.cpp's converter on checkpoints: `llama_cpp_convert.py LLAMA_CPP`, a line [FOLDER, OUT.gguf] for each.
 
-It knows vocabularies by a hash of what they make of a text, and those of the tests are none of them: the file
-gets none.
+Answers each with a line, what went wrong or an empty text. Files are F32. It knows vocabularies by a hash of
+what they make of a text, and those of the tests are none of them: the files get none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import os
 import sys
 from pathlib import Path
 
 
-def main(llama_cpp: Path, folder: str, out: str) -> None:
+def main(llama_cpp: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the converter may say what it likes
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     converter = importlib.import_module("convert_hf_to_gguf")
     class_of = converter.get_model_class
 
     def without_vocabulary(*args: object, **kwargs: object) -> type:
         found = class_of(*args, **kwargs)
-        found.set_vocab = lambda self: None
-        return found
+        return type(found.__name__, (found,), {"set_vocab": lambda self: None, "model_arch": found.model_arch})
 
     converter.get_model_class = without_vocabulary
-    sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
-    converter.main()
+    for line in sys.stdin:
+        folder, out = json.loads(line)
+        sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
+        error = ""
+        with contextlib.suppress(FileNotFoundError):
+            Path(out).unlink()
+        try:
+            converter.main()
+        except (Exception, SystemExit) as why:
+            error = f"{type(why).__name__}: {why}"
+        print(json.dumps(error), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))
