@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_adapters import give, mix_of, write_peft
+from tiny_adapters import give, scales_of, write_peft
 from tiny_gguf import write_llama
 
 from hotset.convert.peft import read_peft_adapter
@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers_with_the_adapter(
         for backend_name in ("reference", "cpu"):
             backend = open_backend(backend_name, gguf)
             plain = run(backend, [ids], [[(0, 60)]])[0]
-            give(backend, [adapter], mix_of(adapter))
+            give(backend, [adapter], scales_of(adapter))
             found = run(backend, [ids], [[(0, 50)], [(0, 10)]])[0]
             assert relative_error(found, expected) < TOLERANCE
             assert relative_error(plain, expected) > 0.05  # the adapter does something

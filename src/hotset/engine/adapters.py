@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.adapters import AdapterSet, taking_adapters
-from hotset.backends.base import Mix
+from hotset.backends.base import AdapterScales
 from hotset.engine.driver import EngineThread
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
@@ -108,10 +108,10 @@ class Adapters:
         names = ", ".join(f"{each.id} ({each.name!r})" for each in self.loaded) or "none"
         raise InvalidRequestError(f"there is no adapter {clause(shown(which))}; loaded are {names}")
 
-    def mix(self, scales: Mapping[int | str, float]) -> Mix:
+    def resolve(self, scales: Mapping[int | str, float]) -> AdapterScales:
         """What a sequence has that chooses these. Raises InvalidRequestError."""
         chosen = [(self.find(which), checked_scale(scale)) for which, scale in scales.items()]
-        return _mix((each.adapter.digest, scale) for each, scale in chosen)
+        return _nonzero((each.adapter.digest, scale) for each, scale in chosen)
 
     def _check_new(self, digest: str, name: str | None) -> None:
         for each in self.loaded:
@@ -125,11 +125,11 @@ class Adapters:
         engine = self._thread.engine
         backend = taking_adapters(engine.backend)
         loaded = tuple(loaded)
-        in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.mix}
+        in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.adapter_scales}
         before = backend.adapters.adapters
         kept = {each.digest: each for each in before if each.digest in in_use}
         kept |= {each.adapter.digest: each.adapter for each in loaded}
-        default = _mix((each.adapter.digest, each.scale) for each in loaded)
+        default = _nonzero((each.adapter.digest, each.scale) for each in loaded)
         tensors = backend.weights.tensors
         engine.set_adapters(AdapterSet(backend.graph, tensors, list(kept.values()), default))
         self.loaded = loaded
@@ -146,7 +146,7 @@ def _name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", path.name if path.is_dir() else path.stem)
 
 
-def _mix(chosen: Iterable[tuple[str, float]]) -> Mix:
+def _nonzero(chosen: Iterable[tuple[str, float]]) -> AdapterScales:
     """One form for all that is the same: those that add something, by digest, with their scales as they are
     computed with."""
     scales = {digest: float(np.float32(scale)) for digest, scale in chosen}

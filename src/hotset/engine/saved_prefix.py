@@ -71,7 +71,7 @@ class SessionFiles:
         digest, keys = self.identity.digest, keys_of(self.identity, prefix)
         first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
         first |= {"tokens": list(prefix.tokens), "first_thresholded": prefix.first_thresholded_token}
-        first |= {"adapters": list(prefix.mix)} if prefix.mix else {}
+        first |= {"adapters": list(prefix.adapter_scales)} if prefix.adapter_scales else {}
         n_pages = n_bytes = 0
         with replacing(path, "choose another place", mode=0o600) as file:
             n_bytes += file.write(encoded(digest, Kind.session, bytes(32), json.dumps(first).encode()))
@@ -105,8 +105,8 @@ class SessionFiles:
     def _prefix(self, first: Mapping[str, Any], path: Path) -> Prefix:
         try:
             tokens = self.thread.engine.checked(first["tokens"]) if first["tokens"] else []
-            mix = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
-            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), mix)
+            scales = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
+            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), scales)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidRequestError):
             raise FormatError(f"{path} has tokens that are none of this model; name another file.") from None
 
@@ -145,7 +145,7 @@ class SessionFiles:
     def erase(self, prefix: Prefix) -> None:
         """Forgets the pages of a prefix that no sequence uses, from its end on."""
         with self.thread.exclusive() as engine:
-            first, root = prefix.first_thresholded_token, root_of(prefix.mix)
+            first, root = prefix.first_thresholded_token, root_of(prefix.adapter_scales)
             engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, first, root)
 
 
