@@ -294,6 +294,11 @@ def sdk_server() -> Starlette:
         """A sum."""
         return a + b
 
+    @server.tool()
+    def long(n: int) -> str:
+        """Many letters."""
+        return "x" * n
+
     return server.streamable_http_app()
 
 
@@ -319,6 +324,14 @@ def hostile_app() -> Starlette:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    async def event(_: Request) -> Response:
+        async def lines() -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: " + b"x" * 9999 + b"\r\n"
+                await asyncio.sleep(0)
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
     async def denied(_: Request) -> Response:
         return Response("no", 401)
 
@@ -328,7 +341,7 @@ def hostile_app() -> Starlette:
     async def away(_: Request) -> Response:
         return Response(status_code=307, headers={"location": "http://127.0.0.1:1/mcp"})
 
-    pages = (large, packed, flood, denied, text, away)
+    pages = (large, packed, flood, event, denied, text, away)
     return Starlette(
         routes=[Route(f"/{one.__name__}", one, methods=["GET", "POST", "DELETE"]) for one in pages]
     )
@@ -338,7 +351,7 @@ def test_servers_at_an_address() -> None:
     with ExitStack() as stack:
         good = stack.enter_context(served(sdk_server()))
         bad = stack.enter_context(served(hostile_app()))
-        names = ("large", "packed", "flood", "denied", "text", "away")
+        names = ("large", "packed", "flood", "event", "denied", "text", "away")
         servers = [McpServer(name=one, url=f"{bad}/{one}") for one in names]
         servers += [
             McpServer(name="sdk", url=f"{good}/mcp"),
@@ -347,11 +360,16 @@ def test_servers_at_an_address() -> None:
         clients = stack.enter_context(clients_of(*servers))
         assert call(clients, "sdk__add", a=2, b=3) == ToolResult("5", False)
         assert call(clients, "sdk__add", a="x").is_error
+        assert call(clients, "sdk__long", n=40_000).text == "x" * 40_000
+        with pytest.raises(McpServerError, match=r"^sent a message of more than 131072 bytes$"):
+            call(clients, "sdk__long", n=140_000)
+        assert call(clients, "sdk__add", a=2, b=3).text == "5"  # it is connected anew
         said = {status.name: status.problem for status in clients.statuses if status.state == "failed"}
         assert said == {
             "large": "sent a message of more than 131072 bytes",
             "packed": "compresses what it sends, which it was not asked to",
             "flood": "sent more than 1048576 bytes in a minute and was ended",
+            "event": "sent a message of more than 131072 bytes",
             "denied": "refuses (status 401): give it a key among its headers",
             "text": "refuses: Unexpected content type: text/plain; charset=utf-8",
             "away": said["away"],

@@ -22,7 +22,7 @@ from hotset.errors import QueueFullError
 from hotset.escaping import clause, escaped_text
 from hotset.server.mcp.file import McpServer
 from hotset.server.mcp.limits import Limits, McpServerError
-from hotset.server.mcp.transports import StdioTransport, http_transport
+from hotset.server.mcp.transports import HttpTransport, StdioTransport
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,80}")
 _PAGES = 64  # of a list of tools
@@ -147,7 +147,8 @@ class Connection:
 
     async def _run(self) -> None:
         """Connects, and stays until the connection ends."""
-        transport = StdioTransport(self._server, self._limits) if self._server.url is None else None
+        kind = StdioTransport if self._server.url is None else HttpTransport
+        transport = kind(self._server, self._limits)
         problem = ""
         try:
             await self._session(transport)
@@ -156,18 +157,18 @@ class Connection:
             problem = _said(error, self._limits.start_seconds)
         finally:
             self._client = None
-            fault = transport.fault if transport is not None else None
-            self.status = replace(self.status, state="failed", problem=fault or problem or "was ended")
-            if (fault or problem) and self.status.problem != self._logged:
+            problem = transport.fault or problem
+            self.status = replace(self.status, state="failed", problem=problem or "was ended")
+            if problem and self.status.problem != self._logged:
                 _log.warning("the MCP server %s %s", self._server.name, self.status.problem)
                 self._logged = self.status.problem
             self._settled.set()
 
-    async def _session(self, transport: StdioTransport | None) -> None:
-        server, limits = self._server, self._limits
+    async def _session(self, transport: StdioTransport | HttpTransport) -> None:
+        limits = self._limits
         async with AsyncExitStack() as stack:
             client = Client(
-                http_transport(server, limits) if transport is None else transport,
+                transport,
                 read_timeout_seconds=limits.start_seconds,
                 client_info=mcp_types.Implementation(name="hotset", version=version("hotset")),
                 message_handler=self._heard,
@@ -178,9 +179,7 @@ class Connection:
                 await self._list(client)
             self._client = client
             self._settled.set()
-            ended = asyncio.ensure_future(
-                asyncio.Event().wait() if transport is None else transport.ended.wait()
-            )
+            ended = asyncio.ensure_future(transport.ended.wait())
             try:
                 await self._stay(client, ended)
             finally:
