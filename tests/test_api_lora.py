@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import hotset
 from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales
 from hotset.engine.driver import EngineThread
 from hotset.engine.sampler import SamplingParams
-from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
+from hotset.formats.lora import AdapterFile, LoraAdapter
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.settings import LoadSettings
@@ -99,6 +100,33 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
         assert answers(model, {"half": None})["half"] == alone["half"]
         model.adapters.set_scales({})
         assert answers(model, {"none": None})["none"] == alone["none"]
+
+
+def test_memory_is_reserved_before_an_adapter_is_read(
+    folder: Path, model: hotset.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int | str] = []
+    read = AdapterFile.read
+
+    def noted(file: AdapterFile, check: Callable[[], object]) -> LoraAdapter:
+        done.append("read")
+        return read(file, check)
+
+    def reserve(n_bytes: int) -> None:
+        done.append(n_bytes)
+        if len(done) == 1:
+            raise OutOfMemoryError("full")
+
+    monkeypatch.setattr(AdapterFile, "read", noted)
+    model.adapters.change_memory = reserve
+    with pytest.raises(OutOfMemoryError):
+        model.adapters.load(str(folder / "one.gguf"))
+    one = model.adapters.load(str(folder / "one.gguf"))
+    n = one.adapter.nbytes
+    assert done == [n, n, "read", 0]
+    with pytest.raises(InvalidRequestError, match="is called 'one' already"):
+        model.adapters.load(str(folder / "two.gguf"), name="one")
+    assert len(done) == 4  # nothing makes room for what is refused
 
 
 def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: hotset.Model) -> None:

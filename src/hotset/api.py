@@ -36,7 +36,7 @@ from hotset.loader.adapters import open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
-from hotset.loader.reserved import reserved_bytes
+from hotset.loader.reserved import reserved_for
 from hotset.loader.speculate import open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
@@ -71,7 +71,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=reserved_bytes(opened))
+        decided = plan_model(opened, reserved=reserved_for(opened))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -87,7 +87,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     Nothing is loaded on a device. What the model lacks is built as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=reserved_bytes(opened))
+        decided = plan_model(opened, reserved=reserved_for(opened))
         decided.weights.close()
         return decided.placement
 

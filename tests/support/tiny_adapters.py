@@ -40,7 +40,7 @@ def random_pairs(
 
 
 def random_adapter(graph: Graph, tensors: Mapping[str, Any], **options: Any) -> LoraAdapter:
-    return LoraAdapter(Path("random"), None, random_pairs(graph, tensors, **options))
+    return LoraAdapter(Path("random"), random_pairs(graph, tensors, **options))
 
 
 def scales_of(*adapters: LoraAdapter, scales: Sequence[float] = ()) -> AdapterScales:
