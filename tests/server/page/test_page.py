@@ -628,7 +628,7 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
     page.get_by_role("button", name="Delete: about birds").click()
     page.set_input_files("#import-file", file)
-    page.get_by_text("2 conversations came in.").wait_for()
+    page.get_by_text("2 conversations were imported.").wait_for()
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
     bad = tmp_path / "bad.json"
     for content in ("{", "[]", '{"conversations": [{"id": "../x", "messages": []}]}'):

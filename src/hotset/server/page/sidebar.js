@@ -235,10 +235,13 @@ export class Sidebar {
     if (!file) return;
     try {
       const { list, folders: names } = store.imported(await file.text());
-      for (const name of names) if (!this.folderNames().includes(name)) folders.keepFolder(name);
-      for (const one of list) this.removed.delete(one.id);
+      const left = folders.takeFolders(names, folders.folders(store.all()));
+      for (const one of list) {
+        this.removed.delete(one.id);
+        if (left.has(one.folder)) one.folder = null;
+      }
       const kept = list.filter((one) => store.save(one, false)).length;
-      notice("import", kept === 1 ? "One conversation came in." : `${kept} conversations came in.`, "calm");
+      notice("import", importedText(kept, left.size), "calm");
       if (kept < list.length) notice("storage", "The browser has no room for the rest of them.");
       const open = list.find((one) => one.id === this.current().id);
       if (open) this.open(open);
@@ -247,6 +250,13 @@ export class Sidebar {
     }
     this.list();
   }
+}
+
+function importedText(n, nLeft) {
+  const text = n === 1 ? "One conversation was imported." : `${n} conversations were imported.`;
+  if (nLeft === 0) return text;
+  const left = nLeft === 1 ? "One folder was" : `${nLeft} folders were`;
+  return `${text} ${left} left out: ${folders.MAX_FOLDERS} folders are the limit. The conversations are in the list without a folder.`;
 }
 
 const noRoom = () => notice("storage", "The browser has no room for more conversations: export them and delete some.");
