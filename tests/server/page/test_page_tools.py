@@ -55,7 +55,7 @@ def states(page: Any) -> list[str]:
 
 
 def results(page: Any) -> list[str]:
-    found: list[str] = page.locator(".call details pre").all_text_contents()
+    found: list[str] = page.locator(".call .result pre").all_text_contents()
     return found
 
 
@@ -64,7 +64,7 @@ def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> Non
     server.tool_results += [result("hello <b>you</b>")]
     say(page, "What is in a.txt?")
     assert server.tool_calls == []
-    assert (states(page), page.locator(".call pre").inner_text()) == (
+    assert (states(page), page.locator(".call > pre").inner_text()) == (
         ["waits for you"],
         '{\n  "path": "a.txt"\n}',
     )
@@ -99,6 +99,45 @@ def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> Non
     ]
     assert page.evaluate("document.activeElement.id") == "ask"
     assert violations(page) == []
+
+
+def test_what_is_said_of_a_tool_is_shown(server: FakeServer, page: Any) -> None:
+    """Where it is asked about, in the list, and after a reload; not of another tool under the same name."""
+    tool = server.mcp_servers[0]["tools"][0]
+    tool["description"] = "To read.\u202e And <b>more</b>."
+    weather = tool_call("get_weather", "{}", 1)
+    server.replies += [[READ, weather]]
+    page.click("#show-tools")
+    page.get_by_role("textbox", name="A function as JSON").fill(json.dumps(FUNCTION))
+    page.get_by_role("button", name="Add", exact=True).click()
+    for name, shown in (("read", tool), ("get_weather", FUNCTION)):
+        entry = page.locator("#tools li", has_text=name)
+        entry.get_by_text("Arguments").click()
+        assert json.loads(entry.locator("pre").inner_text()) == shown["parameters"]
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    say(page, "Go")
+    for reloaded in (False, True):
+        if reloaded:
+            page.reload()
+            page.click("#show-history")
+            page.get_by_role("button", name="Go", exact=True).click()
+        about = page.locator(".call .about")
+        until(page, "document.querySelectorAll('.call .about').length === 2")
+        assert about.locator("pre").first.is_hidden()
+        for i, (said, shown) in enumerate(
+            (("To read.\\u{202e} And <b>more</b>.", tool), ("The weather of a place", FUNCTION))
+        ):
+            about.nth(i).get_by_text("About this tool").click()
+            assert about.nth(i).locator("p").inner_text() == said
+            assert json.loads(about.nth(i).locator("pre").inner_text()) == shown["parameters"]
+        assert violations(page) == []
+    server.mcp_servers[0]["tools"][0] |= {"digest": "other"}
+    page.reload()
+    page.click("#show-history")
+    page.get_by_role("button", name="Go", exact=True).click()
+    page.locator(".call .problem", has_text="This tool has changed").wait_for()
+    assert page.locator(".call .about").count() == 1
 
 
 def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
@@ -382,7 +421,7 @@ def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
     server.replies += [[tool_call("files__read", json.dumps({"path": path}))], ["Done."]]
     server.tool_results += [result("<img src=x onerror=alert(1)>\u202e")]
     say(page, "Go")
-    shown = page.locator(".call pre").text_content()
+    shown = page.locator(".call > pre").text_content()
     assert (
         "a\\u{202e}txt.exe\\u{200b}\\u0007\\u{3164}\\u{fe01}\\u{200d}\\u{e0041}" + kept + "x" * 5000 in shown
     )

@@ -13,7 +13,12 @@ export const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.
 
 const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "the result is yours" };
 
-/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text). */
+/** The arguments that a tool, or a function, takes. */
+export const schemaOf = ({ name, parameters }) =>
+  h("pre", { tabIndex: 0, role: "region", "aria-label": `Schema of ${name}` }, written(JSON.stringify(parameters, null, 2)));
+
+/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text),
+ * toolOf(call). */
 export class CallsView {
   constructor(message, actions) {
     Object.assign(this, { message, actions });
@@ -67,6 +72,7 @@ export class CallsView {
       ),
       shown === "{}" ? h("p", { class: "none" }, "Without arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
       call.problem ? h("p", { class: "problem" }, written(call.problem)) : null,
+      active && call.state === "asked" ? about(this.actions.toolOf(call)) : null,
       active && call.state === "asked" ? this.consent(call) : null,
       call.state === "done" ? result(call) : null,
     );
@@ -98,6 +104,14 @@ export class CallsView {
   }
 }
 
+/** What is known of a tool that the reader is asked about. */
+function about(tool) {
+  if (tool === undefined) return null;
+  if (tool === null) return h("p", { class: "problem" }, "This tool has changed, or the server does not have it any more.");
+  const description = written(tool.description) || "It has no description.";
+  return h("details", { class: "about" }, h("summary", {}, "About this tool"), h("p", {}, description), schemaOf(tool));
+}
+
 function stateOf(call, active) {
   if (call.state === "asked") return active ? "waits for you" : "not called";
   if (call.state === "running") return "running";
@@ -109,7 +123,7 @@ function result(call) {
   const text = written(call.result);
   const pre = h("pre", { tabIndex: 0, role: "region", "aria-label": `Result of ${call.name}` }, text);
   const title = `${call.error ? "What went wrong" : "Result"}, ${count(call.result.length)} characters`;
-  return h("details", { open: text.length < 400 }, h("summary", {}, title), pre);
+  return h("details", { class: "result", open: text.length < 400 }, h("summary", {}, title), pre);
 }
 
 /** Whether each call of a message has come to its end. */

@@ -34,6 +34,7 @@ export class Chat {
       picture: (message) => this.showPictureOf(message),
       busy: () => this.running !== null,
       isLeaf: (message) => message.id === this.conversation.leaf,
+      toolOf: (call) => this.tools.of(call, this.conversation),
       allow: (message, call, always) => this.allow(message, call, always),
       deny: (message, call) => this.decide(message, call, () => (call.state = "denied")),
       type: (message, call, text) =>
@@ -58,6 +59,20 @@ export class Chat {
     this.models.choose(conversation.model);
     this.draw();
     this.findFigures(conversation);
+    this.findTools(conversation);
+  }
+
+  /** Those of calls that wait since an earlier visit. */
+  async findTools(conversation) {
+    const waits = (message) => message.calls?.some((call) => call.state === "asked" && !call.typed);
+    if (this.tools.servers !== null || !tree.path(conversation).some(waits)) return;
+    try {
+      await this.tools.load();
+    } catch (error) {
+      if (!(error instanceof server.ServerError)) throw error;
+      return; // the call says what is wrong, once it is allowed
+    }
+    if (conversation === this.conversation && !this.running) this.draw(false);
   }
 
   /** Those of earlier visits. */

@@ -38,6 +38,15 @@ export class Tools {
     return this.all.find((tool) => tool.name === name) ?? null;
   }
 
+  /** The tool, or function, of a call; null where there is none, or another one than the model was given; undefined
+   * where the server was not asked. */
+  of(call, conversation) {
+    if (call.typed) return ownTools(conversation).functions.find((one) => one.name === call.name) ?? null;
+    if (this.servers === null) return undefined;
+    const tool = this.find(call.name);
+    return tool && tool.digest !== (call.digest ?? tool.digest) ? null : tool;
+  }
+
   /** Names of tools that are on in a conversation and that the server does not have. */
   missing(conversation) {
     return ownTools(conversation).on.filter((name) => !this.find(name));
