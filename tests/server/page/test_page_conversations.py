@@ -45,7 +45,7 @@ def test_search(server: FakeServer, opened: Any) -> None:
     assert page.locator(".where").count() == 0
     assert violations(page) == []
     page.fill("#search", "whales")
-    assert page.locator("#conversations").inner_text() == "None has these words."
+    assert page.locator("#conversations").inner_text() == "No conversation has these words."
     page.fill("#search", "")
     assert len(names(page)) == 3
 

@@ -11,7 +11,7 @@ const JOINER = "(?<=[\\p{L}\\p{M}\\p{Emoji}\\ufe0f])[\\u200c\\u200d](?=[\\p{L}\\
 const UNSEEN = new RegExp(`(?!${JOINER}|[\\n\\t])[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}\\p{Cs}\\p{Co}\\p{DI}]`, "gu");
 export const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
 
-const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "the result is yours" };
+const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "result typed by you" };
 
 /** The arguments that a tool, or a function, takes. */
 export const schemaOf = ({ name, parameters }) =>
@@ -70,7 +70,7 @@ export class CallsView {
         h("small", {}, written(call.typed ? "your function" : call.server ? `MCP server ${call.server}` : "")),
         h("span", { class: "state" }, stateOf(call, active)),
       ),
-      shown === "{}" ? h("p", { class: "none" }, "Without arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
+      shown === "{}" ? h("p", { class: "none" }, "No arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
       call.problem ? h("p", { class: "problem" }, written(call.problem)) : null,
       active && call.state === "asked" ? about(this.actions.toolOf(call)) : null,
       active && call.state === "asked" ? this.consent(call) : null,
@@ -94,8 +94,8 @@ export class CallsView {
         deny,
       );
     }
-    const area = h("textarea", { rows: 3, maxLength: LONGEST_RESULT, "aria-label": `Result of ${call.name}`, placeholder: "What the function returns" });
-    const form = h("form", { class: "consent" }, area, h("button", { type: "submit", class: "solid" }, "Give this result"), deny);
+    const area = h("textarea", { rows: 3, maxLength: LONGEST_RESULT, "aria-label": `Result of ${call.name}`, placeholder: "The result of the function" });
+    const form = h("form", { class: "consent" }, area, h("button", { type: "submit", class: "solid" }, "Send this result"), deny);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       actions.type(message, call, area.value);
@@ -113,7 +113,7 @@ function about(tool) {
 }
 
 function stateOf(call, active) {
-  if (call.state === "asked") return active ? "waits for you" : "not called";
+  if (call.state === "asked") return active ? "waiting for you" : "not called";
   if (call.state === "running") return "running";
   if (call.state === "denied") return "denied";
   return [SAID[call.consent] ?? "", call.error ? "failed" : ""].filter(Boolean).join(", ");
@@ -122,7 +122,7 @@ function stateOf(call, active) {
 function result(call) {
   const text = written(call.result);
   const pre = h("pre", { tabIndex: 0, role: "region", "aria-label": `Result of ${call.name}` }, text);
-  const title = `${call.error ? "What went wrong" : "Result"}, ${count(call.result.length)} characters`;
+  const title = `${call.error ? "Error" : "Result"}, ${count(call.result.length)} characters`;
   return h("details", { class: "result", open: text.length < 400 }, h("summary", {}, title), pre);
 }
 

@@ -63,7 +63,7 @@ export function askForFolder(conversation, names, then) {
     button.addEventListener("click", () => pick(name));
     return h("li", {}, button);
   };
-  byId("move-what").textContent = `“${conversation.title}” goes to:`;
+  byId("move-what").textContent = `Move “${conversation.title}” to:`;
   byId("folder-list").replaceChildren(...names.map((name) => option(name, name)), option(null, "No folder"));
   byId("folder-name").value = "";
   byId("move").showModal();

@@ -90,7 +90,7 @@ export class ToolsDialog {
 
   drawServers() {
     const { servers } = this.tools;
-    const none = servers?.length === 0 ? h("p", { class: "none" }, "The server was started without any: hotset serve --mcp FILE names them.") : null;
+    const none = servers?.length === 0 ? h("p", { class: "none" }, "This server has none: hotset serve --mcp FILE names them.") : null;
     this.servers.replaceChildren(
       h("h3", {}, "MCP servers"),
       ...(this.problem ? [h("p", { class: "problem", role: "alert" }, this.problem)] : []),
@@ -114,7 +114,7 @@ export class ToolsDialog {
       }),
     );
     const list = h("ul", {}, one.tools.map((tool) => h("li", {}, this.tool(tool, on), this.schema(tool))));
-    const state = { starting: "starting", failed: "does not run" }[one.state] ?? "";
+    const state = { starting: "starting", failed: "not running" }[one.state] ?? "";
     return h(
       "section",
       { class: "mcp" },
@@ -152,8 +152,8 @@ export class ToolsDialog {
       h(
         "div",
         { class: "row" },
-        h("p", { class: "problem" }, `On in this conversation, and not there: ${names.join(", ")}`),
-        this.button("Turn off", "missing", "tools that are not there", off),
+        h("p", { class: "problem" }, `On in this conversation, but not available: ${names.join(", ")}`),
+        this.button("Turn off", "missing", "tools that are not available", off),
       ),
     ];
   }
@@ -210,7 +210,7 @@ export class ToolsDialog {
   drawStanding() {
     const { allowed } = ownTools(this.conversation());
     this.standing.replaceChildren(
-      ...(allowed.length ? [h("h3", {}, "Called without asking, in this conversation")] : []),
+      ...(allowed.length ? [h("h3", {}, "Always allowed in this conversation")] : []),
       h(
         "ul",
         {},
