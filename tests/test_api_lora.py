@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from byte_models import PRINTABLE, write_model
 from tiny_adapters import random_pairs, write_adapter, write_merged
 
 import hotset
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Mix
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales
 from hotset.engine.driver import EngineThread
 from hotset.engine.sampler import SamplingParams
-from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
+from hotset.formats.lora import AdapterFile, LoraAdapter
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.settings import LoadSettings
@@ -46,11 +47,13 @@ def model(folder: Path) -> Iterator[hotset.Model]:
 
 
 def answers(
-    model: hotset.Model, mixes: Mapping[str, Mix | None], prompt: str = PROMPT
+    model: hotset.Model, choices: Mapping[str, AdapterScales | None], prompt: str = PROMPT
 ) -> dict[str, list[int]]:
-    """The tokens of an answer with each mix, side by side."""
+    """The tokens of an answer with each choice, side by side."""
     params = SamplingParams(**SAMPLING)
-    made = {name: model.prepare(model.encode(prompt), params, mix=mix) for name, mix in mixes.items()}
+    made = {
+        name: model.prepare(model.encode(prompt), params, adapters=scales) for name, scales in choices.items()
+    }
     with ExitStack() as running:
         for generation in made.values():
             running.enter_context(generation)
@@ -83,13 +86,14 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
     assert len({tuple(tokens) for tokens in alone.values()}) == 4
     given = {"lora": [folder / "two.gguf", (folder / "one.gguf", 1)], "n_seqs": 4, "max_batch": 100}
     with hotset.load(folder / "tiny.gguf", backend="cpu", **given) as model:
-        mixes = {
-            "none": NO_ADAPTERS, "one": model.adapters.mix({"one": 1.0}),
-            "half": model.adapters.mix({1: 0.5}), "both": model.adapters.mix({"two": -0.25, "one": 1}),
+        choices = {
+            "none": NO_ADAPTERS, "one": model.adapters.resolve({"one": 1.0}),
+            "half": model.adapters.resolve({1: 0.5}),
+            "both": model.adapters.resolve({"two": -0.25, "one": 1}),
         }  # fmt: skip
-        assert answers(model, mixes) == alone
+        assert answers(model, choices) == alone
         reused = model.engine.counters().reused_tokens
-        assert answers(model, dict(reversed(mixes.items()))) == alone
+        assert answers(model, dict(reversed(choices.items()))) == alone
         assert model.engine.counters().reused_tokens == reused + 4 * 2 * PAGE_SIZE
         # By default they have what the adapters' scales say.
         model.adapters.set_scales({"one": 0.5})
@@ -98,14 +102,41 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
         assert answers(model, {"none": None})["none"] == alone["none"]
 
 
+def test_memory_is_reserved_before_an_adapter_is_read(
+    folder: Path, model: hotset.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int | str] = []
+    read = AdapterFile.read
+
+    def noted(file: AdapterFile, check: Callable[[], object]) -> LoraAdapter:
+        done.append("read")
+        return read(file, check)
+
+    def reserve(n_bytes: int) -> None:
+        done.append(n_bytes)
+        if len(done) == 1:
+            raise OutOfMemoryError("full")
+
+    monkeypatch.setattr(AdapterFile, "read", noted)
+    model.adapters.change_memory = reserve
+    with pytest.raises(OutOfMemoryError):
+        model.adapters.load(str(folder / "one.gguf"))
+    one = model.adapters.load(str(folder / "one.gguf"))
+    n = one.adapter.nbytes
+    assert done == [n, n, "read", 0]
+    with pytest.raises(InvalidRequestError, match="is called 'one' already"):
+        model.adapters.load(str(folder / "two.gguf"), name="one")
+    assert len(done) == 4  # nothing makes room for what is refused
+
+
 def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: hotset.Model) -> None:
     changes: list[int] = []  # of memory
     model.adapters.change_memory = changes.append
     one = model.adapters.load(str(folder / "one.gguf"), 0.0)
     assert sum(changes) == one.adapter.nbytes
-    expected = answers(model, {"a": model.adapters.mix({one.id: 1})})["a"]
-    mix = model.adapters.mix({"one": 1.0})
-    generation = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
+    expected = answers(model, {"a": model.adapters.resolve({one.id: 1})})["a"]
+    scales = model.adapters.resolve({"one": 1.0})
+    generation = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), adapters=scales)
     with generation:
         model.adapters.unload(0)
         assert generation.finish().tokens == expected
@@ -114,8 +145,8 @@ def test_an_adapter_may_be_unloaded_while_answers_have_it(folder: Path, model: h
     assert sum(changes) == again.adapter.nbytes
     assert answers(model, {"a": None})["a"] == expected
     # An answer that begins afterwards fails by itself, and not what runs beside it.
-    late = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), mix=mix)
-    beside = model.prepare(model.encode("other"), SamplingParams(**SAMPLING), mix=NO_ADAPTERS)
+    late = model.prepare(model.encode(PROMPT), SamplingParams(**SAMPLING), adapters=scales)
+    beside = model.prepare(model.encode("other"), SamplingParams(**SAMPLING), adapters=NO_ADAPTERS)
     model.adapters.unload("one")
     assert not model.backend.adapters.adapters
     assert sum(changes) == 0
@@ -135,7 +166,7 @@ def test_wrong_use_is_one_message(folder: Path, model: hotset.Model, tmp_path: P
         (lambda: model.adapters.load(str(folder / "two.gguf"), 1e9), InvalidRequestError, "scale"),
         (lambda: model.adapters.unload("two"), InvalidRequestError, "'two'; loaded are 0"),
         (lambda: model.adapters.unload(7), InvalidRequestError, "no adapter 7"),
-        (lambda: model.adapters.mix({"one": float("nan")}), InvalidRequestError, "scale"),
+        (lambda: model.adapters.resolve({"one": float("nan")}), InvalidRequestError, "scale"),
         (lambda: model.adapters.set_scales({3: 1.0}), InvalidRequestError, "no adapter 3"),
     ):
         with pytest.raises(error, match=message):
@@ -160,8 +191,8 @@ def test_a_cache_on_disk_knows_adapters(folder: Path, tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         with hotset.load(folder / "tiny.gguf", **given) as model:
-            mixes = {"one": None, "none": NO_ADAPTERS, "half": model.adapters.mix({"one": 0.5})}
-            found.append({name: answers(model, {name: mix})[name] for name, mix in mixes.items()})
+            choices = {"one": None, "none": NO_ADAPTERS, "half": model.adapters.resolve({"one": 0.5})}
+            found.append({name: answers(model, {name: scales})[name] for name, scales in choices.items()})
             assert model.engine.counters().restored_tokens == (len(found) - 1) * 3 * 2 * PAGE_SIZE
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens in found[0].values()}) == 3

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from hotset.backends.base import Backend, Mix, StepStats
+from hotset.backends.base import AdapterScales, Backend, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread, in_turns
@@ -36,7 +36,7 @@ from hotset.loader.adapters import open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.prompt_cache import open_prompt_cache
-from hotset.loader.reserved import reserved_bytes
+from hotset.loader.reserved import reserved_for
 from hotset.loader.speculate import open_speculator
 from hotset.parameters import shown, whole_number
 from hotset.settings import LoadSettings, ModelPath, taking
@@ -71,7 +71,7 @@ def load_opened(opened: Opened) -> Model:
     """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = plan_model(opened, reserved=reserved_bytes(opened))
+        decided = plan_model(opened, reserved=reserved_for(opened))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
         undone.callback(backend.close)
@@ -87,7 +87,7 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     Nothing is loaded on a device. What the model lacks is built as in `load`, whose errors these are.
     """
     with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=reserved_bytes(opened))
+        decided = plan_model(opened, reserved=reserved_for(opened))
         decided.weights.close()
         return decided.placement
 
@@ -261,14 +261,14 @@ class Model:
         shown: Collection[int] = (),
         around: str | None = None,
         owner: Owner | None = None,
-        mix: Mix | None = None,
+        adapters: AdapterScales | None = None,
     ) -> Generation:
         """An answer that has not begun: for a caller that gives its sequence to the thread and takes the
         events.
 
         shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
-        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py). mix: of
-        `adapters`; None: those that answers have by default.
+        form that params ask for (`output_form.around`). owner: for whom it runs (engine/sequence.py).
+        adapters: of `adapters.resolve`; None: those that answers have by default.
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
@@ -276,7 +276,7 @@ class Model:
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form, around) if params.form else None,
-            breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, mix=mix,
+            breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 

@@ -143,6 +143,15 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         raise InvalidRequestError(f"{path} is no folder; name one")
 
 
+def entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
 @contextlib.contextmanager
 def replacing(
     path: str | os.PathLike[str], remedy: str = "choose another folder", *, mode: int = 0o666

@@ -80,7 +80,7 @@ class LoadSettings:
 
     cache_dir: a directory in which the cache of finished answers is kept, and found again after a restart
     (docs/PROMPT-CACHE.md); None: nowhere. cache_disk: GiB that it may have for all models, or a text such as
-    "500M" or "20G".
+    "500M" or "20G"; as much may be in the folder of a server's saved slots.
 
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
@@ -255,6 +255,10 @@ class LoadSettings:
         if self.gpu_index is not None or self.ram_budget is not None:
             option = "GPU index" if self.gpu_index is not None else "budget of this machine's memory"
             raise InvalidRequestError(f"a Vulkan device has whole layers and takes no {option}; leave it out")
+
+    @property
+    def cache_disk_bytes(self) -> int:
+        return int(float(self.cache_disk) * 2**30)
 
     @property
     def vulkan(self) -> str | None:

@@ -13,12 +13,12 @@ import threshold_models
 from backend_runs import batch, cpu, logits_of, mixed_types, tokens
 from derived_bounds import Oracle, U, gamma
 from stored_weights import stored, streaming
-from tiny_adapters import give, mix_of, random_adapter, write_merged
+from tiny_adapters import give, random_adapter, scales_of, write_merged
 from tiny_gguf import write_llama
 
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import Batch, Mix
+from hotset.backends.base import AdapterScales, Batch
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -42,10 +42,10 @@ def adapter_of(backend: Any, **options: Any) -> LoraAdapter:
     return random_adapter(backend.graph, backend.weights.tensors, **options)
 
 
-def step_of(*parts: tuple[np.ndarray, int, list[int], Mix], taps: tuple[str, ...] = ()) -> Batch:
-    """A step of sequences: (tokens, first position, pages, mix)."""
+def step_of(*parts: tuple[np.ndarray, int, list[int], AdapterScales], taps: tuple[str, ...] = ()) -> Batch:
+    """A step of sequences: (tokens, first position, pages, adapter scales)."""
     made = batch([part[:3] for part in parts], taps)
-    return replace(made, mixes=[part[3] for part in parts])
+    return replace(made, adapter_scales=[part[3] for part in parts])
 
 
 def check_every_value(backend: Any, weights: Any, parts: list[Any]) -> None:
@@ -74,9 +74,9 @@ def test_every_operation_with_adapters_is_right(model: GGUFFile, type: GGMLType)
         backend, rank=19, seed=1, type=type, names=lambda name: "attn_q" in name or "up" in name
     )
     give(backend, [one, other])
-    both = mix_of(one, other, scales=[0.75, -0.5])
+    both = scales_of(one, other, scales=[0.75, -0.5])
     check_every_value(
-        backend, model, [(IDS, 0, [0], both), (IDS[:9], 0, [1], ()), (IDS[:20], 0, [2], mix_of(other))]
+        backend, model, [(IDS, 0, [0], both), (IDS[:9], 0, [1], ()), (IDS[:20], 0, [2], scales_of(other))]
     )
 
 
@@ -88,13 +88,13 @@ def test_sparse_ffns_with_adapters(tmp_path: Path, kind: str, mode: str) -> None
     backends = {name: sparse_runs.cpu(gguf, name, kv_type="f32") for name in ("dense", mode)}
     adapter = adapter_of(backends["dense"])
     for backend in backends.values():
-        give(backend, [adapter], mix_of(adapter))
+        give(backend, [adapter], scales_of(adapter))
     dense = logits_of(backends["dense"], IDS, [7, 8], [0])
     np.testing.assert_array_equal(logits_of(backends[mode], IDS, [7, 8], [0]), dense)
     own = sparse_runs.cpu(gguf, mode, kv_type="f32")
     give(own, [adapter])
-    check_every_value(own, own.weights, [(IDS, 0, [0], mix_of(adapter)), (IDS[:5], 0, [1], ())])
-    check_every_value(own, own.weights, [(IDS[:1], 0, [0], mix_of(adapter))])
+    check_every_value(own, own.weights, [(IDS, 0, [0], scales_of(adapter)), (IDS[:5], 0, [1], ())])
+    check_every_value(own, own.weights, [(IDS[:1], 0, [0], scales_of(adapter))])
 
 
 def test_exact_leaves_rows_out_with_adapters_too(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_exact_leaves_rows_out_with_adapters_too(tmp_path: Path) -> None:
         reference = ReferenceBackend(ready.weights, graph, n_pages=8, kv_type="f32", sparse=True)
         adapter = adapter_of(native)
         for one in (native, reference):
-            give(one, [adapter], mix_of(adapter))
+            give(one, [adapter], scales_of(adapter))
             one.step(batch([(IDS[:1], 0, [0])]))
         ours, theirs = native.stats(), reference.stats()
         assert ours is not None
@@ -126,8 +126,8 @@ def test_predicted_neurons_with_adapters(tmp_path: Path, predictor: str) -> None
     backend = sparse_runs.cpu(gguf, "predicted", name, kv_type="f32")
     adapter = adapter_of(backend)
     give(backend, [adapter])
-    check_every_value(backend, backend.weights, [(IDS, 0, [0], mix_of(adapter)), (IDS[:1], 0, [1], ())])
-    check_every_value(backend, backend.weights, [(IDS[:1], 0, [0], mix_of(adapter))])
+    check_every_value(backend, backend.weights, [(IDS, 0, [0], scales_of(adapter)), (IDS[:1], 0, [1], ())])
+    check_every_value(backend, backend.weights, [(IDS[:1], 0, [0], scales_of(adapter))])
 
 
 @pytest.mark.parametrize("sites", ["gate", "every"])
@@ -136,7 +136,7 @@ def test_thresholds_with_adapters(tmp_path: Path, sites: str) -> None:
     gguf = threshold_models.write(tmp_path)
     backend = threshold_models.cpu(gguf, threshold_models.CASES[sites], kv_type="f32")
     adapter = adapter_of(backend)
-    give(backend, [adapter], mix_of(adapter))
+    give(backend, [adapter], scales_of(adapter))
     flags = np.arange(len(IDS)) % 3 > 0
     plain = threshold_models.run(backend, IDS, flags)
     names = tuple(op.out.name for op in backend.adapters.graph.primitives)
@@ -150,9 +150,9 @@ def test_weights_from_a_store_with_adapters(tmp_path: Path, kind: str) -> None:
     gguf = sparse_runs.write(tmp_path, kind, T.Q8_0, dialect="gguf")
     whole = sparse_runs.cpu(gguf, "exact")
     adapter = adapter_of(whole)
-    give(whole, [adapter], mix_of(adapter))
+    give(whole, [adapter], scales_of(adapter))
     backend, _ = stored(gguf, "exact", 0.1)
-    give(backend, [adapter], mix_of(adapter))
+    give(backend, [adapter], scales_of(adapter))
     expected = logits_of(whole, IDS[:12], range(1, 12), [0])
     np.testing.assert_array_equal(logits_of(backend, IDS[:12], range(1, 12), [0]), expected)
     backend.close()
@@ -162,32 +162,36 @@ def test_streamed_weights_with_adapters(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", type_of=lambda name: T.Q8_0))
     whole = cpu(gguf)
     adapter = adapter_of(whole)
-    give(whole, [adapter], mix_of(adapter))
+    give(whole, [adapter], scales_of(adapter))
     backend, _ = streaming(gguf, 0.2)
-    give(backend, [adapter], mix_of(adapter))
+    give(backend, [adapter], scales_of(adapter))
     expected = logits_of(whole, IDS[:12], [5, 6], [0])
     np.testing.assert_array_equal(logits_of(backend, IDS[:12], [5, 6], [0]), expected)
     backend.close()
 
 
-def test_logits_depend_on_nothing_but_the_own_mix(model: GGUFFile) -> None:
+def test_logits_depend_on_nothing_but_the_own_adapters(model: GGUFFile) -> None:
     """Not on threads, chunks, neighbours, nor on other adapters that are loaded."""
     alone = cpu(model)
     adapters = [adapter_of(alone, rank=rank, seed=rank) for rank in (1, 8, 40)]
-    mixes: list[Mix] = [(), *(mix_of(each) for each in adapters), mix_of(*adapters[:2], scales=[2, -1])]
+    choices: list[AdapterScales] = [
+        (),
+        *(scales_of(each) for each in adapters),
+        scales_of(*adapters[:2], scales=[2, -1]),
+    ]
     expected = []
-    for mix in mixes:
-        used = [each for each in adapters if each.digest in dict(mix)]
-        give(alone, used, mix)
+    for choice in choices:
+        used = [each for each in adapters if each.digest in dict(choice)]
+        give(alone, used, choice)
         expected.append(logits_of(alone, IDS, [1, 2, 17], [3]))
-    assert len({rows.tobytes() for rows in expected}) == len(mixes)
+    assert len({rows.tobytes() for rows in expected}) == len(choices)
     for n_threads in (1, 3):
         together = cpu(model, n_threads=n_threads, max_batch=256)
         give(together, adapters[::-1])
         at = 0
         for end in (3, 4, 5, 40):
-            parts = [(IDS[at:end], at, [i], mix) for i, mix in enumerate(mixes)]
-            logits = together.step(step_of(*parts)).logits.reshape(len(mixes), end - at, -1)
+            parts = [(IDS[at:end], at, [i], choice) for i, choice in enumerate(choices)]
+            logits = together.step(step_of(*parts)).logits.reshape(len(choices), end - at, -1)
             for rows, own in zip(logits, expected, strict=True):
                 np.testing.assert_array_equal(rows, own[at:end])
             at = end
@@ -198,7 +202,7 @@ def test_every_instruction_set_gives_the_same_bits(model: GGUFFile) -> None:
     for isa in _core.available_isas():
         backend = cpu(model, isa=isa)
         adapters = [adapter_of(backend, rank=rank, seed=rank, type=T.F16) for rank in (5, 16)]
-        give(backend, adapters, mix_of(*adapters))
+        give(backend, adapters, scales_of(*adapters))
         logits = logits_of(backend, IDS[:12], [9, 10], [0])
         expected = logits if expected is None else expected
         np.testing.assert_array_equal(logits, expected)
@@ -210,7 +214,7 @@ def test_a_model_without_adapters_is_the_same(model: GGUFFile) -> None:
     give(other, [adapter])
     expected = logits_of(plain, IDS, [9], [0])
     np.testing.assert_array_equal(logits_of(other, IDS, [9], [0]), expected)
-    give(other, [adapter], mix_of(adapter, scales=[0.0]))
+    give(other, [adapter], scales_of(adapter, scales=[0.0]))
     np.testing.assert_array_equal(logits_of(other, IDS, [9], [0]), expected)
     give(other, [])
     np.testing.assert_array_equal(logits_of(other, IDS, [9], [0]), expected)
@@ -223,7 +227,7 @@ def test_products_are_those_of_the_merged_model(tmp_path: Path, made: Any) -> No
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     backend = cpu(gguf, kv_type="f32") if made else ReferenceBackend(gguf, graph, n_pages=4)
     adapters, scales = [adapter_of(backend, seed=seed) for seed in (0, 1)], (0.5, -1.25)
-    give(backend, adapters, mix_of(*adapters, scales=scales))
+    give(backend, adapters, scales_of(*adapters, scales=scales))
     merged = open_gguf(
         write_merged(
             tmp_path / "merged.gguf", gguf, zip((each.pairs for each in adapters), scales, strict=True)
@@ -252,8 +256,8 @@ def test_refused_mixes(model: GGUFFile) -> None:
     with pytest.raises(InvalidRequestError, match="not loaded any more"):
         backend.step(step_of((IDS, 0, [0], (("0" * 32, 1.0),))))
     with pytest.raises(InvalidRequestError, match="finite"):
-        backend.step(step_of((IDS, 0, [0], mix_of(adapter, scales=[1e39]))))
+        backend.step(step_of((IDS, 0, [0], scales_of(adapter, scales=[1e39]))))
     with pytest.raises(InvalidRequestError, match="each sequence"):
-        backend.step(replace(batch([(IDS, 0, [0])]), mixes=[]))
+        backend.step(replace(batch([(IDS, 0, [0])]), adapter_scales=[]))
     with pytest.raises(InvalidRequestError, match="100 adapters"):
         AdapterSet(backend.graph, model.tensors, [adapter] * 101)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from backend_runs import batch
 from derived_bounds import Oracle
-from tiny_adapters import give, mix_of, random_adapter
+from tiny_adapters import give, random_adapter, scales_of
 
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
@@ -40,20 +40,20 @@ def test_every_operation_is_right_and_neighbours_are_as_ever(run_folder: Path, n
         adapter = random_adapter(graph, gguf.tensors, factor=0.1)
         give(backend, [adapter])
 
-        def step(*mixes: tuple[tuple[str, float], ...], taps: tuple[str, ...] = ()) -> Batch:
+        def step(*scales: tuple[tuple[str, float], ...], taps: tuple[str, ...] = ()) -> Batch:
             ids = np.random.default_rng(0).integers(0, min(backend.n_vocab, 300), N).astype(np.int32)
-            made = replace(batch([(ids, 0, [0]), (ids[:7], 0, [1])], taps), mixes=mixes)
+            made = replace(batch([(ids, 0, [0]), (ids[:7], 0, [1])], taps), adapter_scales=scales)
             return made.with_states_of_rows(0) if graph.recurrent else made
 
         without = backend.step(step((), ())).logits.copy()
-        logits = backend.step(step(mix_of(adapter), ())).logits.copy()
+        logits = backend.step(step(scales_of(adapter), ())).logits.copy()
         np.testing.assert_array_equal(logits[N:], without[N:])
         assert (logits[:N] != without[:N]).any()
         oracle = Oracle(gguf, backend.adapters.graph, **given)
         oracle.adapters = backend.adapters
         made = {op.out.name for op in oracle.graph.primitives}
         oracle.graph.values = [value for value in oracle.graph.values if value.name in made]
-        tapped = step(mix_of(adapter), (), taps=tuple(sorted(made)))
+        tapped = step(scales_of(adapter), (), taps=tuple(sorted(made)))
         found = backend.step(tapped)
         np.testing.assert_array_equal(found.logits, logits)
         oracle.check(tapped, found)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_adapters import give, mix_of, write_peft
+from tiny_adapters import give, scales_of, write_peft
 from tiny_gguf import write_llama
 
-from hotset.convert.peft import read_peft_adapter
+from hotset.convert.peft import open_peft_adapter
 from hotset.errors import FormatError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 from hotset.model.architectures import ARCHITECTURES
@@ -66,12 +66,14 @@ def test_logits_are_those_of_transformers_with_the_adapter(
         expected = theirs(torch.tensor(ids)[None]).logits[0].numpy()
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         config = config_from_gguf(gguf)
-        adapter = read_peft_adapter(folder, config.architecture, config.head_dim)
-        adapter.check_model(gguf.architecture, adaptable(describe(config, gguf.tensors), gguf.tensors))
+        with open_peft_adapter(folder, config.architecture, config.head_dim) as file:
+            file.check_model(gguf.architecture, adaptable(describe(config, gguf.tensors), gguf.tensors))
+            adapter = file.read()
+        assert adapter.nbytes == file.nbytes
         for backend_name in ("reference", "cpu"):
             backend = open_backend(backend_name, gguf)
             plain = run(backend, [ids], [[(0, 60)]])[0]
-            give(backend, [adapter], mix_of(adapter))
+            give(backend, [adapter], scales_of(adapter))
             found = run(backend, [ids], [[(0, 50)], [(0, 10)]])[0]
             assert relative_error(found, expected) < TOLERANCE
             assert relative_error(plain, expected) > 0.05  # the adapter does something
@@ -94,8 +96,8 @@ def tensors_of(module: str = HEAD) -> dict[str, np.ndarray]:
     ],
 )
 def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
-    found = read_peft_adapter(write_peft(tmp_path / "a", tensors_of(), config), "llama", 32)
-    assert found.pairs["blk.0.attn_q.weight"].factor == factor
+    found = open_peft_adapter(write_peft(tmp_path / "a", tensors_of(), config), "llama", 32)
+    assert found.read().pairs["blk.0.attn_q.weight"].factor == factor
 
 
 @pytest.mark.parametrize(
@@ -142,24 +144,24 @@ def test_what_is_refused(
 ) -> None:
     folder = write_peft(tmp_path / "a", {**tensors_of(), **tensors}, config)
     with pytest.raises(error, match=message):
-        read_peft_adapter(folder, "llama", 32)
+        open_peft_adapter(folder, "llama", 32)
 
 
 def test_folders_that_are_not_complete(tmp_path: Path) -> None:
     folder = write_peft(tmp_path / "a", tensors_of())
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match=r"holds no adapter_model\.safetensors"):
-        read_peft_adapter(folder, "llama", 32)
+        open_peft_adapter(folder, "llama", 32)
     (folder / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(FormatError, match="not a JSON object"):
-        read_peft_adapter(folder, "llama", 32)
+        open_peft_adapter(folder, "llama", 32)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "deepseek2", "minicpm", "falcon-h1"])
 def test_models_that_a_conversion_changes_otherwise(tmp_path: Path, architecture: str) -> None:
     assert architecture in ARCHITECTURES
     with pytest.raises(UnsupportedModelError, match=f"not read for {architecture} models"):
-        read_peft_adapter(write_peft(tmp_path / "a", tensors_of()), architecture, 32)
+        open_peft_adapter(write_peft(tmp_path / "a", tensors_of()), architecture, 32)
 
 
 def test_damaged_folders_are_one_message(tmp_path: Path) -> None:
@@ -176,7 +178,9 @@ def test_damaged_folders_are_one_message(tmp_path: Path) -> None:
             damaged[at] = rng.integers(256)
         path.write_bytes(damaged)
         try:
-            read_peft_adapter(folder, "llama", 32).check_model("llama", matrices)
+            with open_peft_adapter(folder, "llama", 32) as file:
+                file.check_model("llama", matrices)
+                file.read()
         except HotsetError as error:
             refused.append(str(error))
         path.write_bytes(whole[path])

@@ -12,7 +12,7 @@ from tiny_gguf import write_llama
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
-from hotset.formats.lora import FloatMatrix, LoraAdapter, LowRankPair, read_gguf_adapter
+from hotset.formats.lora import FloatMatrix, LoraAdapter, LowRankPair, open_gguf_adapter
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -37,26 +37,33 @@ def pairs(model: GGUFFile) -> dict[str, LowRankPair]:
     return random_pairs(describe(config_from_gguf(model), model.tensors), model.tensors)
 
 
+def read(path: Path) -> LoraAdapter:
+    with open_gguf_adapter(path) as file:
+        adapter = file.read()
+    assert adapter.nbytes == file.nbytes
+    return adapter
+
+
 @pytest.mark.parametrize("type", [GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0])
 def test_an_adapter_is_read_as_it_was_written(tmp_path: Path, type: GGMLType) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 64), (128, 32)))
     pair = LowRankPair(FloatMatrix.of(a), FloatMatrix.of(b), 1.0)
-    found = read_gguf_adapter(write_adapter(tmp_path / "a.gguf", {Q: pair}, alpha=16, type=type))
-    assert found.architecture == "llama"
-    read = found.pairs[Q]
-    assert (read.rank, read.factor) == (32, 0.5)
+    path = write_adapter(tmp_path / "a.gguf", {Q: pair}, alpha=16, type=type)
+    assert open_gguf_adapter(path).architecture == "llama"
+    found = read(path).pairs[Q]
+    assert (found.rank, found.factor) == (32, 0.5)
     step = {GGMLType.F32: 0, GGMLType.F16: 2.0**-11, GGMLType.BF16: 2.0**-8, GGMLType.Q8_0: 1 / 127}[type]
-    for matrix, values in ((read.a, a), (read.b, b)):
+    for matrix, values in ((found.a, a), (found.b, b)):
         assert matrix.type == (GGMLType.F32 if type == GGMLType.Q8_0 else type)  # blocks are decoded
         np.testing.assert_allclose(matrix.floats, values, rtol=0, atol=step * np.abs(values).max())
-    plain = read_gguf_adapter(write_adapter(tmp_path / "b.gguf", {Q: pair}, alpha=0))
+    plain = read(write_adapter(tmp_path / "b.gguf", {Q: pair}, alpha=0))
     assert plain.pairs[Q].factor == 1.0
 
 
 def test_a_digest_is_of_what_is_added(tmp_path: Path, pairs: dict[str, LowRankPair]) -> None:
     digests = [
-        read_gguf_adapter(write_adapter(tmp_path / f"{i}.gguf", given, alpha=alpha)).digest
+        read(write_adapter(tmp_path / f"{i}.gguf", given, alpha=alpha)).digest
         for i, (given, alpha) in enumerate([(pairs, 8), (pairs, 8), (pairs, 4), ({Q: pairs[Q]}, 8)])
     ]
     assert digests[0] == digests[1]
@@ -64,10 +71,10 @@ def test_a_digest_is_of_what_is_added(tmp_path: Path, pairs: dict[str, LowRankPa
 
 
 def test_one_for_the_model_is_taken(
-    pairs: dict[str, LowRankPair], matrices: dict[str, tuple[int, int]]
+    tmp_path: Path, pairs: dict[str, LowRankPair], matrices: dict[str, tuple[int, int]]
 ) -> None:
     assert len(matrices) == 2 * 7 + 1
-    LoraAdapter(Path("a"), "llama", pairs).check_model("llama", matrices)
+    open_gguf_adapter(write_adapter(tmp_path / "a.gguf", pairs)).check_model("llama", matrices)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,7 @@ def test_one_for_the_model_is_taken(
     ],
 )
 def test_one_for_another_model_is_refused(
+    tmp_path: Path,
     pairs: dict[str, LowRankPair],
     matrices: dict[str, tuple[int, int]],
     changed: dict[str, str],
@@ -88,7 +96,7 @@ def test_one_for_another_model_is_refused(
 ) -> None:
     given = pairs | {name: pairs[like] for name, like in changed.items()}
     with pytest.raises(InvalidRequestError, match=message):
-        LoraAdapter(Path("a"), "llama", given).check_model(architecture, matrices)
+        open_gguf_adapter(write_adapter(tmp_path / "a.gguf", given)).check_model(architecture, matrices)
 
 
 def written(path: Path, keys: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
@@ -136,7 +144,7 @@ def test_what_is_no_adapter_is_refused(
 ) -> None:
     given = {name: values for name, values in (ONES | tensors).items() if values is not None}
     with pytest.raises(error, match=message):
-        read_gguf_adapter(written(tmp_path / "a.gguf", keys, given))
+        read(written(tmp_path / "a.gguf", keys, given))
 
 
 def test_damaged_files_are_one_message(
@@ -151,7 +159,8 @@ def test_damaged_files_are_one_message(
             damaged[at] = rng.integers(256)
         path.write_bytes(damaged[: rng.integers(1, len(whole))] if rng.random() < 0.1 else damaged)
         try:
-            read_gguf_adapter(path).check_model("llama", matrices)
+            open_gguf_adapter(path).check_model("llama", matrices)
+            read(path)
         except HotsetError as error:
             refused.append(str(error))
     assert len(refused) > 200

@@ -151,11 +151,11 @@ def same(found: Any, expected: Any) -> None:
 
 def test_every_field_of_a_batch_is_carried() -> None:
     """A new field of Batch must be added to FIELDS, and VERSION raised. Stages have no adapters."""
-    carried = {field.name for field in fields(Batch)} - {"mixes"}
+    carried = {field.name for field in fields(Batch)} - {"adapter_scales"}
     assert all(getattr(FULL, name) is not None for name in carried)
     assert carried <= {field.name for field in FIELDS}
     with pytest.raises(AssertionError, match="no adapters"):
-        encode(Message(1, a_batch(mixes=[(("digest", 1.0),)] * 3), None), LARGE)
+        encode(Message(1, a_batch(adapter_scales=[(("digest", 1.0),)] * 3), None), LARGE)
 
 
 def test_arrays_that_are_not_contiguous_arrive() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
                 assert reply.status_code == status
             listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
             assert [one["name"] for one in listed] == ["other"]
+            assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
+            for key, seen in (("a", {"other"}), ("r", {"tiny", "other"})):
+                text = (await client.get("/metrics", headers=of(key))).text
+                assert set(re.findall(r'model="(.*?)"', text)) == seen
+                assert "hotset_ready 1.0" in text
 
     asyncio.run(work())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from byte_models import write_model
 from tiny_adapters import random_pairs, write_adapter
 from tiny_server import client_of, client_to
+from waiting import WATCHDOG
 
 from hotset.engine.sampler import SamplingParams
 from hotset.formats.gguf import open_gguf
+from hotset.formats.lora import AdapterFile, LoraAdapter
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -24,6 +27,7 @@ from hotset.server.model_settings import ModelsFile
 from hotset.server.models import Models
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
+from hotset.server.streams import ClientGoneError
 from hotset.settings import LoadSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -142,9 +146,8 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert await asked(client) == chosen
         assert (await client.post("/lora-adapters", json=[])).json() == [entry]
         assert await asked(client) == plain
-        for name, message in (("first", "is loaded already"), ("second", "is loaded already")):
-            again = await client.post("/v1/load_lora_adapter", json=given | {"lora_name": name})
-            assert (again.status_code, message in again.text) == (400, True)
+        again = await client.post("/v1/load_lora_adapter", json=given | {"lora_name": "second"})
+        assert (again.status_code, "is loaded already" in again.text) == (400, True)
         taken = await client.post("/v1/load_lora_adapter", json=given | {"lora_path": "two.gguf"})
         assert (taken.status_code, "is called 'first' already" in taken.text) == (400, True)
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first"})
@@ -173,6 +176,42 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert "no adapter 3" in wrong.json()["error"]["message"]
 
     (folder / "link").symlink_to("/etc/passwd")
+    run(folder, work, lora_dir=str(folder))
+
+
+def test_a_client_that_leaves_ends_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, left = threading.Event(), threading.Event()
+    ended: list[BaseException | None] = []
+    read = AdapterFile.read
+
+    def slow(file: AdapterFile, check: Callable[[], object]) -> LoraAdapter:
+        reading.set()
+        assert left.wait(WATCHDOG)
+        try:
+            return read(file, check)
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    monkeypatch.setattr(AdapterFile, "read", slow)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        changes: list[int] = []  # of memory
+        service.model.adapters.change_memory = changes.append
+        given = {"lora_path": "one.gguf"}
+        asking = asyncio.create_task(client.post("/v1/load_lora_adapter", json=given))
+        await asyncio.to_thread(reading.wait)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        left.set()
+        while len(changes) < 2:
+            await asyncio.sleep(0.002)
+        assert sum(changes) == 0 < changes[0]
+        assert [type(error) for error in ended] == [ClientGoneError]
+        assert (await client.get("/lora-adapters")).json() == []
+        loaded = await client.post("/v1/load_lora_adapter", json=given)
+        assert loaded.status_code == 200, loaded.text
+
     run(folder, work, lora_dir=str(folder))
 
 

@@ -31,10 +31,10 @@ from waiting import until
 from hotset.errors import InvalidRequestError, QueueFullError
 from hotset.server import shapes
 from hotset.server.keys import NamedKey
-from hotset.server.mcp.connection import ToolResult, View
+from hotset.server.mcp.clients import McpClients
+from hotset.server.mcp.connection import ServerStatus, ToolResult
 from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.mcp.limits import Limits, McpServerError
-from hotset.server.mcp.toolbox import Toolbox
 from hotset.server.service import Service
 
 SCRIPT = ROOT / "tests" / "support" / "mcp_stdio.py"
@@ -47,25 +47,25 @@ def process(name: str, how: str = "", **env: str) -> McpServer:
 
 
 @contextmanager
-def toolbox_of(*servers: McpServer, limits: Limits = SMALL) -> Iterator[Toolbox]:
+def clients_of(*servers: McpServer, limits: Limits = SMALL) -> Iterator[McpClients]:
     """Once it knows what becomes of each server."""
-    toolbox = Toolbox(servers, limits)
-    toolbox.start()
+    clients = McpClients(servers, limits)
+    clients.start()
     try:
-        until(lambda: all(view.state != "starting" for view in toolbox.views))
-        yield toolbox
+        until(lambda: all(status.state != "starting" for status in clients.statuses))
+        yield clients
     finally:
-        toolbox.close()
+        clients.close()
 
 
-def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> ToolResult:
-    found = toolbox.find(name)
+def call(clients: McpClients, name: str, /, **arguments: Any) -> ToolResult:
+    found = clients.find(name)
     assert found is not None
-    return asyncio.run(toolbox.call(*found, arguments))
+    return asyncio.run(clients.call(*found, arguments))
 
 
-def view_of(toolbox: Toolbox, name: str) -> View:
-    return next(view for view in toolbox.views if view.name == name)
+def status_of(clients: McpClients, name: str) -> ServerStatus:
+    return next(status for status in clients.statuses if status.name == name)
 
 
 # ---- the file ----
@@ -138,78 +138,78 @@ def test_a_file_of_something_else(tmp_path: Path, text: str) -> None:
 
 def test_tools_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_API_KEY", "s3cret")
-    with toolbox_of(process("a b", SECRET="x")) as toolbox:
-        view = view_of(toolbox, "a b")
-        assert (view.state, view.problem, view.tools[0].name) == ("ready", "", "a_b__echo")
-        assert call(toolbox, "a_b__echo", text="hé\n1") == ToolResult("hé\n1", False)
-        assert call(toolbox, "a_b__add", a=1, b=2) == ToolResult('{"sum": 3}', False)
-        assert call(toolbox, "a_b__fail") == ToolResult("it failed", True)
-        assert call(toolbox, "a_b__variable", name="SECRET").text == "x"
-        assert call(toolbox, "a_b__variable", name="HOTSET_API_KEY").text == "not set"
-        assert call(toolbox, "a_b__parts").text.split("\n") == [
+    with clients_of(process("a b", SECRET="x")) as clients:
+        status = status_of(clients, "a b")
+        assert (status.state, status.problem, status.tools[0].name) == ("ready", "", "a_b__echo")
+        assert call(clients, "a_b__echo", text="hé\n1") == ToolResult("hé\n1", False)
+        assert call(clients, "a_b__add", a=1, b=2) == ToolResult('{"sum": 3}', False)
+        assert call(clients, "a_b__fail") == ToolResult("it failed", True)
+        assert call(clients, "a_b__variable", name="SECRET").text == "x"
+        assert call(clients, "a_b__variable", name="HOTSET_API_KEY").text == "not set"
+        assert call(clients, "a_b__parts").text.split("\n") == [
             "red \\x1b[31m\\u202e<b>bold</b>", "[image (image/png), which is not shown]", "of a file",
             "[a file that is not text: file:///a.bin]", "[a resource: file:///b.txt]",
         ]  # fmt: skip
-        long = call(toolbox, "a_b__long", n=100_000).text
+        long = call(clients, "a_b__long", n=100_000).text
         assert long == "x" * 50_000 + "\n[cut: the first 50000 of 100000 characters]"
-        call(toolbox, "a_b__grow")
-        until(lambda: toolbox.find("a_b__more") is not None)  # the server said that it has more
-        assert toolbox.find("a_b__none") is None
+        call(clients, "a_b__grow")
+        until(lambda: clients.find("a_b__more") is not None)  # the server said that it has more
+        assert clients.find("a_b__none") is None
 
 
 def test_a_process_that_ends_is_started_again() -> None:
-    with toolbox_of(process("a")) as toolbox:
-        first = call(toolbox, "a__pid").text
+    with clients_of(process("a")) as clients:
+        first = call(clients, "a__pid").text
         with pytest.raises(McpServerError, match=r"^ended \(exit code 3\): nothing left to do$"):
-            call(toolbox, "a__die")
-        assert (view_of(toolbox, "a").state, len(view_of(toolbox, "a").tools)) == ("failed", 11)
-        second = call(toolbox, "a__pid").text
-        asyncio.run(toolbox.restart("a"))
-        third = call(toolbox, "a__pid").text
+            call(clients, "a__die")
+        assert (status_of(clients, "a").state, len(status_of(clients, "a").tools)) == ("failed", 11)
+        second = call(clients, "a__pid").text
+        asyncio.run(clients.restart("a"))
+        third = call(clients, "a__pid").text
         assert len({first, second, third}) == 3
         until(lambda: not any(psutil.pid_exists(int(one)) for one in (first, second)))
 
 
 def test_calls_that_take_too_long() -> None:
     limits = Limits(call_seconds=0.1, stop_seconds=0.5)
-    with toolbox_of(process("a"), limits=limits) as toolbox:
+    with clients_of(process("a"), limits=limits) as clients:
         with pytest.raises(McpServerError, match=r"did not answer wait within 0.1 s"):
-            call(toolbox, "a__wait")
-        assert call(toolbox, "a__echo", text="still there").text == "still there"
+            call(clients, "a__wait")
+        assert call(clients, "a__echo", text="still there").text == "still there"
 
 
 def test_calls_that_are_cancelled_or_too_many() -> None:
-    async def work(toolbox: Toolbox) -> None:
-        found, echo = toolbox.find("a__wait"), toolbox.find("a__echo")
+    async def work(clients: McpClients) -> None:
+        found, echo = clients.find("a__wait"), clients.find("a__echo")
         assert found is not None
         assert echo is not None
-        calls = [asyncio.ensure_future(toolbox.call(*found, {})) for _ in range(2)]
+        calls = [asyncio.ensure_future(clients.call(*found, {})) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError):
-            await toolbox.call(*echo, {"text": "x"})
+            await clients.call(*echo, {"text": "x"})
         for one in calls:
             one.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        while True:  # until the toolbox has heard of it
+        while True:  # until the clients has heard of it
             with suppress(QueueFullError):
-                assert (await toolbox.call(*echo, {"text": "x"})).text == "x"
+                assert (await clients.call(*echo, {"text": "x"})).text == "x"
                 break
 
-    with toolbox_of(process("a"), limits=Limits(calls=2, stop_seconds=0.5)) as toolbox:
-        asyncio.run(work(toolbox))
+    with clients_of(process("a"), limits=Limits(calls=2, stop_seconds=0.5)) as clients:
+        asyncio.run(work(clients))
 
 
 def test_processes_that_are_hostile() -> None:
     hows = ("many", "odd", "pages", "endless", "flood", "lines", "fails")
-    with toolbox_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as toolbox:
-        said = {view.name: (view.state, view.problem) for view in toolbox.views}
+    with clients_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as clients:
+        said = {status.name: (status.state, status.problem) for status in clients.statuses}
         assert said["endless"] == ("failed", "sent a message of more than 131072 bytes and was ended")
         for how in ("flood", "lines"):
             assert said[how] == ("failed", "sent more than 1048576 bytes in a minute and was ended")
         assert said["fails"] == ("failed", "ended (exit code 2): no licence \\x1b[31mfound")
         hint = "; install it, or give its full path as `command`"
         assert said["no"] == ("failed", f"cannot be started: there is no program 'no-such'{hint}")
-        many, odd, pages = (view_of(toolbox, name) for name in ("many", "odd", "pages"))
+        many, odd, pages = (status_of(clients, name) for name in ("many", "odd", "pages"))
         assert (len(many.tools), len(pages.tools)) == (256, 2)
         assert "or their number (344): tool256, tool257, tool258, tool259 and others" in many.problem
         assert pages.problem.startswith("has more than 64 tools")
@@ -220,19 +220,22 @@ def test_processes_that_are_hostile() -> None:
 
 def test_processes_that_do_not_read() -> None:
     limits = Limits(write_seconds=0.2, stop_seconds=0.1)
-    with toolbox_of(process("asks", "asks"), process("deaf", "deaf"), limits=limits) as toolbox:
-        view = view_of(toolbox, "asks")
-        assert (view.state, view.problem) == ("failed", "sent more than 64 requests at once and was ended")
+    with clients_of(process("asks", "asks"), process("deaf", "deaf"), limits=limits) as clients:
+        status = status_of(clients, "asks")
+        assert (status.state, status.problem) == (
+            "failed",
+            "sent more than 64 requests at once and was ended",
+        )
         for _ in range(2):  # it is started again
             with pytest.raises(McpServerError, match=r"^does not read its input and was ended$"):
-                call(toolbox, "deaf__echo", text="x" * 1_000_000)
+                call(clients, "deaf__echo", text="x" * 1_000_000)
 
 
 def test_a_process_that_does_not_answer() -> None:
     limits = Limits(start_seconds=0.2, stop_seconds=0.1)
-    with toolbox_of(process("a", "silent"), limits=limits) as toolbox:
-        view = view_of(toolbox, "a")
-        assert (view.state, view.problem) == ("failed", "did not answer within 0.2 s")
+    with clients_of(process("a", "silent"), limits=limits) as clients:
+        status = status_of(clients, "a")
+        assert (status.state, status.problem) == ("failed", "did not answer within 0.2 s")
 
 
 def are_gone(pids: list[int]) -> bool:
@@ -245,9 +248,9 @@ def are_gone(pids: list[int]) -> bool:
     return all(map(is_gone, pids))
 
 
-def test_processes_end_with_the_toolbox(tmp_path: Path) -> None:
+def test_processes_end_with_the_clients(tmp_path: Path) -> None:
     """Those too that ignore the end of their input and SIGTERM, with what they started themselves."""
-    with toolbox_of(process("a", "stays", PIDS=str(tmp_path / "pids"))):
+    with clients_of(process("a", "stays", PIDS=str(tmp_path / "pids"))):
         pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
         assert not are_gone(pids)
     until(lambda: are_gone(pids))
@@ -258,15 +261,15 @@ def test_processes_end_when_the_server_is_killed(tmp_path: Path) -> None:
     code = """
 import sys, time
 from hotset.server.mcp.file import McpServer
-from hotset.server.mcp.toolbox import Toolbox
+from hotset.server.mcp.clients import McpClients
 
 script, pids = sys.argv[1:]
 command = ("-I", "-S", script, "stays")
-toolbox = Toolbox([McpServer(name="a", command=sys.executable, args=command, env={"PIDS": pids})])
-toolbox.start()
-while toolbox.views[0].state == "starting":
+clients = McpClients([McpServer(name="a", command=sys.executable, args=command, env={"PIDS": pids})])
+clients.start()
+while clients.statuses[0].state == "starting":
     time.sleep(0.01)
-print(toolbox.views[0].state, flush=True)
+print(clients.statuses[0].state, flush=True)
 time.sleep(1000)
 """
     command = [sys.executable, "-c", code, str(SCRIPT), str(tmp_path / "pids")]
@@ -290,6 +293,11 @@ def sdk_server() -> Starlette:
     def add(a: int, b: int) -> int:
         """A sum."""
         return a + b
+
+    @server.tool()
+    def long(n: int) -> str:
+        """Many letters."""
+        return "x" * n
 
     return server.streamable_http_app()
 
@@ -316,6 +324,14 @@ def hostile_app() -> Starlette:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    async def event(_: Request) -> Response:
+        async def lines() -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: " + b"x" * 9999 + b"\r\n"
+                await asyncio.sleep(0)
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
     async def denied(_: Request) -> Response:
         return Response("no", 401)
 
@@ -325,7 +341,7 @@ def hostile_app() -> Starlette:
     async def away(_: Request) -> Response:
         return Response(status_code=307, headers={"location": "http://127.0.0.1:1/mcp"})
 
-    pages = (large, packed, flood, denied, text, away)
+    pages = (large, packed, flood, event, denied, text, away)
     return Starlette(
         routes=[Route(f"/{one.__name__}", one, methods=["GET", "POST", "DELETE"]) for one in pages]
     )
@@ -335,20 +351,25 @@ def test_servers_at_an_address() -> None:
     with ExitStack() as stack:
         good = stack.enter_context(served(sdk_server()))
         bad = stack.enter_context(served(hostile_app()))
-        names = ("large", "packed", "flood", "denied", "text", "away")
+        names = ("large", "packed", "flood", "event", "denied", "text", "away")
         servers = [McpServer(name=one, url=f"{bad}/{one}") for one in names]
         servers += [
             McpServer(name="sdk", url=f"{good}/mcp"),
             McpServer(name="gone", url="http://127.0.0.1:1/"),
         ]
-        toolbox = stack.enter_context(toolbox_of(*servers))
-        assert call(toolbox, "sdk__add", a=2, b=3) == ToolResult("5", False)
-        assert call(toolbox, "sdk__add", a="x").is_error
-        said = {view.name: view.problem for view in toolbox.views if view.state == "failed"}
+        clients = stack.enter_context(clients_of(*servers))
+        assert call(clients, "sdk__add", a=2, b=3) == ToolResult("5", False)
+        assert call(clients, "sdk__add", a="x").is_error
+        assert call(clients, "sdk__long", n=40_000).text == "x" * 40_000
+        with pytest.raises(McpServerError, match=r"^sent a message of more than 131072 bytes$"):
+            call(clients, "sdk__long", n=140_000)
+        assert call(clients, "sdk__add", a=2, b=3).text == "5"  # it is connected anew
+        said = {status.name: status.problem for status in clients.statuses if status.state == "failed"}
         assert said == {
             "large": "sent a message of more than 131072 bytes",
             "packed": "compresses what it sends, which it was not asked to",
             "flood": "sent more than 1048576 bytes in a minute and was ended",
+            "event": "sent a message of more than 131072 bytes",
             "denied": "refuses (status 401): give it a key among its headers",
             "text": "refuses: Unexpected content type: text/plain; charset=utf-8",
             "away": said["away"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,33 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
         assert "was saved by another model" in reply.json()["error"]["message"]
 
     run(path, again, slot_save_path=str(tmp_path))
+
+
+def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
+    """Of all files of the folder; one that is replaced does not count."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        await ask(client)
+        n_bytes = (await act(client, "save", filename="one")).json()["n_written"]
+        disk = -(-n_bytes // 4096) * 4096
+        whole = (tmp_path / "one").read_bytes()
+        decided = service.model.decided
+        for room, saves in ((disk + n_bytes, True), (disk + n_bytes - 1, False), (n_bytes, False)):
+            (tmp_path / "two").unlink(missing_ok=True)
+            settings = replace(decided.settings, cache_disk=room / 2**30)
+            service.model.decided = replace(decided, settings=settings)
+            assert (await act(client, "save", filename="one")).status_code == 200
+            reply = await act(client, "save", filename="two")
+            assert reply.status_code == (200 if saves else 507), reply.text
+            assert (tmp_path / "two").exists() == saves
+        assert reply.json()["error"]["code"] == "slots_full"
+        assert "--cache-disk" in reply.json()["error"]["message"]
+        service.model.decided = replace(decided, settings=replace(decided.settings, cache_disk=1e-6))
+        assert (await act(client, "save", filename="one")).status_code == 507
+        assert (tmp_path / "one").read_bytes() == whole
+        assert [one.name for one in tmp_path.iterdir()] == ["one"]
+
+    run(path, work, slot_save_path=str(tmp_path))
 
 
 def test_a_file_of_something_else_is_not_replaced(path: Path, tmp_path: Path) -> None:

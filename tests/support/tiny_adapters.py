@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import Mix
+from hotset.backends.base import AdapterScales
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata
 from hotset.formats.lora import FloatMatrix, LoraAdapter, LowRankPair
 from hotset.formats.quants import GGMLType, dequantize
@@ -40,16 +40,16 @@ def random_pairs(
 
 
 def random_adapter(graph: Graph, tensors: Mapping[str, Any], **options: Any) -> LoraAdapter:
-    return LoraAdapter(Path("random"), None, random_pairs(graph, tensors, **options))
+    return LoraAdapter(Path("random"), random_pairs(graph, tensors, **options))
 
 
-def mix_of(*adapters: LoraAdapter, scales: Sequence[float] = ()) -> Mix:
+def scales_of(*adapters: LoraAdapter, scales: Sequence[float] = ()) -> AdapterScales:
     return tuple(
         (each.digest, scale) for each, scale in zip(adapters, scales or [1.0] * len(adapters), strict=True)
     )
 
 
-def give(backend: Any, adapters: Sequence[LoraAdapter], default: Mix = ()) -> None:
+def give(backend: Any, adapters: Sequence[LoraAdapter], default: AdapterScales = ()) -> None:
     """Puts adapters into a backend."""
     backend.adapters = AdapterSet(backend.graph, backend.weights.tensors, adapters, default)
 

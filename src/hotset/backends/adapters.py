@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, Batch, Mix
+from hotset.backends.base import NO_ADAPTERS, AdapterScales, Batch
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.lora import LoraAdapter, LowRankPair
 from hotset.model.graph import Graph
@@ -26,7 +26,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class AdapterSet:
-    """The adapters that a backend has in memory; immutable, but for the mix of batches that name none.
+    """The adapters that a backend has in memory; immutable, but for the default of batches that name none.
 
     graph: of the model, without adapters. They are in the order of their digests, in which they are added: so
     a result depends on what they are, and not on when they came.
@@ -37,9 +37,9 @@ class AdapterSet:
         graph: Graph,
         tensors: Mapping[str, TensorInfo],
         adapters: Sequence[LoraAdapter] = (),
-        default: Mix = NO_ADAPTERS,
+        default: AdapterScales = NO_ADAPTERS,
     ) -> None:
-        """Raises InvalidRequestError for too many adapters, and for a default mix of others."""
+        """Raises InvalidRequestError for too many adapters, and for a default that names others."""
         if len(adapters) > MOST_ADAPTERS:
             raise InvalidRequestError(f"a model takes {MOST_ADAPTERS} adapters at once; unload some first")
         self._plain, self._tensors = graph, tensors
@@ -58,9 +58,9 @@ class AdapterSet:
         """The model's with what the adapters add."""
         return adapted(self._plain, {name for adapter in self.adapters for name in adapter.pairs})
 
-    def has(self, mix: Mix) -> bool:
-        """Whether all adapters of a mix are here."""
-        return all(digest in self._columns for digest, _ in mix)
+    def has(self, scales: AdapterScales) -> bool:
+        """Whether all of these adapters are here."""
+        return all(digest in self._columns for digest, _ in scales)
 
     def pairs_of(self, op: LowRank) -> list[tuple[int, LowRankPair]]:
         """What adapters add at an operation: their columns of `scales`, in order."""
@@ -70,22 +70,22 @@ class AdapterSet:
     def scales(self, batch: Batch) -> np.ndarray | None:
         """How much each sequence of a batch has of each adapter, float32 [rows of page_tables, n_adapters];
         None where no token has any. Raises InvalidRequestError for an adapter that is not here."""
-        mixes = batch.mixes
-        if not self.adapters and mixes is None:
+        of_sequences = batch.adapter_scales
+        if not self.adapters and of_sequences is None:
             return None
-        if mixes is None:
+        if of_sequences is None:
             row = self._row(self.default)
             return np.tile(row, (len(batch.page_tables), 1)) if row.any() else None
-        if len(mixes) != len(batch.page_tables):
-            raise InvalidRequestError("a batch has a mix of adapters for each sequence")
-        scales = np.zeros((len(mixes), len(self.adapters)), np.float32)
+        if len(of_sequences) != len(batch.page_tables):
+            raise InvalidRequestError("a batch has adapter_scales for each sequence")
+        scales = np.zeros((len(of_sequences), len(self.adapters)), np.float32)
         for sequence in set(batch.sequences.tolist()):
-            scales[sequence] = self._row(mixes[sequence])
+            scales[sequence] = self._row(of_sequences[sequence])
         return scales if scales.any() else None
 
-    def _row(self, mix: Mix) -> np.ndarray:
+    def _row(self, scales: AdapterScales) -> np.ndarray:
         row = np.zeros(len(self.adapters), np.float32)
-        for digest, scale in mix:
+        for digest, scale in scales:
             column = self._columns.get(digest)
             if column is None:
                 raise InvalidRequestError(ADAPTER_GONE)

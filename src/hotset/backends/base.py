@@ -21,9 +21,9 @@ PAGE_SIZE = 64  # tokens per page of the KV cache
 SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
 LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
 
-Mix = tuple[tuple[str, float], ...]
+AdapterScales = tuple[tuple[str, float], ...]
 """Which adapters (LoRA) a sequence has, by digest (formats/lora.py), and how much of each; in that order."""
-NO_ADAPTERS: Mix = ()
+NO_ADAPTERS: AdapterScales = ()
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Batch:
     thresholded: bool [n_tokens], whose small values are zero where the graph has thresholds
     (operations.Threshold);
     None: of no token.
-    mixes: the adapters of each sequence, a row of page_tables each; None: those of the backend by default.
+    adapter_scales: of each sequence, a row of page_tables each; None: those of the backend by default.
 
     Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
     sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
@@ -56,7 +56,7 @@ class Batch:
     thresholded: np.ndarray | None = None
     states: np.ndarray | None = None
     saves: np.ndarray | None = None
-    mixes: Sequence[Mix] | None = None
+    adapter_scales: Sequence[AdapterScales] | None = None
 
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
         """The same for callers that keep no states: each row of the page tables has two slots in turn.

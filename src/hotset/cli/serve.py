@@ -116,7 +116,12 @@ class ServerOptions:
     log_form: Annotated[str, _option("--log-form", "Format of these lines: json or text.")] = "json"
     slot_save_path: Annotated[
         Path | None,
-        _option("--slot-save-path", "Folder for what POST /slots saves.", exists=True, file_okay=False),
+        _option(
+            "--slot-save-path",
+            "Folder for what POST /slots saves: at most --cache-disk.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None
     lora_dir: Annotated[
         Path | None,

@@ -23,7 +23,7 @@ from hotset.convert.hf_config import read_json
 from hotset.convert.hf_rope import neighbours
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.escaping import clause
-from hotset.formats.lora import FloatMatrix, LoraAdapter, checked_pairs
+from hotset.formats.lora import AdapterFile, FloatMatrix, StoredMatrix
 from hotset.formats.mapped import MappedFile
 from hotset.formats.quants import GGMLType
 from hotset.formats.torch_file import BFLOAT16, map_torch
@@ -48,7 +48,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAdapter:
+def open_peft_adapter(folder: Path, architecture: str, head_dim: int) -> AdapterFile:
     """An adapter for a model of an architecture, with heads of so many channels.
 
     Raises ModelNotFoundError for missing files, FormatError for damaged ones, UnsupportedModelError for other
@@ -65,7 +65,7 @@ def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAda
                 f"the adapter {folder} has {entry} {clause(shown(value))}, which is not supported"
             )
     names = _Names(folder, architecture)
-    halves: dict[tuple[str, str], FloatMatrix] = {}
+    halves: dict[tuple[str, str], StoredMatrix] = {}
     modules: dict[str, str] = {}
     tensors, mapped = _tensors(folder)
     for name, values in tensors.items():
@@ -74,24 +74,15 @@ def read_peft_adapter(folder: Path, architecture: str, head_dim: int) -> LoraAda
             raise UnsupportedModelError(
                 f"the adapter {folder} has the tensor {clause(name)}, which is none of a plain LoRA adapter"
             )
-        target = names.target(match[1])
-        matrix = _matrix(values, folder, name)
-        if match[2] == "B" and names.permutes(target):
-            if matrix.shape[0] % head_dim:
-                raise FormatError(f"{folder}: {clause(name)} has no whole heads of {head_dim} channels")
-            matrix = _reordered(matrix, neighbours(matrix.shape[0], head_dim))
-        half = match[2].lower()
+        target, half = names.target(match[1]), match[2].lower()
         if (target, half) in halves:
             raise FormatError(f"{folder} has two tensors for {target}, one of them {clause(name)}")
-        halves[target, half] = matrix
+        permuted = head_dim if half == "b" and names.permutes(target) else None
+        halves[target, half] = _matrix(values, permuted, folder, name)
         modules[target] = match[1]
-    mapped.check()
-    factors = {
-        target: _factor(config, modules[target], matrix.shape[0], folder)
-        for (target, half), matrix in halves.items()
-        if half == "a"
-    }
-    return LoraAdapter(folder, None, checked_pairs(folder, halves, factors))
+    return AdapterFile.of(
+        folder, None, halves, lambda target, rank: _factor(config, modules[target], rank, folder), mapped
+    )
 
 
 class _Names:
@@ -145,21 +136,26 @@ def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
     raise ModelNotFoundError(f"{folder} holds no adapter_model.safetensors; the adapter is not complete")
 
 
-def _matrix(values: np.ndarray, folder: Path, name: str) -> FloatMatrix:
-    kinds = {np.dtype("<f4"): GGMLType.F32, np.dtype("<f2"): GGMLType.F16, BFLOAT16: GGMLType.BF16}
-    if values.dtype == np.dtype("<f8"):
-        values = values.astype(np.float32)
+def _matrix(values: np.ndarray, permuted: int | None, folder: Path, name: str) -> StoredMatrix:
+    """permuted: channels of the heads whose rows are permuted; None: rows stay."""
+    kinds = {
+        np.dtype("<f8"): GGMLType.F32, np.dtype("<f4"): GGMLType.F32, np.dtype("<f2"): GGMLType.F16,
+        BFLOAT16: GGMLType.BF16,
+    }  # fmt: skip
     if values.ndim != 2 or 0 in values.shape or values.dtype not in kinds:
         raise FormatError(
             f"{folder}: {clause(name)} is {list(values.shape)} of {values.dtype}, and no matrix of floats"
         )
-    data = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
-    return FloatMatrix(kinds[values.dtype], values.shape, data)
+    if permuted is not None and values.shape[0] % permuted:
+        raise FormatError(f"{folder}: {clause(name)} has no whole heads of {permuted} channels")
+    rows = None if permuted is None else neighbours(values.shape[0], permuted)
 
+    def read() -> FloatMatrix:
+        floats = values.astype(np.float32) if values.dtype == np.dtype("<f8") else values
+        data = np.frombuffer((floats if rows is None else floats[rows]).tobytes(), np.uint8)
+        return FloatMatrix(kinds[values.dtype], values.shape, data)
 
-def _reordered(matrix: FloatMatrix, rows: np.ndarray) -> FloatMatrix:
-    data = matrix.data.reshape(matrix.shape[0], -1)[rows]
-    return FloatMatrix(matrix.type, matrix.shape, np.ascontiguousarray(data).reshape(-1))
+    return StoredMatrix(kinds[values.dtype], values.shape, read)
 
 
 def _factor(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:

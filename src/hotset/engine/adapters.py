@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.adapters import AdapterSet, taking_adapters
-from hotset.backends.base import Mix
+from hotset.backends.base import AdapterScales
 from hotset.engine.driver import EngineThread
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
@@ -25,7 +25,7 @@ from hotset.parameters import real_number, shown
 from hotset.settings import LARGEST_SCALE
 
 if TYPE_CHECKING:
-    from hotset.formats.lora import LoraAdapter
+    from hotset.formats.lora import AdapterFile, LoraAdapter
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,15 @@ class LoadedAdapter:
 class Adapters:
     """Those of one model. Every method may be called from any thread.
 
-    thread: that drives the engine. architecture: of the model. read: an adapter of a path. change_memory: is
-    given the bytes that an adapter is about to take, or, negative, has left; by default any. It raises
-    OutOfMemoryError.
+    thread: that drives the engine. architecture: of the model. open_file: the file of an adapter, by its
+    path. change_memory: is given the bytes that an adapter is about to take, or, negative, has left; by
+    default any. It raises OutOfMemoryError.
     """
 
-    def __init__(self, thread: EngineThread, architecture: str, read: Callable[[str], LoraAdapter]) -> None:
-        self._thread, self._architecture, self._read = thread, architecture, read
+    def __init__(
+        self, thread: EngineThread, architecture: str, open_file: Callable[[str], AdapterFile]
+    ) -> None:
+        self._thread, self._architecture, self._open = thread, architecture, open_file
         self._ids = itertools.count()
         self.loaded: tuple[LoadedAdapter, ...] = ()
         self.change_memory: Callable[[int], object] = lambda _: None
@@ -57,30 +59,40 @@ class Adapters:
         """Of memory that they take."""
         return sum(each.adapter.nbytes for each in self.loaded)
 
-    def load(self, path: str, scale: float = 1.0, name: str | None = None) -> LoadedAdapter:
+    def load(
+        self,
+        path: str,
+        scale: float = 1.0,
+        name: str | None = None,
+        *,
+        check: Callable[[], object] = lambda: None,
+    ) -> LoadedAdapter:
         """Reads an adapter, a GGUF file or a folder of PEFT's, and has it from the next step on.
 
-        name: by default that of the file or folder. Raises ModelNotFoundError, FormatError,
-        UnsupportedModelError for a kind of adapter, or a backend, that is not supported, OutOfMemoryError,
-        and InvalidRequestError for one of another model, and one that is loaded already.
+        name: by default that of the file or folder. check: is called again and again before the adapter is
+        there; what it raises ends the load. Raises ModelNotFoundError, FormatError, UnsupportedModelError for
+        a kind of adapter, or a backend, that is not supported, OutOfMemoryError, and InvalidRequestError for
+        one of another model, and one that is loaded already.
         """
         backend = taking_adapters(self._thread.engine.backend)
         scale = checked_scale(scale)
-        adapter = self._read(path)
-        adapter.check_model(self._architecture, backend.adapters.matrices)
-        digest = adapter.digest  # takes a while: no answer waits for it
-        self._check_new(digest, name)  # before anything is unloaded for it
-        self.change_memory(adapter.nbytes)
-        try:
-            with self._thread.exclusive():
-                self._check_new(digest, name)
-                name = name or self._free_name(_name_of(adapter.path))
-                made = LoadedAdapter(next(self._ids), name, scale, adapter)
-                grown = self._set((*self.loaded, made))
-        except BaseException:
-            self.change_memory(-adapter.nbytes)
-            raise
-        self.change_memory(grown - adapter.nbytes)
+        with self._open(path) as file:
+            file.check_model(self._architecture, backend.adapters.matrices)
+            self._check_new(None, name)  # before anything is unloaded for it
+            self.change_memory(file.nbytes)  # before it is read
+            try:
+                adapter = file.read(check)
+                digest = adapter.digest  # takes a while: no answer waits for it
+                with self._thread.exclusive():
+                    check()
+                    self._check_new(digest, name)
+                    name = name or self._free_name(_name_of(adapter.path))
+                    made = LoadedAdapter(next(self._ids), name, scale, adapter)
+                    grown = self._set((*self.loaded, made))
+            except BaseException:
+                self.change_memory(-file.nbytes)
+                raise
+        self.change_memory(grown - file.nbytes)
         return made
 
     def unload(self, which: int | str) -> LoadedAdapter:
@@ -108,12 +120,13 @@ class Adapters:
         names = ", ".join(f"{each.id} ({each.name!r})" for each in self.loaded) or "none"
         raise InvalidRequestError(f"there is no adapter {clause(shown(which))}; loaded are {names}")
 
-    def mix(self, scales: Mapping[int | str, float]) -> Mix:
+    def resolve(self, scales: Mapping[int | str, float]) -> AdapterScales:
         """What a sequence has that chooses these. Raises InvalidRequestError."""
         chosen = [(self.find(which), checked_scale(scale)) for which, scale in scales.items()]
-        return _mix((each.adapter.digest, scale) for each, scale in chosen)
+        return _nonzero((each.adapter.digest, scale) for each, scale in chosen)
 
-    def _check_new(self, digest: str, name: str | None) -> None:
+    def _check_new(self, digest: str | None, name: str | None) -> None:
+        """digest: None where the adapter was not read."""
         for each in self.loaded:
             if each.adapter.digest == digest:
                 raise InvalidRequestError(f"the adapter {each.name!r} is loaded already, as {each.id}")
@@ -125,11 +138,11 @@ class Adapters:
         engine = self._thread.engine
         backend = taking_adapters(engine.backend)
         loaded = tuple(loaded)
-        in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.mix}
+        in_use = {digest for each in engine.scheduler.unfinished for digest, _ in each.adapter_scales}
         before = backend.adapters.adapters
         kept = {each.digest: each for each in before if each.digest in in_use}
         kept |= {each.adapter.digest: each.adapter for each in loaded}
-        default = _mix((each.adapter.digest, each.scale) for each in loaded)
+        default = _nonzero((each.adapter.digest, each.scale) for each in loaded)
         tensors = backend.weights.tensors
         engine.set_adapters(AdapterSet(backend.graph, tensors, list(kept.values()), default))
         self.loaded = loaded
@@ -146,7 +159,7 @@ def _name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", path.name if path.is_dir() else path.stem)
 
 
-def _mix(chosen: Iterable[tuple[str, float]]) -> Mix:
+def _nonzero(chosen: Iterable[tuple[str, float]]) -> AdapterScales:
     """One form for all that is the same: those that add something, by digest, with their scales as they are
     computed with."""
     scales = {digest: float(np.float32(scale)) for digest, scale in chosen}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, Batch, Mix
+from hotset.backends.base import NO_ADAPTERS, AdapterScales, Batch
 from hotset.engine.scheduler import Chunks
 
 
@@ -41,7 +41,7 @@ class BatchBuilder:
         max_pages], by slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
-        mixes: list[Mix] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
+        scales: list[AdapterScales] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
         for sequence, n in chunks:
             start = sequence.n_computed
             if n == 1:
@@ -63,7 +63,7 @@ class BatchBuilder:
                     if end > start:
                         self._saves[n_tokens + end - start - 1] = slot
             if self.has_adapters:
-                mixes[sequence.slot] = sequence.mix
+                scales[sequence.slot] = sequence.adapter_scales
             n_rows = sequence.n_rows(n)
             if n_rows == 1:
                 outputs[n_outputs] = n_tokens + n - 1
@@ -81,5 +81,5 @@ class BatchBuilder:
             self._thresholded[:n_tokens] if self._has_thresholds else None,
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,
-            mixes if self.has_adapters else None,
+            scales if self.has_adapters else None,
         )

@@ -30,7 +30,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, CacheMemory, Mix
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, CacheMemory
 from hotset.engine.kv_cache import NONE_THRESHOLDED, PagePool, n_unthresholded_in_page, root_of
 from hotset.errors import FormatError
 
@@ -63,13 +63,13 @@ class Identity:
 
 
 class Prefix(NamedTuple):
-    """Tokens whose pages are sought. first_thresholded_token, mix: as of a sequence. n_prompt: of the
-    tokens."""
+    """Tokens whose pages are sought. first_thresholded_token, adapter_scales: as of a sequence. n_prompt:
+    of the tokens."""
 
     tokens: Sequence[int]
     first_thresholded_token: int = NONE_THRESHOLDED
     n_prompt: int = 0
-    mix: Mix = NO_ADAPTERS
+    adapter_scales: AdapterScales = NO_ADAPTERS
 
     @property
     def n_pages(self) -> int:
@@ -120,8 +120,8 @@ class Reading:
 def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
     """The keys of the full pages of a prefix, 32 bytes each."""
     keys, key = [], identity.digest
-    if prefix.mix:
-        key = hashlib.blake2b(key + repr(prefix.mix).encode(), digest_size=32).digest()
+    if prefix.adapter_scales:
+        key = hashlib.blake2b(key + repr(prefix.adapter_scales).encode(), digest_size=32).digest()
     for i in range(prefix.n_pages):
         tokens, n_unthresholded = prefix.page(i)
         data = np.asarray(tokens, dtype="<i4").tobytes()
@@ -209,7 +209,7 @@ def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequenc
     """The blocks of a prefix that the cache holds, from the first page on without a gap; behind a page its
     state, where that is one to store. From any thread."""
     pages: list[tuple[int, int]] = []
-    serial = root_of(prefix.mix)
+    serial = root_of(prefix.adapter_scales)
     for i in range(len(keys)):
         found = pool.find(serial, *prefix.page(i))
         if found is None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 import numpy as np
 
 from hotset.backends.adapters import ADAPTER_GONE, AdapterSet, taking_adapters
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Backend, Mix, StepResult, StepStats
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
@@ -124,7 +124,7 @@ class Engine:
         )  # fmt: skip
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
         self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
-        self.default_mix = NO_ADAPTERS  # of sequences that name none
+        self.default_adapters = NO_ADAPTERS  # of sequences that name none
         reader = None if speculator is None else speculator.reader
         self._batches = BatchBuilder(
             max_batch, max_sequences, has_thresholds=thresholded != "none", has_states=bool(backend.n_states),
@@ -151,7 +151,7 @@ class Engine:
         none. What unfinished sequences have must be among them. Raises UnsupportedModelError for a backend
         that takes none."""
         taking_adapters(self.backend).adapters = adapters
-        self.default_mix = adapters.default
+        self.default_adapters = adapters.default
         self._batches.has_adapters = bool(adapters.adapters)
 
     def keep_slots(self) -> dict[int, Prefix]:
@@ -181,13 +181,13 @@ class Engine:
         constraint: Constraint | None = None,
         breakers: Iterable[Tokens[int]] = (),
         owner: Owner | None = None,
-        mix: Mix | None = None,
+        adapters: AdapterScales | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
         constraint: what the answer must follow; it ends with "stop" where nothing can follow. breakers: as of
-        `Sampler`. owner: for whom it runs. mix: its adapters; None: those of all that name none. Raises
+        `Sampler`. owner: for whom it runs. adapters: None: those of all that name none. Raises
         ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
         outside the vocabulary.
         """
@@ -205,8 +205,8 @@ class Engine:
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
-        if mix is not None:
-            sequence.choose(mix)
+        if adapters is not None:
+            sequence.choose(adapters)
         sequence.sampler, sequence.stop_ids = sampler, frozenset(stop_ids)
         return sequence
 
@@ -282,9 +282,10 @@ class Engine:
     def enqueue(self, sequence: Sequence) -> Sequence:
         """Queues a new sequence and returns it; call `step` until its `finish_reason` is set."""
         if sequence.finish_reason is None:  # it may have been cancelled before it came here
-            if sequence.has_default_mix:  # that of now: adapters may have come and gone since it was prepared
-                sequence.mix = self.default_mix
-            if sequence.mix and not taking_adapters(self.backend).adapters.has(sequence.mix):
+            if sequence.has_default_adapters:  # those of now: they may have changed since it was prepared
+                sequence.adapter_scales = self.default_adapters
+            scales = sequence.adapter_scales
+            if scales and not taking_adapters(self.backend).adapters.has(scales):
                 self._fail(sequence, InvalidRequestError(ADAPTER_GONE))
                 return sequence
             self.scheduler.waiting.append(sequence)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Mix
+from hotset.backends.base import PAGE_SIZE, AdapterScales
 from hotset.engine.states import StatePool
 from hotset.errors import InvalidRequestError
 
@@ -28,12 +28,12 @@ NONE_THRESHOLDED = 1 << 62  # of a sequence without thresholded tokens
 _Key = tuple[int, int, bytes]
 
 
-def root_of(mix: Mix) -> int:
+def root_of(scales: AdapterScales) -> int:
     """The serial number that stands before the first page of a sequence with these adapters: no page has it,
-    and no other mix."""
-    if not mix:
+    and no other adapters."""
+    if not scales:
         return ROOT
-    return -1 - int.from_bytes(hashlib.blake2b(repr(mix).encode(), digest_size=32).digest(), "little")
+    return -1 - int.from_bytes(hashlib.blake2b(repr(scales).encode(), digest_size=32).digest(), "little")
 
 
 def n_unthresholded_in_page(first_thresholded_token: int, index: int) -> int:

@@ -49,7 +49,7 @@ from hotset.engine.blocks import (
 )
 from hotset.engine.kv_cache import PagePool
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.files import check_folder, open_regular, read_small_file, write_whole
+from hotset.files import check_folder, entries, open_regular, read_small_file, write_whole
 from hotset.units import human_size
 
 _MAX_QUEUED = 256  # sequences that wait to be stored; later ones are not
@@ -321,11 +321,11 @@ class PromptCache:
     def _look(self) -> Iterator[_Stored]:
         """Every block in the directory, of all models."""
         now = time.time()
-        for folder in _entries(self.folder):
+        for folder in entries(self.folder):
             if not _FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
                 continue
             worth = _worth(Path(folder.path))
-            for entry in _entries(Path(folder.path)):
+            for entry in entries(Path(folder.path)):
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except OSError:
@@ -340,14 +340,6 @@ class PromptCache:
     def _after_fork(self) -> None:
         if self._process != os.getpid():
             self._begin()
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:  # it is gone
-        return []
 
 
 def _worth(folder: Path) -> float:

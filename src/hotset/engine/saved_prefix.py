@@ -7,7 +7,7 @@ their pages, in order. A block that is damaged ends what is found of it, and the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -62,23 +62,37 @@ class SessionFiles:
     identity: Identity
     memory: CacheMemory
 
-    def save(self, path: Path, prefix: Prefix, about: Mapping[str, Any] | None = None) -> Saved:
+    def save(
+        self,
+        path: Path,
+        prefix: Prefix,
+        about: Mapping[str, Any] | None = None,
+        *,
+        reserve: Callable[[int], object] = lambda _: None,
+    ) -> Saved:
         """Writes tokens and, as far as the cache still has them, the blocks of their pages. No step waits for
-        it. about: JSON that is kept beside them. Errors as files.replacing; InvalidRequestError too where
-        a file of something else has that name."""
+        it. about: JSON that is kept beside them. reserve: gets the bytes that are about to be written;
+        what it raises leaves the file as it was. Errors as files.replacing; InvalidRequestError too where a
+        file of something else has that name."""
         _check_replaced(path)
         scheduler = self.thread.engine.scheduler
         digest, keys = self.identity.digest, keys_of(self.identity, prefix)
         first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
         first |= {"tokens": list(prefix.tokens), "first_thresholded": prefix.first_thresholded_token}
-        first |= {"adapters": list(prefix.mix)} if prefix.mix else {}
+        first |= {"adapters": list(prefix.adapter_scales)} if prefix.adapter_scales else {}
         n_pages = n_bytes = 0
+
+        def write(record: bytes) -> None:
+            nonlocal n_bytes
+            reserve(len(record))
+            n_bytes += file.write(record)
+
         with replacing(path, "choose another place", mode=0o600) as file:
-            n_bytes += file.write(encoded(digest, Kind.session, bytes(32), json.dumps(first).encode()))
+            write(encoded(digest, Kind.session, bytes(32), json.dumps(first).encode()))
             for block in in_memory(scheduler.pool, self.memory, prefix, keys):
                 if (contents := block.contents()) is None:
                     break
-                n_bytes += file.write(encoded(digest, block.kind, block.key, contents))
+                write(encoded(digest, block.kind, block.key, contents))
                 n_pages = block.index + 1
         return Saved(n_pages * PAGE_SIZE, n_bytes)
 
@@ -105,8 +119,8 @@ class SessionFiles:
     def _prefix(self, first: Mapping[str, Any], path: Path) -> Prefix:
         try:
             tokens = self.thread.engine.checked(first["tokens"]) if first["tokens"] else []
-            mix = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
-            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), mix)
+            scales = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
+            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), scales)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidRequestError):
             raise FormatError(f"{path} has tokens that are none of this model; name another file.") from None
 
@@ -145,7 +159,7 @@ class SessionFiles:
     def erase(self, prefix: Prefix) -> None:
         """Forgets the pages of a prefix that no sequence uses, from its end on."""
         with self.thread.exclusive() as engine:
-            first, root = prefix.first_thresholded_token, root_of(prefix.mix)
+            first, root = prefix.first_thresholded_token, root_of(prefix.adapter_scales)
             engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, first, root)
 
 

@@ -225,7 +225,7 @@ class Scheduler:
                 sequence.tokens,
                 sequence.n_reusable_pages,
                 first_thresholded_token=sequence.first_thresholded_token,
-                parent=root_of(sequence.mix),
+                parent=root_of(sequence.adapter_scales),
             )
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
@@ -270,7 +270,7 @@ class Scheduler:
 
     def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> Reading:
         prefix, n_pages = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_pages
-        root = root_of(prefix.mix)
+        root = root_of(prefix.adapter_scales)
         n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token, root)
         return prompt_cache.read(prefix, n_known, n_pages)
 
@@ -311,7 +311,7 @@ class Scheduler:
         """Puts blocks into the cache, for later sequences; returns how many pages of the prefix it has."""
         pages, serial = self.pool.match(
             prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token,
-            parent=root_of(prefix.mix),
+            parent=root_of(prefix.adapter_scales),
         )  # fmt: skip
         self.restore(memory, found, prefix, pages, serial)
         self.pool.release(pages)
@@ -451,4 +451,4 @@ def prefix_of(sequence: Sequence, n_tokens: int) -> Prefix:
     """The first tokens of a sequence, as its pages are found."""
     tokens = sequence.tokens[:n_tokens]
     n_prompt = min(sequence.n_prompt, n_tokens)
-    return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.mix)
+    return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.adapter_scales)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, Mix, StepStats
+from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, StepStats
 from hotset.engine.blocks import Reading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
@@ -73,7 +73,7 @@ class Sequence:
     waited), or "error" (then `error` holds the exception).
     first_thresholded_token: tokens before it are computed as they are, those from it on without their small
     values.
-    mix: its adapters (LoRA), and how much of each.
+    adapter_scales: its adapters (LoRA), and how much of each.
     draft: tokens that may follow, which the next step verifies; n_drafted, n_accepted: how many there were,
     and were right. n_steps: in which it got tokens.
     client, deadline: those of its Owner.
@@ -88,6 +88,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter_scales",
         "all_notified",
         "chain",
         "client",
@@ -99,11 +100,10 @@ class Sequence:
         "first_output",
         "first_thresholded_token",
         "first_token",
-        "has_default_mix",
+        "has_default_adapters",
         "id_slot",
         "last_token",
         "logprobs",
-        "mix",
         "n_accepted",
         "n_computed",
         "n_drafted",
@@ -135,7 +135,7 @@ class Sequence:
         self.tokens = tokens
         self.n_prompt = len(tokens)
         self.first_thresholded_token = NONE_THRESHOLDED
-        self.mix, self.has_default_mix = NO_ADAPTERS, True
+        self.adapter_scales, self.has_default_adapters = NO_ADAPTERS, True
         self.sampler: Sampler | None = None
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
@@ -172,10 +172,10 @@ class Sequence:
         self.client, self.deadline = owner.client, owner.deadline
         self.preempted = False  # it lost its pages once
 
-    def choose(self, mix: Mix) -> None:
+    def choose(self, scales: AdapterScales) -> None:
         """Takes these adapters; a sequence that chooses none has those that are the default when it is
         queued."""
-        self.mix, self.has_default_mix = mix, False
+        self.adapter_scales, self.has_default_adapters = scales, False
 
     def notify(self) -> None:
         """Puts what is new into the queue of events."""

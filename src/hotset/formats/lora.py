@@ -4,6 +4,9 @@ An adapter adds factor * b @ a to a matrix [outputs, inputs], with a [rank, inpu
 a GGUF file with general.type "adapter" and adapter.type "lora", NAME.lora_a and NAME.lora_b belong to the
 tensor NAME of the model, and factor is adapter.lora.alpha / rank (1 where alpha is 0).
 
+An adapter is opened, which reads the header alone: how large it is in memory, and what it changes. So its
+memory can be reserved before its matrices are read.
+
 Files are hostile until checked: names, partners, shapes and numbers here, what they fit to in `check_model`.
 """
 
@@ -11,21 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.escaping import clause
 from hotset.formats.gguf import open_gguf
-from hotset.formats.quants import GGMLType, dequantize, quantize
+from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.formats.mapped import MappedFile
 
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _LEAVE_OUT = "name an adapter of this model, or leave it out"
@@ -70,11 +75,9 @@ class LowRankPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter that was read. pairs: by the names of the model's matrices. architecture: of the model that
-    it is for, None where the file does not say it."""
+    """An adapter that was read. pairs: by the names of the model's matrices."""
 
     path: Path
-    architecture: str | None
     pairs: Mapping[str, LowRankPair]
 
     @cached_property
@@ -94,6 +97,93 @@ class LoraAdapter:
         """Of its matrices in memory."""
         return sum(pair.a.data.nbytes + pair.b.data.nbytes for pair in self.pairs.values())
 
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """A matrix in an adapter's file. type, shape: that it has in memory. read: brings it there."""
+
+    type: GGMLType
+    shape: tuple[int, int]
+    read: Callable[[], FloatMatrix]
+
+    @property
+    def nbytes(self) -> int:
+        """In memory."""
+        return math.prod(self.shape) * TYPES[self.type].block_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFile:
+    """An adapter whose header was read. Use it as a context manager: its end closes the file.
+
+    architecture: of the model that it is for, None where the file does not say it. pairs: by the names of the
+    model's matrices, a and b; factors: by the same names. Made by `of`.
+    """
+
+    path: Path
+    architecture: str | None
+    pairs: Mapping[str, tuple[StoredMatrix, StoredMatrix]]
+    factors: Mapping[str, float]
+    file: GGUFFile | MappedFile
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        architecture: str | None,
+        halves: Mapping[tuple[str, str], StoredMatrix],
+        factor: Callable[[str, int], float],
+        file: GGUFFile | MappedFile,
+    ) -> AdapterFile:
+        """halves: by the matrix's name and "a" or "b". factor: of the name and the rank.
+
+        Raises FormatError for a missing partner, ranks that differ, one that is larger than the matrix, and
+        factors that are not finite.
+        """
+        pairs, factors = {}, {}
+        for name in dict.fromkeys(name for name, _ in halves):
+            a, b = halves.get((name, "a")), halves.get((name, "b"))
+            if a is None or b is None:
+                raise FormatError(
+                    f"{path}: {clause(name)} has {'lora_b' if a is None else 'lora_a'} without its partner; "
+                    "the adapter is damaged, download or convert it again"
+                )
+            rank = a.shape[0]
+            if b.shape[1] != rank or rank > max(b.shape[0], a.shape[1]):
+                raise FormatError(
+                    f"{path}: the matrices of {clause(name)} are {list(a.shape)} and {list(b.shape)}, which "
+                    "are no [rank, inputs] and [outputs, rank] with a rank below these; convert the adapter "
+                    "again"
+                )
+            pairs[name], factors[name] = (a, b), factor(name, rank)
+            if not math.isfinite(factors[name]):
+                raise _not_finite(path, name)
+        if not pairs:
+            raise FormatError(f"{path} holds no matrices of an adapter; name another file")
+        return cls(path, architecture, pairs, factors, file)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its matrices in memory, once they are read."""
+        return sum(half.nbytes for pair in self.pairs.values() for half in pair)
+
+    def read(self, check: Callable[[], object] = lambda: None) -> LoraAdapter:
+        """The adapter in memory. check: called before each pair; what it raises ends the reading.
+
+        Raises FormatError for numbers that are not finite, and where the file was truncated meanwhile.
+        """
+        pairs = {}
+        for name, halves in self.pairs.items():
+            check()
+            a, b = (half.read() for half in halves)
+            for matrix in (a, b):
+                if not np.isfinite(matrix.floats).all():
+                    raise _not_finite(self.path, name)
+                matrix.__dict__.pop("floats", None)  # what is kept is their own type
+            pairs[name] = LowRankPair(a, b, self.factors[name])
+        self.file.check()
+        return LoraAdapter(self.path, pairs)
+
     def check_model(self, architecture: str, adaptable: Mapping[str, tuple[int, int]]) -> None:
         """Raises InvalidRequestError where the adapter is for another model. adaptable: names of the model's
         matrices → outputs, inputs (low_rank.adaptable)."""
@@ -102,8 +192,8 @@ class LoraAdapter:
                 f"the adapter {self.path} is for {clause(str(self.architecture))} models, and this is "
                 f"{architecture}; {_LEAVE_OUT}"
             )
-        for name, pair in self.pairs.items():
-            expected, found = adaptable.get(name), (pair.b.shape[0], pair.a.shape[1])
+        for name, (a, b) in self.pairs.items():
+            expected, found = adaptable.get(name), (b.shape[0], a.shape[1])
             if expected is None:
                 raise InvalidRequestError(
                     f"the adapter {self.path} changes {clause(name)}, which is no matrix of this model that "
@@ -116,93 +206,71 @@ class LoraAdapter:
                     f"inputs), and the model's is {list(expected)}; {_LEAVE_OUT}"
                 )
 
+    def __enter__(self) -> Self:
+        return self
 
-def checked_pairs(
-    path: Path, halves: Mapping[tuple[str, str], FloatMatrix], factors: Mapping[str, float]
-) -> dict[str, LowRankPair]:
-    """The pairs of an adapter. halves: by the matrix's name and "a" or "b". factors: by the name.
-
-    Raises FormatError for a missing partner, ranks that differ, one that is larger than the matrix, and
-    numbers that are not finite.
-    """
-    pairs = {}
-    for name in dict.fromkeys(name for name, _ in halves):
-        shown = clause(name)
-        a, b = halves.get((name, "a")), halves.get((name, "b"))
-        if a is None or b is None:
-            raise FormatError(
-                f"{path}: {shown} has {'lora_b' if a is None else 'lora_a'} without its partner; the adapter "
-                "is damaged, download or convert it again"
-            )
-        rank, factor = a.shape[0], factors[name]
-        if b.shape[1] != rank or rank > max(b.shape[0], a.shape[1]):
-            raise FormatError(
-                f"{path}: the matrices of {shown} are {list(a.shape)} and {list(b.shape)}, which are no "
-                "[rank, inputs] and [outputs, rank] with a rank below these; convert the adapter again"
-            )
-        is_finite = np.isfinite(a.floats).all() and np.isfinite(b.floats).all() and math.isfinite(factor)
-        for matrix in (a, b):
-            matrix.__dict__.pop("floats", None)  # what is kept is their own type
-        if not is_finite:
-            raise FormatError(f"{path} has numbers in {shown} that are not finite; train or convert it again")
-        pairs[name] = LowRankPair(a, b, factor)
-    if not pairs:
-        raise FormatError(f"{path} holds no matrices of an adapter; name another file")
-    return pairs
+    def __exit__(self, *_: object) -> None:
+        with suppress(BufferError):  # views are alive: it is closed with the last of them
+            self.file.close()
 
 
-def read_gguf_adapter(path: Path) -> LoraAdapter:
-    """An adapter in llama.cpp's format, copied into memory.
+def _not_finite(path: Path, name: str) -> FormatError:
+    return FormatError(f"{path} has numbers in {clause(name)} that are not finite; train or convert it again")
+
+
+def open_gguf_adapter(path: Path) -> AdapterFile:
+    """An adapter in llama.cpp's format.
 
     Raises ModelNotFoundError, FormatError, and UnsupportedModelError for other kinds of adapters.
     """
-    with open_gguf(path) as gguf:
-        metadata = gguf.metadata
-        if metadata.get("general.type") != "adapter":
-            raise FormatError(
-                f"{path} is not an adapter (general.type is {clause(str(metadata.get('general.type')))}); "
-                "name one, or load it as a model"
-            )
-        kind = metadata.get("adapter.type")
-        if kind != "lora" or "adapter.alora.invocation_tokens" in metadata:
-            found = "an activated LoRA (aLoRA)" if kind == "lora" else f"of the type {clause(str(kind))}"
-            raise UnsupportedModelError(f"the adapter {path} is {found}; plain LoRA adapters are supported")
-        alpha = metadata.get("adapter.lora.alpha")
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
-            raise FormatError(f"{path} has no number adapter.lora.alpha of 0 or more; convert it again")
-        halves = {}
-        for name in gguf.tensors:
-            matrix, _, half = name.rpartition(".lora_")
-            if not matrix or half not in ("a", "b"):
-                raise UnsupportedModelError(
-                    f"the adapter {path} has the tensor {clause(name)}, which is no NAME.lora_a or .lora_b"
-                )
-            halves[matrix, half] = _matrix(gguf, name)
-        architecture = gguf.architecture
-        gguf.check()
-    factors = {
-        name: alpha / m.shape[0] if alpha else 1.0 for (name, half), m in halves.items() if half == "a"
-    }
-    return LoraAdapter(path, architecture, checked_pairs(path, halves, factors))
+    gguf = open_gguf(path)
+    try:
+        return _gguf_adapter(gguf, path)
+    except BaseException:
+        gguf.close()
+        raise
 
 
-def gguf_adapter_bytes(path: Path) -> int:
-    """Of memory that `read_gguf_adapter` takes. Raises as `open_gguf`."""
-    with open_gguf(path) as gguf:
-        return sum(
-            info.nbytes if info.type in _FLOATS else 4 * math.prod(info.shape)
-            for info in gguf.tensors.values()
+def _gguf_adapter(gguf: GGUFFile, path: Path) -> AdapterFile:
+    metadata = gguf.metadata
+    if metadata.get("general.type") != "adapter":
+        raise FormatError(
+            f"{path} is not an adapter (general.type is {clause(str(metadata.get('general.type')))}); "
+            "name one, or load it as a model"
         )
+    kind = metadata.get("adapter.type")
+    if kind != "lora" or "adapter.alora.invocation_tokens" in metadata:
+        found = "an activated LoRA (aLoRA)" if kind == "lora" else f"of the type {clause(str(kind))}"
+        raise UnsupportedModelError(f"the adapter {path} is {found}; plain LoRA adapters are supported")
+    alpha = metadata.get("adapter.lora.alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
+        raise FormatError(f"{path} has no number adapter.lora.alpha of 0 or more; convert it again")
+    halves = {}
+    for name in gguf.tensors:
+        matrix, _, half = name.rpartition(".lora_")
+        if not matrix or half not in ("a", "b"):
+            raise UnsupportedModelError(
+                f"the adapter {path} has the tensor {clause(name)}, which is no NAME.lora_a or .lora_b"
+            )
+        halves[matrix, half] = _stored(gguf, name)
+    return AdapterFile.of(
+        path, gguf.architecture, halves, lambda _, rank: alpha / rank if alpha else 1.0, gguf
+    )
 
 
-def _matrix(gguf: GGUFFile, name: str) -> FloatMatrix:
+def _stored(gguf: GGUFFile, name: str) -> StoredMatrix:
     info = gguf.tensors[name]
     if len(info.shape) != 2 or 0 in info.shape:
         raise UnsupportedModelError(
             f"the adapter {gguf.path} has the tensor {clause(name)} of {list(info.shape)}; adapters "
             "of matrices are supported, not those of experts"
         )
-    shape, data = (int(info.shape[1]), int(info.shape[0])), gguf.data(name)
-    if info.type in _FLOATS:
-        return FloatMatrix(info.type, shape, data.copy())
-    return FloatMatrix.of(dequantize(data, info.type, info.shape).reshape(shape))
+    shape = (int(info.shape[1]), int(info.shape[0]))
+
+    def read() -> FloatMatrix:
+        data = gguf.data(name)
+        if info.type in _FLOATS:
+            return FloatMatrix(info.type, shape, data.copy())
+        return FloatMatrix.of(dequantize(data, info.type, info.shape).reshape(shape))
+
+    return StoredMatrix(info.type if info.type in _FLOATS else GGMLType.F32, shape, read)

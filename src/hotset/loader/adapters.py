@@ -10,7 +10,7 @@ from hotset.engine.adapters import Adapters
 from hotset.engine.driver import EngineThread
 from hotset.errors import FormatError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import expanded
-from hotset.formats.lora import LoraAdapter, gguf_adapter_bytes, read_gguf_adapter
+from hotset.formats.lora import AdapterFile, open_gguf_adapter
 from hotset.loader.decide import Decided
 from hotset.settings import LoadSettings
 
@@ -18,7 +18,7 @@ from hotset.settings import LoadSettings
 def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
     """The adapters of a model, with those that its settings name. Raises as Adapters.load, and closes the
     engine then."""
-    adapters = Adapters(thread, decided.gguf.architecture, partial(read_adapter, decided))
+    adapters = Adapters(thread, decided.gguf.architecture, partial(open_adapter, decided))
     try:
         for path, scale in decided.settings.loras:
             adapters.load(str(path), scale)
@@ -28,7 +28,7 @@ def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
     return adapters
 
 
-def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
+def open_adapter(decided: Decided, path: str | os.PathLike[str]) -> AdapterFile:
     """An adapter for a model: a GGUF file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
     UnsupportedModelError."""
     found = expanded(path).absolute()
@@ -44,15 +44,15 @@ def read_adapter(decided: Decided, path: str | os.PathLike[str]) -> LoraAdapter:
                 f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
                 "(those of 'hotset sparsify' become part of a model with its --adapters)"
             )
-        return read_gguf_adapter(found)
-    from hotset.convert.peft import read_peft_adapter
+        return open_gguf_adapter(found)
+    from hotset.convert.peft import open_peft_adapter
 
     if decided.graph.recurrent:
         raise UnsupportedModelError(
             f"the adapter {found} is a folder of PEFT's, which is not read for models with recurrent layers; "
             "convert it to GGUF with llama.cpp's convert_lora_to_gguf.py"
         )
-    return read_peft_adapter(found, decided.config.architecture, decided.config.head_dim)
+    return open_peft_adapter(found, decided.config.architecture, decided.config.head_dim)
 
 
 def adapter_bytes(settings: LoadSettings) -> int:
@@ -65,6 +65,7 @@ def _n_bytes(path: Path) -> int:
     try:
         if path.is_dir():  # in two formats perhaps, of which one is read
             return max((file.stat().st_size for file in path.glob("adapter_model.*")), default=0)
-        return gguf_adapter_bytes(path)
+        with open_gguf_adapter(path) as file:
+            return file.nbytes
     except (HotsetError, OSError):
         return 0

@@ -29,10 +29,12 @@ from hotset.errors import (
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.source import WeightSource
 from hotset.loader.decide import (
+    NOTHING_RESERVED,
     SMALLEST_DEFAULT_N_CTX,
     Decided,
     MachineFacts,
     Opened,
+    Reserved,
     cache_bytes,
     channel_work,
     cpu_graph,
@@ -95,14 +97,14 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     return Opened(settings, gguf, config, devices)
 
 
-def plan_model(opened: Opened, *, mapped: bool = False, reserved: int = 0) -> Decided:
+def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOTHING_RESERVED) -> Decided:
     """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
     context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
 
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
-    reserved: bytes of memory that what is loaded beside it takes.
+    reserved: memory for what is loaded beside it.
     """
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)

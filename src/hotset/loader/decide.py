@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.engine import ThresholdedTokens
@@ -61,14 +61,29 @@ class Opened:
         self.gguf.close()
 
 
+class Reserved(NamedTuple):
+    """Bytes of memory for what is loaded beside a model: what drafts for it, and the adapters of its
+    settings."""
+
+    drafter: int = 0
+    adapters: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.drafter + self.adapters
+
+
+NOTHING_RESERVED = Reserved()
+
+
 @dataclass(frozen=True)
 class MachineFacts:
     """free: bytes of memory for the model; inf: its part is another's to say, and its files are mapped.
-    program: bytes that this process has without it. reserved: bytes for what is loaded beside it."""
+    program: bytes that this process has without it. reserved: for what is loaded beside it."""
 
     free: float
     program: int
-    reserved: int = 0
+    reserved: Reserved = NOTHING_RESERVED
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,7 @@ class Decided:
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
     the weights that were read then, once it is built. channels: what leaving out the zeros of thresholds is
-    expected to gain. reserved: bytes of memory for what is loaded beside it (MachineFacts).
+    expected to gain. reserved: memory for what is loaded beside it.
     """
 
     settings: LoadSettings
@@ -101,7 +116,7 @@ class Decided:
     ram: RamPlan | None = None
     stored: StoredWeights | None = None
     channels: ChannelPlan | None = None
-    reserved: int = 0
+    reserved: Reserved = NOTHING_RESERVED
 
     @property
     def is_sparse(self) -> bool:
@@ -155,8 +170,8 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
         if isinstance(op, Attention) and op.source is None:
             check_cache(op, settings.kv_type)
     cost = Cost(graph, weights.tensors)
-    limit = ram_limit(settings, gguf.nbytes, machine.free - machine.reserved, machine.reserved)
-    free = machine.free - machine.reserved
+    free = machine.free - machine.reserved.total
+    limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
     n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,

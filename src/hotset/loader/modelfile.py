@@ -25,7 +25,7 @@ from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import expanded
 from hotset.formats.gguf import open_gguf
-from hotset.formats.lora import read_gguf_adapter
+from hotset.formats.lora import open_gguf_adapter
 from hotset.parameters import shown
 from hotset.settings import LoadSettings
 from hotset.storage.created import Created
@@ -196,7 +196,8 @@ def _adapter(name: str, folder: Path | None) -> Path:
             raise InvalidRequestError(f"ADAPTER is a whole path on the server, not {shown(name)}")
         found = folder.absolute() / found
     if found.is_file():
-        read_gguf_adapter(found)  # or it says what is wrong
+        with open_gguf_adapter(found):  # or it says what is wrong
+            pass
     elif not (found / "adapter_config.json").is_file():
         raise InvalidRequestError(
             f"ADAPTER: there is no adapter {found}; name a GGUF file, or a folder of PEFT's"

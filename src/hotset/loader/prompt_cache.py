@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hotset.engine.prompt_cache import PromptCache
     from hotset.engine.saved_prefix import SessionFiles
 
-_GIB = 2**30
-
 
 class LoadedModel(Protocol):
     """What is used of a hotset.Model."""
@@ -83,8 +81,8 @@ def open_prompt_cache(
     from hotset.engine.prompt_cache import PromptCache
 
     memory = memory_of(decided, backend, speculator, "--cache-dir")
-    limit = int(float(settings.cache_disk) * _GIB)
-    return PromptCache(expanded(settings.cache_dir).absolute(), identity_of(decided), memory, limit)
+    folder = expanded(settings.cache_dir).absolute()
+    return PromptCache(folder, identity_of(decided), memory, settings.cache_disk_bytes)
 
 
 def session_files(model: LoadedModel, asked: str) -> SessionFiles:

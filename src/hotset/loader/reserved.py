@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hotset.loader.adapters import adapter_bytes
-from hotset.loader.decide import Opened
+from hotset.loader.decide import Opened, Reserved
 from hotset.loader.speculate import drafting_bytes
 
 
-def reserved_bytes(opened: Opened) -> int:
+def reserved_for(opened: Opened) -> Reserved:
     """Raises UnsupportedModelError where speculate mtp asks for a layer that the file does not have, and as
     `open_model` for a draft model."""
-    return drafting_bytes(opened) + adapter_bytes(opened.settings)
+    return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings))

@@ -261,9 +261,10 @@ class LowRank(Operation):
 
         out = y + (x @ a.T * scale) @ b.T
 
-    with a [rank, x.width] and b [out.width, rank] of each adapter of a token's sequence (Batch.mixes), in the
-    order of AdapterSet. scale: float32, that of the mix times the adapter's own of this matrix. Everything is
-    float32, and the sum is rounded after each adapter; a token without adapters keeps y.
+    with a [rank, x.width] and b [out.width, rank] of each adapter of a token's sequence
+    (Batch.adapter_scales), in the order of AdapterSet. scale: float32, that of the sequence times the
+    adapter's own of this matrix. Everything is float32, and the sum is rounded after each adapter; a token
+    without adapters keeps y.
 
     matrix: the adapted tensor (low_rank.adapted_name). The rows of b are those from first_row on, as of the
     Linear.

@@ -146,7 +146,7 @@ class Frame:
 def encode(message: Message, bounds: Bounds) -> Frame:
     """A message as a frame, whose parts are views of its arrays. Raises InvalidRequestError for what the
     receiver, who has the same bounds, would refuse."""
-    assert message.batch is None or message.batch.mixes is None, "stages have no adapters"
+    assert message.batch is None or message.batch.adapter_scales is None, "stages have no adapters"
     arrays = _arrays_of(message)
     kind = Kind.ROWS if message.batch is None else Kind.PIECE
     shapes: list[int] = []

@@ -70,12 +70,12 @@ def create_app(host: Host) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         host.start()
-        app.state.toolbox = await asyncio.to_thread(mcp.opened, settings.mcp_servers)
+        app.state.mcp_clients = await asyncio.to_thread(mcp.opened, settings.mcp_servers)
         try:
             yield
         finally:
-            if app.state.toolbox is not None:
-                await asyncio.to_thread(app.state.toolbox.close)
+            if app.state.mcp_clients is not None:
+                await asyncio.to_thread(app.state.mcp_clients.close)
             if isinstance(host, Models):
                 app.state.pulls.cancel()
             await host.close()
@@ -92,7 +92,7 @@ def create_app(host: Host) -> FastAPI:
         strict_content_type=False,
         responses=errors(OpenAIErrorReply),
     )
-    app.state.host, app.state.toolbox = host, None
+    app.state.host, app.state.mcp_clients = host, None
     for router in ROUTERS:
         app.include_router(router)
     if isinstance(host, Models):

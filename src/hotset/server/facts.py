@@ -11,8 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
 from hotset.report.placement import memory_dict, placement_dict
+from hotset.server.metrics import OfHolder
 from hotset.server.shapes import documented_as
-from hotset.server.streams import host_of, serving
+from hotset.server.streams import HOLDER, host_of, serving
 from hotset.storage.store import shards
 
 router = APIRouter()
@@ -83,4 +84,7 @@ async def plan(http: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=Response, responses=documented_as("text/plain"))
 async def metrics(http: Request) -> Response:
-    return Response(generate_latest(host_of(http).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    """For Prometheus; of several models those that the key may ask."""
+    registry, holder = host_of(http).metrics.registry, http.scope.get(HOLDER)
+    found = generate_latest(registry if holder is None else OfHolder(registry, holder))
+    return Response(found, media_type=CONTENT_TYPE_LATEST)

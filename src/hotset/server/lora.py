@@ -7,6 +7,8 @@ change them, as it may load models (manage.py).
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,7 +24,7 @@ from hotset.server.openai.schema import Body, LoraScale
 from hotset.server.replies import JsonReply
 from hotset.server.service import Service
 from hotset.server.shapes import AdapterReply
-from hotset.server.streams import serving, while_connected
+from hotset.server.streams import ClientGoneError, serving, while_connected
 
 router = APIRouter(route_class=BodyRoute)
 _managed = [Depends(check_manager)]
@@ -69,12 +71,21 @@ async def scaled(body: ScalesBody, http: Request) -> Response:
 @router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)
 async def load(body: LoadBody, http: Request) -> Response:
     """Reads a GGUF file, or a folder of PEFT's, in the folder of --lora-dir. By default only requests that
-    choose the adapter have it."""
+    choose the adapter have it. A client that leaves ends the load."""
     path = adapter_path(http, body.lora_path)
     service = await serving(http, body.model, required=False)
     adapters = service.model.adapters
-    made = await _done(http, service, adapters.load, path, body.scale, body.lora_name)
-    return JsonReply(_entry(made))
+    gone = threading.Event()
+
+    def check() -> None:
+        if gone.is_set():
+            raise ClientGoneError
+
+    try:
+        read = partial(adapters.load, check=check)
+        return JsonReply(_entry(await _done(http, service, read, path, body.scale, body.lora_name)))
+    finally:
+        gone.set()
 
 
 @router.post("/v1/unload_lora_adapter", responses={200: {"model": AdapterReply}}, dependencies=_managed)

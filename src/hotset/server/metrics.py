@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotset.api import Model
 from hotset.report.experts import expert_counts
 from hotset.server.answers import Answer
+from hotset.server.key_limits import Holder
 from hotset.server.vectors import Vectors
 
 # What the engine counts (engine/counters.py): name → its field, what it is.
@@ -209,6 +210,22 @@ class _Now(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._now()
+
+
+class OfHolder(Collector):
+    """What a holder of a key may see of a registry: not the models that it may not ask."""
+
+    def __init__(self, registry: CollectorRegistry, holder: Holder) -> None:
+        self._registry, self._holder = registry, holder
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                one
+                for one in metric.samples
+                if "model" not in one.labels or self._holder.may_ask(one.labels["model"])
+            ]
+            yield metric
 
 
 class RequestCounter:

@@ -7,8 +7,12 @@ is restored is found by every request that begins with the same tokens, whicheve
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.engine.blocks import Prefix
 from hotset.engine.saved_prefix import NO_PREFIX, SessionFiles
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import entries
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.key_limits import Holder
@@ -25,11 +30,14 @@ from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import SlotReply
 from hotset.server.streams import HOLDER, serving
+from hotset.units import human_size
 
 router = APIRouter(route_class=BodyRoute)
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_. -]{0,199}")
 _ACTIONS = ("save", "restore", "erase")
+_DISK_BLOCK = 4096  # bytes that a small file takes
+_saving = threading.Lock()  # two at once would count the same room
 
 
 class SlotBody(Body):
@@ -65,7 +73,7 @@ async def slots(
         )
     if action not in _ACTIONS:
         raise RequestError(f"action is one of {', '.join(_ACTIONS)}", param="action")
-    held = _Slot(service.slots, id_slot)
+    held = _Slot(service.slots, id_slot, model.decided.settings.cache_disk_bytes)
     if action == "erase":
         return JsonReply(await service.in_thread(held.erase))
     path = _path(Path(folder), body.filename)
@@ -82,10 +90,10 @@ def _path(folder: Path, name: str | None) -> Path:
 
 
 class _Slot:
-    """One of them, for a thread beside the event loop."""
+    """One of them, for a thread beside the event loop. most: bytes of all files in the folder."""
 
-    def __init__(self, files: SessionFiles, id_slot: int) -> None:
-        self._files, self._id = files, id_slot
+    def __init__(self, files: SessionFiles, id_slot: int, most: int) -> None:
+        self._files, self._id, self._most = files, id_slot, most
         self._held = files.thread.engine.keep_slots()
 
     @property
@@ -95,7 +103,10 @@ class _Slot:
     def save(self, path: Path) -> dict[str, Any]:
         begun = time.perf_counter()
         try:
-            saved = self._files.save(path, self._prefix)
+            with _saving:
+                saved = self._files.save(path, self._prefix, reserve=self._room(path))
+        except RequestError:
+            raise
         except InvalidRequestError as error:
             raise RequestError(_without_folder(error, path), param="filename") from None
         except HotsetError as error:
@@ -104,6 +115,24 @@ class _Slot:
             id_slot=self._id, filename=path.name, n_saved=saved.n_tokens, n_written=saved.n_bytes,
             timings={"save_ms": _ms_since(begun)},
         )  # fmt: skip
+
+    def _room(self, path: Path) -> Callable[[int], None]:
+        """Takes bytes of what other files leave of the folder. It raises RequestError."""
+        others = (entry for entry in entries(path.parent) if entry.name != path.name)
+        left = self._most - sum(map(_n_bytes, others))
+
+        def take(n: int) -> None:
+            nonlocal left
+            left -= n
+            if left < 0:
+                raise RequestError(
+                    f"the files of saved slots have at most {human_size(self._most)}; save under a name that "
+                    "is there already, delete files, or start the server with a larger --cache-disk",
+                    507,
+                    code="slots_full",
+                )
+
+        return take
 
     def restore(self, path: Path) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -129,6 +158,15 @@ class _Slot:
         prefix = self._held.pop(self._id, NO_PREFIX)
         self._files.erase(prefix)
         return SlotReply.written(id_slot=self._id, n_erased=len(prefix.tokens))
+
+
+def _n_bytes(entry: os.DirEntry[str]) -> int:
+    """Of a file on a disk; 0 for what is no file."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except OSError:  # it is gone
+        return 0
+    return -(-status.st_size // _DISK_BLOCK) * _DISK_BLOCK if stat.S_ISREG(status.st_mode) else 0
 
 
 def _ms_since(begun: float) -> float:

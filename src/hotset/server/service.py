@@ -397,7 +397,7 @@ class Service:
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
     output = output_of(model, request)
-    mix = None if request.adapters is None else model.adapters.mix(request.adapters)
+    scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
         how = {"variables": request.template, **request.opening._asdict()}
         prompts = [model.encode_chat(request.messages, output.tools, **how)]
@@ -408,10 +408,10 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     owner = Owner.of(request.client, seconds)
     prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
-    if mix is not None:
+    if scales is not None:
         for one in prepared:
             for sequence in one.sequences:
-                sequence.choose(mix)
+                sequence.choose(scales)
     return prepared
 
 

@@ -13,9 +13,8 @@ from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.errors import HotsetError, OutOfMemoryError
-from hotset.loader.adapters import adapter_bytes
 from hotset.loader.decide import Opened, cache_bytes, context
-from hotset.loader.reserved import reserved_bytes
+from hotset.loader.reserved import reserved_for
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.reporter import Reporter
@@ -128,7 +127,7 @@ def fitted(opened: Opened, budget: int) -> tuple[Opened, int]:
     far as they are known before it is loaded. So a context does not depend on what else is loaded."""
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     cost = Cost(describe(config, gguf.tensors), gguf.tensors)
-    reserved = reserved_bytes(opened)
+    reserved = reserved_for(opened).total
     if settings.n_ctx is None and settings.ram_budget is None:
         opened = opened.with_settings(n_ctx=context(settings, config, cost, budget - reserved, gguf.nbytes))
         settings = opened.settings
@@ -141,7 +140,7 @@ def bytes_of(model: Model) -> int:
     """Memory of a loaded model: weights, whether they are mapped or read, cache, buffers and tokenizer, what
     drafts for it, and its adapters."""
     decided, backend = model.decided, model.backend
-    beside = decided.reserved - adapter_bytes(decided.settings) + model.adapters.nbytes
+    beside = decided.reserved.drafter + model.adapters.nbytes
     if model.ram is not None:
         return model.ram.limit + beside
     weights = sum(info.nbytes for info in decided.weights.tensors.values())

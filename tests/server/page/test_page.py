@@ -96,7 +96,7 @@ def test_thoughts_stand_apart(server: FakeServer, opened: Any) -> None:
     page = opened(server.url)
     say(page, "Well?")
     assert answers(page) == ["Yes."]
-    page.get_by_text("Its thoughts").click()
+    page.get_by_text("Reasoning").click()
     assert page.locator(".thought").inner_text() == "<b>Hm</b>"
 
 
@@ -277,7 +277,7 @@ def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> No
             page.keyboard.press("ArrowDown")
             page.keyboard.press("ArrowRight")
         # The same as a table.
-        page.get_by_text("The picture as tables").click()
+        page.get_by_text("Show as tables").click()
         rows = page.locator("#tables-body table").first.locator("tbody tr").all_inner_texts()
         for row, layer in zip(rows, stats.layers, strict=True):
             cells = row.split("\t")
@@ -314,7 +314,7 @@ def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> 
         )
         assert page.locator("#tape .chosen").inner_text().strip() == "t1"
         page.mouse.move(5, 5)
-        assert "Point at the picture" in message(page, "#readout")
+        assert "Point at a cell" in message(page, "#readout")
         page.locator("#tape span").nth(3).click()
         assert message(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
 
@@ -326,7 +326,7 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
     )
     page = opened(server.url)
     say(page, "both")
-    assert "60% of what fired was hot, on the GPU" in message(page, "#summary")
+    assert "60% of the neurons that fired were hot, on the GPU" in message(page, "#summary")
     page.locator(".heat").focus()
     page.keyboard.press("End")
     assert message(page, "#readout").endswith(
@@ -341,7 +341,7 @@ def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> N
     assert luminance(page, x, y) > both + 20  # little of it is the CPU's
     assert page.locator("#shared").is_visible()
     assert "Other requests ran at the same time" in message(page, "#shared")
-    page.get_by_text("The picture as tables").click()
+    page.get_by_text("Show as tables").click()
     assert page.locator("#tables-body tbody tr").first.inner_text().split("\t")[4] == "10.0%"
 
 
@@ -353,12 +353,12 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
     with real_server(path) as url:
         settings = json.dumps({"temperature": 0, "max_tokens": 24})
         page = opened(url, {"hotset.settings": settings})
-        assert page.locator("#picture-title").inner_text() == "How fast"
+        assert page.locator("#picture-title").inner_text() == "Speed"
         say(page, MESSAGES[0]["content"])
         n = int(re.search(r"(\d+) tokens", page.locator(".note").inner_text())[1])  # type: ignore[index]
         summary = message(page, "#summary")
         assert summary.startswith(
-            f"{decimal(sum(read[: n - 1]) / (n - 1))} read per token, all of the model; "
+            f"{decimal(sum(read[: n - 1]) / (n - 1))} read per token, the whole model; "
         )
         assert "tokens per second" in summary
         assert page.locator(".speed").is_visible()
@@ -382,7 +382,7 @@ def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> No
     say(page, "one")
     say(page, "two")
     assert message(page, "#summary").startswith("10% of neurons")
-    page.get_by_role("button", name="Show the picture of this answer").first.click()
+    page.get_by_role("button", name="Show the activity of this answer").first.click()
     assert message(page, "#summary").startswith("90% of neurons")
 
 
@@ -458,8 +458,8 @@ def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: 
         assert violations(page) == []
     say(page, "show")
     say(page, "fail")
-    page.get_by_role("button", name="Show the picture of this answer").evaluate("(thread) => thread.click()")
-    page.get_by_text("The picture as tables").click()
+    page.get_by_role("button", name="Show the activity of this answer").evaluate("(thread) => thread.click()")
+    page.get_by_text("Show as tables").click()
     assert violations(page) == []
     if width < 1000:
         page.click("#hide-picture")
@@ -611,7 +611,7 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
     assert sent(server) == [("user", "about fish"), ("assistant", "A."), ("user", "more")]
     page.click("#show-history")
     with page.expect_download() as got:
-        page.get_by_role("button", name="Save as a text: about birds").click()
+        page.get_by_role("button", name="Save as text: about birds").click()
     assert got.value.suggested_filename == "about birds.md"
     assert Path(got.value.path()).read_text("utf-8").startswith("# about birds\n\n**You**\n\nabout birds\n")
     with page.expect_download() as got:
@@ -628,7 +628,7 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
     page.get_by_role("button", name="Delete: about birds").click()
     page.set_input_files("#import-file", file)
-    page.get_by_text("2 conversations came in.").wait_for()
+    page.get_by_text("2 conversations were imported.").wait_for()
     assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
     bad = tmp_path / "bad.json"
     for content in ("{", "[]", '{"conversations": [{"id": "../x", "messages": []}]}'):
@@ -677,7 +677,7 @@ def test_dense_mode_of_a_model_that_could_be_sparse(server: FakeServer, opened: 
     server.props["hotset"] = facts(mode="dense")
     server.replies.append([token(i, " a", [0.3] * 3, bytes_touched=3_999_000) for i in range(3)])
     page = opened(server.url)
-    assert "their weights are read all the same" in message(page, "#about-text")
+    assert "dense mode reads their weights, too" in message(page, "#about-text")
     say(page, "hello")
     assert message(page, "#summary").startswith("30% of neurons fired; 4.0 MB read per token")
     assert page.locator("#amount").is_hidden()

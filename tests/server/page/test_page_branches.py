@@ -23,7 +23,7 @@ def test_a_question_that_is_edited_keeps_the_one_before(server: FakeServer, open
     done(page)
     assert sent(server) == [("user", "first"), ("assistant", "A."), ("user", "changed")]
     assert version(page, "question") == ["2 / 2"]
-    page.locator(".question").nth(1).get_by_role("button", name="Version before").click()
+    page.locator(".question").nth(1).get_by_role("button", name="Previous version").click()
     assert (questions(page), answers(page)) == (["first", "second"], ["A.", "B."])
     assert len(stored(page)["messages"]) == 6
 

@@ -55,7 +55,7 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
     page.click("#show-settings")
     assert page.get_by_label("Temperature", exact=True).get_attribute("placeholder") == "0.8"
     values = {
-        "Temperature": "0.3", "Top-p": "0.5", "Top-k": "7", "Min-p": "0.1", "Longest answer": "99",
+        "Temperature": "0.3", "Top-p": "0.5", "Top-k": "7", "Min-p": "0.1", "Maximum answer length": "99",
         "Seed": "12", "Repetition penalty": "1.1", "Frequency penalty": "-0.5", "Presence penalty": "0.25",
         "System prompt": "Be brief.", "Stop at": "END\nSTOP",
     }  # fmt: skip
@@ -78,7 +78,7 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
     page.click("#show-settings")
     page.get_by_role("slider", name="Temperature").fill("1.5")
     assert page.get_by_label("Temperature", exact=True).input_value() == "1.5"
-    page.get_by_role("button", name="Back to the server's defaults").click()
+    page.get_by_role("button", name="Reset to the server's defaults").click()
     page.keyboard.press("Escape")
     say(page, "reset")
     assert set(server.requests[2]) == bare
@@ -95,12 +95,12 @@ def test_an_answer_that_is_drawn_again_keeps_the_one_before(server: FakeServer, 
     assert version(page, "answer") == ["2 / 2"]
     say(page, "second")
     assert sent(server) == [("user", "first"), ("assistant", "Another A."), ("user", "second")]
-    page.get_by_role("button", name="Version before").click()
+    page.get_by_role("button", name="Previous version").click()
     assert (questions(page), answers(page)) == (["first"], ["A."])
-    assert page.evaluate("document.activeElement.ariaLabel") == "Version after"
+    assert page.evaluate("document.activeElement.ariaLabel") == "Next version"
     say(page, "other")
     assert sent(server) == [("user", "first"), ("assistant", "A."), ("user", "other")]
-    page.get_by_role("button", name="Version after").click()
+    page.get_by_role("button", name="Next version").click()
     assert (questions(page), answers(page)) == (["first", "second"], ["Another A.", "B."])
     page.reload()
     page.click("#show-history")

@@ -45,7 +45,7 @@ def test_search(server: FakeServer, opened: Any) -> None:
     assert page.locator(".where").count() == 0
     assert violations(page) == []
     page.fill("#search", "whales")
-    assert page.locator("#conversations").inner_text() == "None has these words."
+    assert page.locator("#conversations").inner_text() == "No conversation has these words."
     page.fill("#search", "")
     assert len(names(page)) == 3
 
@@ -108,7 +108,7 @@ def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tm
     other = opened(server.url)
     other.click("#show-history")
     other.set_input_files("#import-file", file)
-    other.get_by_text("3 conversations came in.").wait_for()
+    other.get_by_text("3 conversations were imported.").wait_for()
     assert names(other) == ["My trees", "about birds", "about fish"]
     other.get_by_role("button", name="My trees", exact=True).click()
     assert other.locator(".versions span").inner_text() == "2 / 2"
@@ -254,7 +254,30 @@ def test_files_keep_folders(server: FakeServer, opened: Any, tmp_path: Path) -> 
     other = opened(server.url, {"hotset.folders": '[["Other", false], ["Work", true]]'})
     other.click("#show-history")
     other.set_input_files("#import-file", file)
-    other.get_by_text("2 conversations came in.").wait_for()
+    other.get_by_text("2 conversations were imported.").wait_for()
     assert shown(other) == {"Empty": [], "Other": [], "Work": [], "": ["birds"]}
     other.locator(".folder-name", has_text="Work").click()
     assert shown(other)["Work"] == ["about fish"]
+
+
+def test_files_of_many_folders(server: FakeServer, opened: Any) -> None:
+    """Their number and the length of their names have limits: the list is made anew again and again."""
+    names = [f"Folder {i:05}" for i in range(50_000)]
+    conversations = [
+        json.loads(conversation(f"{i + 1:x}", "", f"number {i}", folder=names[i])[1]) for i in range(300)
+    ]
+    conversations[1]["folder"] = "x" * 100_000
+    exported = json.dumps({"folders": names, "conversations": conversations})
+    page = opened(server.url, {"hotset.folders": '[["Mine", false]]'})
+    page.click("#show-history")
+    page.set_input_files(
+        "#import-file", {"name": "a.json", "mimeType": "application/json", "buffer": exported.encode()}
+    )
+    page.get_by_text(
+        "300 conversations were imported. 49746 folders were left out: 256 folders are the limit"
+    ).wait_for()
+    found = shown(page)
+    assert len(found) == 256 + 1
+    assert found["Folder 00000"] == ["number 0"]
+    assert max(map(len, found)) == 60
+    assert len(found[""]) == 300 - 255

@@ -28,7 +28,7 @@ def test_figures_come_back(server: FakeServer, opened: Any) -> None:
     page.get_by_role("button", name="one", exact=True).click()
     until(page, "document.querySelectorAll('.thread:not([hidden])').length === 2")
     assert message(page, "#summary") == dense_summary
-    page.get_by_role("button", name="Show the picture of this answer").first.click()
+    page.get_by_role("button", name="Show the activity of this answer").first.click()
     assert message(page, "#summary") == sparse_summary
     page.locator(".heat").focus()
     page.keyboard.press("End")

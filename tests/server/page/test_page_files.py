@@ -52,11 +52,11 @@ def test_the_text_of_a_pdf(server: FakeServer, opened: Any, tmp_path: Path) -> N
 
 def test_what_is_no_text_is_refused(server: FakeServer, opened: Any, tmp_path: Path) -> None:
     files = {
-        "paper.pdf": (b"%PDF-1.7 ...", "paper.pdf is no PDF that can be read."),
-        "scanned.pdf": (pdf_of(""), "scanned.pdf has no text: its pages may be pictures."),
-        "photo.png": (b"\x89PNG\r\n\x1a\n\0\0", "photo.png is not text in UTF-8 or UTF-16, and no PDF"),
-        "latin.csv": ("Grün".encode("latin-1"), "latin.csv is not text in UTF-8 or UTF-16"),
-        "large.txt": (b"x" * 1_000_001, "large.txt has 1.0 MB, and 1.0 MB are taken"),
+        "paper.pdf": (b"%PDF-1.7 ...", "paper.pdf cannot be read as a PDF."),
+        "scanned.pdf": (pdf_of(""), "scanned.pdf has no text: its pages may be images."),
+        "photo.png": (b"\x89PNG\r\n\x1a\n\0\0", "photo.png is neither text in UTF-8 or UTF-16 nor a PDF"),
+        "latin.csv": ("Grün".encode("latin-1"), "latin.csv is neither text in UTF-8 or UTF-16"),
+        "large.txt": (b"x" * 1_000_001, "large.txt has 1.0 MB, and the limit is 1.0 MB"),
         "empty.txt": (b" \n", "empty.txt is empty."),
     }
     page = opened(server.url)
@@ -81,7 +81,7 @@ def test_files_come_by_dropping_and_pasting_and_go(server: FakeServer, opened: A
     page.evaluate(give, "drop")
     page.locator("#files li", has_text="drop.txt").get_by_text("7 tokens").wait_for()
     page.evaluate(give, "paste")
-    page.get_by_text("14 tokens: the context has 8.").wait_for()
+    page.get_by_text("14 tokens do not fit: the context has 8.").wait_for()
     page.get_by_role("button", name="Remove drop.txt").click()
     assert message(page, "#files").startswith("paste.txt")
     assert page.locator("#files .problem").count() == 0

@@ -34,12 +34,12 @@ def test_another_model_is_chosen_and_loaded(several: FakeServer, opened: Any) ->
     assert violations(page) == []
     rows = page.locator("#model-list li")
     assert "not loaded · 5.0 MB · context of 512 tokens" in message(page, "#model-list li >> nth=0")
-    assert "loaded · 9.0 MB of memory · context of 4,096 tokens" in message(page, "#model-list li >> nth=1")
+    assert "loaded · 9.0 MB in memory · context of 4,096 tokens" in message(page, "#model-list li >> nth=1")
     n_asked = len(several.asked_props)
     page.get_by_role("radio", name="cold").check()
     until(page, "document.querySelector('#model').textContent === 'cold · not loaded'")
     several.set_state("lab/cold.gguf", value="queued", waiting=1)
-    page.get_by_text("cold: waits to be loaded.").wait_for()
+    page.get_by_text("cold: waiting to be loaded.").wait_for()
     progress = {"label": "weights", "done": 43, "total": 100}
     several.set_state("lab/cold.gguf", value="loading", progress=progress)
     page.get_by_text("cold: loading, 43%.").wait_for()
@@ -142,7 +142,7 @@ def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> Non
     page = opened(several.url, viewport={"width": 1440, "height": 800})
     page.click("#choose-model")
     page.get_by_label("side by side").check()
-    assert page.get_by_label("The second answer is of").input_value() == "lab/cold.gguf"
+    assert page.get_by_label("Second model").input_value() == "lab/cold.gguf"
     assert violations(page) == []
     page.keyboard.press("Escape")
     assert page.locator("#model").inner_text() == "warm and cold"
@@ -158,7 +158,7 @@ def test_two_models_answer_side_by_side(several: FakeServer, opened: Any) -> Non
     assert "50% of neurons fired" in message(page, "#summary")
     assert violations(page) == []
     # The conversation goes on with the one that is chosen.
-    page.get_by_role("button", name="Go on with this").click()
+    page.get_by_role("button", name="Continue with this").click()
     assert answers(page) == ["Warm one", "Cold one."]
     say(page, "two")
     assert sent(several) == [("user", "one"), ("assistant", "Cold one."), ("user", "two")]
@@ -182,7 +182,7 @@ def test_one_model_is_compared_with_other_settings(server: FakeServer, opened: A
     )
     page.click("#choose-model")
     page.get_by_label("side by side").check()
-    page.get_by_label("with", exact=True).select_option("calm")
+    page.get_by_label("Its preset", exact=True).select_option("calm")
     page.keyboard.press("Escape")
     say(page, "same?")
     asked = [(body.get("temperature"), body.get("top_k")) for body in server.requests]

@@ -55,7 +55,7 @@ def states(page: Any) -> list[str]:
 
 
 def results(page: Any) -> list[str]:
-    found: list[str] = page.locator(".call details pre").all_text_contents()
+    found: list[str] = page.locator(".call .result pre").all_text_contents()
     return found
 
 
@@ -64,8 +64,8 @@ def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> Non
     server.tool_results += [result("hello <b>you</b>")]
     say(page, "What is in a.txt?")
     assert server.tool_calls == []
-    assert (states(page), page.locator(".call pre").inner_text()) == (
-        ["waits for you"],
+    assert (states(page), page.locator(".call > pre").inner_text()) == (
+        ["waiting for you"],
         '{\n  "path": "a.txt"\n}',
     )
     (tool,) = server.requests[0]["tools"]
@@ -101,6 +101,45 @@ def test_a_call_is_made_once_it_is_allowed(server: FakeServer, page: Any) -> Non
     assert violations(page) == []
 
 
+def test_what_is_said_of_a_tool_is_shown(server: FakeServer, page: Any) -> None:
+    """Where it is asked about, in the list, and after a reload; not of another tool under the same name."""
+    tool = server.mcp_servers[0]["tools"][0]
+    tool["description"] = "To read.\u202e And <b>more</b>."
+    weather = tool_call("get_weather", "{}", 1)
+    server.replies += [[READ, weather]]
+    page.click("#show-tools")
+    page.get_by_role("textbox", name="A function as JSON").fill(json.dumps(FUNCTION))
+    page.get_by_role("button", name="Add", exact=True).click()
+    for name, shown in (("read", tool), ("get_weather", FUNCTION)):
+        entry = page.locator("#tools li", has_text=name)
+        entry.get_by_text("Arguments").click()
+        assert json.loads(entry.locator("pre").inner_text()) == shown["parameters"]
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    say(page, "Go")
+    for reloaded in (False, True):
+        if reloaded:
+            page.reload()
+            page.click("#show-history")
+            page.get_by_role("button", name="Go", exact=True).click()
+        about = page.locator(".call .about")
+        until(page, "document.querySelectorAll('.call .about').length === 2")
+        assert about.locator("pre").first.is_hidden()
+        for i, (said, shown) in enumerate(
+            (("To read.\\u{202e} And <b>more</b>.", tool), ("The weather of a place", FUNCTION))
+        ):
+            about.nth(i).get_by_text("About this tool").click()
+            assert about.nth(i).locator("p").inner_text() == said
+            assert json.loads(about.nth(i).locator("pre").inner_text()) == shown["parameters"]
+        assert violations(page) == []
+    server.mcp_servers[0]["tools"][0] |= {"digest": "other"}
+    page.reload()
+    page.click("#show-history")
+    page.get_by_role("button", name="Go", exact=True).click()
+    page.locator(".call .problem", has_text="This tool has changed").wait_for()
+    assert page.locator(".call .about").count() == 1
+
+
 def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
     """In this conversation, for this tool, and until the reader takes it back."""
     server.replies += [[READ], [READ, tool_call("files__read", "{}", 1)], ["Done."], [READ]]
@@ -123,7 +162,7 @@ def test_a_tool_that_is_always_allowed(server: FakeServer, page: Any) -> None:
     button(page, "Ask again").click()
     page.keyboard.press("Escape")
     say(page, "Again")
-    assert states(page)[-1] == "waits for you"
+    assert states(page)[-1] == "waiting for you"
     assert len(server.tool_calls) == 3
 
 
@@ -137,14 +176,14 @@ def test_a_tool_that_has_changed_is_asked_about_again(server: FakeServer, page: 
     done(page)
     server.mcp_servers[0]["tools"][0] |= {"description": "To read, and to send.", "digest": "other"}
     say(page, "Again")
-    assert states(page)[-1] == "waits for you"
+    assert states(page)[-1] == "waiting for you"
     button(page, "Always in this conversation").click()
     page.get_by_text("Done again.", exact=True).wait_for()
     done(page)
     assert stored(page)["tools"]["allowed"] == [{"name": "files__read", "digest": "other"}]
     server.mcp_servers[0]["tools"][0] |= {"digest": "files/read"}
     say(page, "And again")
-    assert states(page)[-1] == "waits for you"
+    assert states(page)[-1] == "waiting for you"
     assert len(server.tool_calls) == 2
 
 
@@ -173,7 +212,7 @@ def test_a_file_does_not_speak_for_the_page(server: FakeServer, page: Any, opene
     button(page, "Allow once").click()
     page.get_by_text("As you like.", exact=True).wait_for()
     assert server.tool_calls == []
-    assert "files__read is not on in this conversation" in results(page)[0]
+    assert "files__read is off in this conversation" in results(page)[0]
 
 
 def test_a_call_is_denied(server: FakeServer, page: Any) -> None:
@@ -181,7 +220,7 @@ def test_a_call_is_denied(server: FakeServer, page: Any) -> None:
     server.tool_results += [result("of b")]
     say(page, "Go")
     button(page, "Deny").first.click()
-    assert states(page) == ["denied", "waits for you"]
+    assert states(page) == ["denied", "waiting for you"]
     assert page.evaluate("document.activeElement.matches('.call.asked')")  # the next one, not its button
     page.keyboard.press("Enter")
     assert len(server.requests) == 1  # it waits for the second one
@@ -210,7 +249,7 @@ def test_calls_that_no_tool_takes(server: FakeServer, page: Any) -> None:
     assert results(page) == [
         "There is no tool named files__write.",
         "There is no tool named nothing.",
-        "The arguments are no JSON object.",
+        "The arguments are not a JSON object.",
     ]
     sent = server.requests[1]["messages"][1]["tool_calls"][2]["function"]["arguments"]
     assert json.loads(sent) == {"text": '{"path": '}
@@ -224,7 +263,7 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
     until(page, "document.querySelector('#model').textContent !== ''")
     page.click("#show-history")
     page.get_by_role("button", name="Go", exact=True).click()
-    assert (states(page), server.tool_calls) == (["waits for you"], [])
+    assert (states(page), server.tool_calls) == (["waiting for you"], [])
     button(page, "Allow once").click()
     page.get_by_text("First.", exact=True).wait_for()
     done(page)
@@ -242,8 +281,8 @@ def test_calls_stay_over_a_reload_and_in_branches(server: FakeServer, page: Any)
         ["hello"],
     )
     page.get_by_role("button", name="Again").first.click()
-    until(page, "document.querySelector('.call .state')?.textContent === 'waits for you'")
-    page.get_by_role("button", name="Version before").click()
+    until(page, "document.querySelector('.call .state')?.textContent === 'waiting for you'")
+    page.get_by_role("button", name="Previous version").click()
     assert states(page) == ["allowed once"]
 
 
@@ -268,7 +307,7 @@ def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any,
     ]  # fmt: skip
     assert one["tools"]["allowed"] == [{"name": "files__read", "digest": "files/read"}]
     with page.expect_download() as download:
-        page.get_by_role("button", name="Save as a text: Go").click()
+        page.get_by_role("button", name="Save as text: Go").click()
     text = download.value.path().read_text()
     assert '*Calls files__read*\n\n```\n{"path": "a.txt"}\n```\n\n*Result*\n\n```\nhello\n```' in text
     other = opened(server.url)
@@ -280,7 +319,7 @@ def test_the_file_of_a_conversation_has_its_calls(server: FakeServer, page: Any,
     assert (states(other), results(other)) == (["allowed in this conversation"], ["hello"])
     turn_on(other, "read")
     say(other, "More")
-    assert states(other)[-1] == "waits for you"
+    assert states(other)[-1] == "waiting for you"
     assert len(server.tool_calls) == 1
 
 
@@ -293,7 +332,7 @@ def test_a_function_whose_result_is_typed(server: FakeServer, opened: Any) -> No
     for wrong, why in (
         ("{", "This is not JSON."),
         ('{"name": "a b"}', "needs a name"),
-        ('{"name": "a", "parameters": 7}', "a: parameters is a JSON schema"),
+        ('{"name": "a", "parameters": 7}', "a: parameters must be a JSON schema"),
     ):
         area.fill(wrong)
         add.click()
@@ -308,14 +347,14 @@ def test_a_function_whose_result_is_typed(server: FakeServer, opened: Any) -> No
     say(page, "Weather?")
     assert server.requests[0]["tools"] == [{"type": "function", "function": FUNCTION}]
     page.get_by_role("textbox", name="Result of get_weather").fill("25 °C")
-    page.get_by_role("button", name="Give this result").click()
+    page.get_by_role("button", name="Send this result").click()
     page.get_by_text("Sunny in Rome.", exact=True).wait_for()
     assert server.requests[1]["messages"][-1] == {
         "role": "tool",
         "tool_call_id": "c0",
         "content": "25 °C",
     }
-    assert states(page) == ["the result is yours"]
+    assert states(page) == ["result typed by you"]
     page.click("#new-chat")
     assert page.locator("#n-tools").inner_text() == ""  # they are of the conversation
 
@@ -333,8 +372,8 @@ def test_a_call_that_does_not_end_or_cannot_be_made(server: FakeServer, page: An
     until(page, "document.querySelector('.call .state').textContent === 'running'")
     assert hold.reached.wait(60)
     page.click("#stop")
-    page.locator(".call .problem", has_text="Stopped: what came of it is not known.").wait_for()
-    assert states(page) == ["waits for you"]
+    page.locator(".call .problem", has_text="Stopped: its result is not known.").wait_for()
+    assert states(page) == ["waiting for you"]
     button(page, "Allow once").click()
     page.locator(".call .problem", has_text="too many calls").wait_for()
     button(page, "Allow once").click()
@@ -363,7 +402,7 @@ def test_a_model_that_calls_without_end(server: FakeServer, page: Any) -> None:
     server.tool_results += [result("x")] * 20
     say(page, "Go")
     button(page, "Always in this conversation").click()
-    page.get_by_text("16 rounds of calls: Continue has the model go on").wait_for()
+    page.get_by_text("16 rounds of calls: Continue lets the model go on").wait_for()
     done(page)
     assert len(server.requests) == 16
     server.replies.clear()
@@ -382,7 +421,7 @@ def test_texts_that_hide_something(server: FakeServer, page: Any) -> None:
     server.replies += [[tool_call("files__read", json.dumps({"path": path}))], ["Done."]]
     server.tool_results += [result("<img src=x onerror=alert(1)>\u202e")]
     say(page, "Go")
-    shown = page.locator(".call pre").text_content()
+    shown = page.locator(".call > pre").text_content()
     assert (
         "a\\u{202e}txt.exe\\u{200b}\\u0007\\u{3164}\\u{fe01}\\u{200d}\\u{e0041}" + kept + "x" * 5000 in shown
     )
@@ -446,9 +485,9 @@ def test_the_list_of_servers(server: FakeServer, opened: Any) -> None:
     page.keyboard.press("Escape")
     server.replies.append(["Hello."])
     say(page, "Hi")  # it is answered, and the reader gets to know what is missing
-    page.get_by_text("Tools that are on and not there: slow__b, slow__c").wait_for()
+    page.get_by_text("Tools that are on but not available: slow__b, slow__c").wait_for()
     assert "tools" not in server.requests[0]
     page.click("#show-tools")
-    button(page, "Turn off", "tools that are not there").click()
+    button(page, "Turn off", "tools that are not available").click()
     assert page.locator("#n-tools").inner_text() == ""
     assert stored(page)["tools"] == {"on": [], "functions": [], "allowed": []}

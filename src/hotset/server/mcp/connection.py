@@ -22,7 +22,7 @@ from hotset.errors import QueueFullError
 from hotset.escaping import clause, escaped_text
 from hotset.server.mcp.file import McpServer
 from hotset.server.mcp.limits import Limits, McpServerError
-from hotset.server.mcp.transports import StdioTransport, http_transport
+from hotset.server.mcp.transports import HttpTransport, StdioTransport
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,80}")
 _PAGES = 64  # of a list of tools
@@ -45,7 +45,7 @@ class McpTool:
 
 
 @dataclass(frozen=True)
-class View:
+class ServerStatus:
     """What is known of a server. problem: why it does not work, or what of it is left out; "": nothing."""
 
     name: str
@@ -63,10 +63,10 @@ class ToolResult:
 
 
 class Connection:
-    """A server of the file, in the event loop of its toolbox. `view` may be read anywhere."""
+    """A server of the file, in the event loop of McpClients. `status` may be read anywhere."""
 
     def __init__(self, server: McpServer, limits: Limits) -> None:
-        self.view = View(server.name)
+        self.status = ServerStatus(server.name)
         self._server, self._limits = server, limits
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class Connection:
     def start(self) -> None:
         """Connects, unless it is connected or connecting."""
         if self._task is None or self._task.done():
-            self.view = replace(self.view, state="starting", problem="")
+            self.status = replace(self.status, state="starting", problem="")
             self._settled.clear()
             self._task = asyncio.create_task(self._run())
 
@@ -101,7 +101,7 @@ class Connection:
             self.start()
             await self._settled.wait()
             if (client := self._client) is None:
-                raise McpServerError(self.view.problem or "is being ended")
+                raise McpServerError(self.status.problem or "is being ended")
             return await self._called(client, tool, arguments)
         finally:
             self._n_calls -= 1
@@ -121,14 +121,14 @@ class Connection:
             if time.monotonic() - began >= seconds:
                 raise McpServerError(f"did not answer {tool.own_name} within {seconds:g} s") from None
             if error.code == mcp_types.CONNECTION_CLOSED and await self._is_ending(client):
-                raise McpServerError(self.view.problem or "broke the connection") from None
+                raise McpServerError(self.status.problem or "broke the connection") from None
             return ToolResult(self._bounded(error.message), is_error=True)
         except ValueError:
             raise McpServerError(f"sent no result of {tool.own_name} that MCP knows") from None
         return ToolResult(self._bounded(_text_of(result)), is_error=bool(result.is_error))
 
     async def _is_ending(self, client: Client) -> bool:
-        """Whether the connection broke, and not the server says so of another one. `view` then says why."""
+        """Whether the connection broke, and not the server says so of another one. `status` then says why."""
         for _ in range(20):
             if self._client is not client:
                 if self._task is not None:
@@ -147,7 +147,8 @@ class Connection:
 
     async def _run(self) -> None:
         """Connects, and stays until the connection ends."""
-        transport = StdioTransport(self._server, self._limits) if self._server.url is None else None
+        kind = StdioTransport if self._server.url is None else HttpTransport
+        transport = kind(self._server, self._limits)
         problem = ""
         try:
             await self._session(transport)
@@ -156,18 +157,18 @@ class Connection:
             problem = _said(error, self._limits.start_seconds)
         finally:
             self._client = None
-            fault = transport.fault if transport is not None else None
-            self.view = replace(self.view, state="failed", problem=fault or problem or "was ended")
-            if (fault or problem) and self.view.problem != self._logged:
-                _log.warning("the MCP server %s %s", self._server.name, self.view.problem)
-                self._logged = self.view.problem
+            problem = transport.fault or problem
+            self.status = replace(self.status, state="failed", problem=problem or "was ended")
+            if problem and self.status.problem != self._logged:
+                _log.warning("the MCP server %s %s", self._server.name, self.status.problem)
+                self._logged = self.status.problem
             self._settled.set()
 
-    async def _session(self, transport: StdioTransport | None) -> None:
-        server, limits = self._server, self._limits
+    async def _session(self, transport: StdioTransport | HttpTransport) -> None:
+        limits = self._limits
         async with AsyncExitStack() as stack:
             client = Client(
-                http_transport(server, limits) if transport is None else transport,
+                transport,
                 read_timeout_seconds=limits.start_seconds,
                 client_info=mcp_types.Implementation(name="hotset", version=version("hotset")),
                 message_handler=self._heard,
@@ -178,9 +179,7 @@ class Connection:
                 await self._list(client)
             self._client = client
             self._settled.set()
-            ended = asyncio.ensure_future(
-                asyncio.Event().wait() if transport is None else transport.ended.wait()
-            )
+            ended = asyncio.ensure_future(transport.ended.wait())
             try:
                 await self._stay(client, ended)
             finally:
@@ -216,7 +215,7 @@ class Connection:
                 break
         tools, left_out = self._taken(found)
         more = "" if cursor is None else f"has more than {len(found)} tools; "
-        self.view = View(self._server.name, "ready", f"{more}{left_out}".removesuffix("; "), tools)
+        self.status = ServerStatus(self._server.name, "ready", f"{more}{left_out}".removesuffix("; "), tools)
 
     def _taken(self, found: Iterable[mcp_types.Tool]) -> tuple[tuple[McpTool, ...], str]:
         """The tools that a model can be given, and what is said of the others."""

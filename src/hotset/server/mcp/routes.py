@@ -25,19 +25,19 @@ from hotset.server.shapes import McpCallReply, McpServerReply, McpServersReply, 
 from hotset.server.streams import while_connected
 
 if TYPE_CHECKING:
-    from hotset.server.mcp.connection import View
-    from hotset.server.mcp.toolbox import Toolbox
+    from hotset.server.mcp.clients import McpClients
+    from hotset.server.mcp.connection import ServerStatus
 
 
-def opened(servers: Sequence[McpServer]) -> Toolbox | None:
-    """The toolbox of a server, which begins to connect; None where no MCP servers were named."""
+def opened(servers: Sequence[McpServer]) -> McpClients | None:
+    """The clients of MCP servers, which begin to connect; None where no MCP servers were named."""
     if not servers:
         return None
-    from hotset.server.mcp.toolbox import Toolbox  # the SDK is an extra, and takes a second
+    from hotset.server.mcp.clients import McpClients  # the SDK is an extra, and takes a second
 
-    toolbox = Toolbox(servers)
-    toolbox.start()
-    return toolbox
+    clients = McpClients(servers)
+    clients.start()
+    return clients
 
 
 def check_caller(http: Request) -> None:
@@ -63,29 +63,29 @@ class CallBody(Body):
 @router.get("/mcp/servers", responses={200: {"model": McpServersReply}})
 async def servers(http: Request) -> Response:
     """The MCP servers of --mcp, and their tools."""
-    toolbox: Toolbox | None = http.app.state.toolbox
-    views = [] if toolbox is None else toolbox.views
-    return JsonReply(McpServersReply.written(servers=[_entry(view) for view in views]))
+    clients: McpClients | None = http.app.state.mcp_clients
+    statuses = [] if clients is None else clients.statuses
+    return JsonReply(McpServersReply.written(servers=[_entry(status) for status in statuses]))
 
 
 @router.post("/mcp/restart", responses={200: {"model": McpServersReply}})
 async def restart(body: RestartBody, http: Request) -> Response:
     """Connects to a server anew, and does not wait for it: a process is ended, and started again."""
-    toolbox: Toolbox | None = http.app.state.toolbox
-    if toolbox is None or not toolbox.has(body.server):
+    clients: McpClients | None = http.app.state.mcp_clients
+    if clients is None or not clients.has(body.server):
         raise RequestError(
             f"there is no MCP server {clause(repr(body.server))}", 404, param="server", code="not_found"
         )
-    await while_connected(http, toolbox.restart(body.server))
+    await while_connected(http, clients.restart(body.server))
     return await servers(http)
 
 
 @router.post("/mcp/call", responses={200: {"model": McpCallReply}})
 async def call(body: CallBody, http: Request) -> Response:
     """Calls a tool, and waits for its result; a client that goes away cancels the call."""
-    toolbox: Toolbox | None = http.app.state.toolbox
-    found = None if toolbox is None else toolbox.find(body.name)
-    if toolbox is None or found is None:
+    clients: McpClients | None = http.app.state.mcp_clients
+    found = None if clients is None else clients.find(body.name)
+    if clients is None or found is None:
         raise RequestError(f"there is no tool {clause(repr(body.name))}", 404, param="name", code="not_found")
     server, tool = found
     if body.digest not in (None, tool.digest):
@@ -103,13 +103,13 @@ async def call(body: CallBody, http: Request) -> Response:
             param="arguments",
         ) from None
     try:
-        result = await while_connected(http, toolbox.call(server, tool, body.arguments))
+        result = await while_connected(http, clients.call(server, tool, body.arguments))
     except McpServerError as error:
         raise RequestError(f"the MCP server {server!r} {error}", 502, code="mcp_server_failed") from None
     return JsonReply(McpCallReply.written(content=result.text, is_error=result.is_error))
 
 
-def _entry(view: View) -> dict[str, Any]:
+def _entry(status: ServerStatus) -> dict[str, Any]:
     tools = [
         McpToolReply.written(
             name=one.name,
@@ -118,6 +118,6 @@ def _entry(view: View) -> dict[str, Any]:
             parameters=dict(one.parameters),
             digest=one.digest,
         )
-        for one in view.tools
+        for one in status.tools
     ]
-    return McpServerReply.written(name=view.name, state=view.state, problem=view.problem, tools=tools)
+    return McpServerReply.written(name=status.name, state=status.state, problem=status.problem, tools=tools)

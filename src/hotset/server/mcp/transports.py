@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import anyio
@@ -33,6 +34,7 @@ from hotset.server.mcp.limits import Limits, McpServerError, meter_of
 _KEPT_STDERR = 4096  # bytes, of which the last line says why a server ended
 _LOOK_SECONDS = 0.01
 _HEAD_BYTES = 1024  # that an empty reply, or line, counts as
+_EVENT_END = re.compile(rb"\n\r?\n|\r\r")
 _MOST_OPEN = 64  # requests of a server that are not answered yet
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 2; kill -s KILL -- "-$0"'
 
@@ -222,53 +224,79 @@ def _guard(leader: int) -> subprocess.Popen[bytes] | None:
 # ---- HTTP ----
 
 
-@asynccontextmanager
-async def http_transport(server: McpServer, limits: Limits) -> AsyncIterator[Any]:
-    """A server at an address."""
-    assert server.url is not None
-    count = meter_of(limits)
+class HttpTransport:
+    """A server at an address. ended: it sent what is not taken; `fault` then says what."""
 
-    async def received(response: httpx2.Response) -> None:
-        count(_HEAD_BYTES)
-        if response.status_code in (401, 403):
-            raise McpServerError(f"refuses (status {response.status_code}): give it a key among its headers")
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise McpServerError("compresses what it sends, which it was not asked to")
+    def __init__(self, server: McpServer, limits: Limits) -> None:
+        self.fault: str | None = None
+        self.ended = asyncio.Event()
+        self._server, self._limits = server, limits
+        self._count = meter_of(limits)
+
+    async def __aenter__(self) -> Any:
+        assert self._server.url is not None
+        limits = self._limits
+        client = httpx2.AsyncClient(
+            headers={"accept-encoding": "identity", **self._server.headers},
+            timeout=httpx2.Timeout(limits.start_seconds, read=limits.call_seconds),
+            event_hooks={"response": [self._received]},
+        )
+        streams = streamable_http_client(
+            self._server.url, http_client=client, max_sse_event_size=limits.message_bytes
+        )
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(client)
+            found = await stack.enter_async_context(streams)
+            self._stack = stack.pop_all()
+        return found
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
+
+    async def _received(self, response: httpx2.Response) -> None:
+        with self._noting():
+            self._count(_HEAD_BYTES)
+            if (status := response.status_code) in (401, 403):
+                raise McpServerError(f"refuses (status {status}): give it a key among its headers")
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                raise McpServerError("compresses what it sends, which it was not asked to")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
-        # The SDK bounds each event of a stream.
-        is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
-        response.stream = _Bounded(response.stream, None if is_stream else limits.message_bytes, count)
+        has_events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        response.stream = _Body(response.stream, self._bounded(response.stream, has_events))
 
-    timeout = httpx2.Timeout(limits.start_seconds, read=limits.call_seconds)
-    async with (
-        httpx2.AsyncClient(
-            headers={"accept-encoding": "identity", **server.headers},
-            timeout=timeout,
-            event_hooks={"response": [received]},
-        ) as client,
-        streamable_http_client(
-            server.url, http_client=client, max_sse_event_size=limits.message_bytes
-        ) as streams,
-    ):
-        yield streams
-
-
-class _Bounded(httpx2.AsyncByteStream):
-    """What a reply brings. most: bytes of it; None: as many as come."""
-
-    def __init__(
-        self, stream: httpx2.AsyncByteStream, most: int | None, count: Callable[[int], None]
-    ) -> None:
-        self._stream, self._most, self._count = stream, most, count
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        n = 0
-        async for piece in self._stream:
-            self._count(len(piece))
-            n += len(piece)
-            if self._most is not None and n > self._most:
-                raise McpServerError(f"sent a message of more than {self._most} bytes")
+    async def _bounded(self, stream: httpx2.AsyncByteStream, has_events: bool) -> AsyncIterator[bytes]:
+        """What a reply brings: a message, or events, each a message, with a blank line behind each."""
+        most, size, tail = self._limits.message_bytes, 0, b""
+        async for piece in stream:
+            seen = tail + piece
+            ends = [found.end() for found in _EVENT_END.finditer(seen)] if has_events else []
+            with self._noting():
+                self._count(len(piece))
+                if size + (ends[0] - len(tail) if ends else len(piece)) > most:
+                    raise McpServerError(f"sent a message of more than {most} bytes")
+            size = len(seen) - ends[-1] if ends else size + len(piece)
+            tail = seen[-2:]
             yield piece
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keeps what is wrong with the server: the SDK tells less of an error within a stream."""
+        try:
+            yield
+        except McpServerError as error:
+            self.fault = self.fault or str(error)
+            self.ended.set()
+            raise
+
+
+class _Body(httpx2.AsyncByteStream):
+    """The body of a reply, as `pieces`."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, pieces: AsyncIterator[bytes]) -> None:
+        self._stream, self._pieces = stream, pieces
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._pieces
 
     async def aclose(self) -> None:
         await self._stream.aclose()

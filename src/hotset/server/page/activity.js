@@ -143,9 +143,9 @@ export class Activity {
       parts.push([percent(this.mean("share")), "of neurons fired"]);
       parts.push([sizeOf(this.mean("touched"), this.mean("total")), "read per token"]);
     } else {
-      parts.push([size(this.mean("touched")), "read per token, all of the model"]);
+      parts.push([size(this.mean("touched")), "read per token, the whole model"]);
     }
-    if (this.hasDevice) parts.push([percent(1 - this.cpuPart), "of what fired was hot, on the GPU"]);
+    if (this.hasDevice) parts.push([percent(1 - this.cpuPart), "of the neurons that fired were hot, on the GPU"]);
     if (this.nDrafted) parts.push([percent(this.nDrafted / this.length), "of tokens were drafted"]);
     if (this.perSecond) parts.push([rate(this.perSecond), "tokens per second"]);
     if (this.perSecond && !this.isSparse) {

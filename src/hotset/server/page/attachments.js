@@ -15,10 +15,10 @@ async function read(file) {
   const name = file.name.replace(/[\p{C}`]+/gu, " ").slice(-LONGEST_NAME) || "file";
   const bytes = new Uint8Array(await file.arrayBuffer());
   const isPdf = startsWith(bytes, "%PDF-"), most = isPdf ? MOST_PDF_BYTES : MOST_BYTES;
-  const tooLarge = (n, limit) => new Error(`${name} has ${size(n)}, and ${size(limit)} are taken: attach a part of it.`);
+  const tooLarge = (n, limit) => new Error(`${name} has ${size(n)}, and the limit is ${size(limit)}: attach a part of it.`);
   if (bytes.length > most) throw tooLarge(bytes.length, most);
   const text = isPdf ? await pdf(name, bytes) : decoded(bytes);
-  if (text === null) throw new Error(`${name} is not text in UTF-8 or UTF-16, and no PDF: the models here read text.`);
+  if (text === null) throw new Error(`${name} is neither text in UTF-8 or UTF-16 nor a PDF: the models here read text only.`);
   if (text.length > MOST_BYTES) throw tooLarge(text.length, MOST_BYTES);
   if (text.trim() === "") throw new Error(`${name} is empty.`);
   return { name, text };
@@ -110,7 +110,7 @@ export class Attachments {
   async add(chosen) {
     for (const file of chosen) {
       if (this.files.length === MOST_FILES) {
-        notice("files", `A message takes ${MOST_FILES} files.`);
+        notice("files", `A message can have at most ${MOST_FILES} files.`);
         break;
       }
       try {
@@ -158,7 +158,7 @@ export class Attachments {
       }),
     );
     if (room !== null && sum >= room) {
-      byId("files").append(h("li", { class: "problem" }, `${count(sum)} tokens: the context has ${count(room)}.`));
+      byId("files").append(h("li", { class: "problem" }, `${count(sum)} tokens do not fit: the context has ${count(room)}.`));
     }
   }
 }

@@ -11,9 +11,14 @@ const JOINER = "(?<=[\\p{L}\\p{M}\\p{Emoji}\\ufe0f])[\\u200c\\u200d](?=[\\p{L}\\
 const UNSEEN = new RegExp(`(?!${JOINER}|[\\n\\t])[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}\\p{Cs}\\p{Co}\\p{DI}]`, "gu");
 export const written = (text) => text.replace(UNSEEN, (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`);
 
-const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "the result is yours" };
+const SAID = { once: "allowed once", always: "allowed in this conversation", typed: "result typed by you" };
 
-/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text). */
+/** The arguments that a tool, or a function, takes. */
+export const schemaOf = ({ name, parameters }) =>
+  h("pre", { tabIndex: 0, role: "region", "aria-label": `Schema of ${name}` }, written(JSON.stringify(parameters, null, 2)));
+
+/** Calls of one message. actions: allow(message, call, always), deny(message, call), type(message, call, text),
+ * toolOf(call). */
 export class CallsView {
   constructor(message, actions) {
     Object.assign(this, { message, actions });
@@ -65,8 +70,9 @@ export class CallsView {
         h("small", {}, written(call.typed ? "your function" : call.server ? `MCP server ${call.server}` : "")),
         h("span", { class: "state" }, stateOf(call, active)),
       ),
-      shown === "{}" ? h("p", { class: "none" }, "Without arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
+      shown === "{}" ? h("p", { class: "none" }, "No arguments") : h("pre", { tabIndex: 0, role: "region", "aria-label": label }, shown),
       call.problem ? h("p", { class: "problem" }, written(call.problem)) : null,
+      active && call.state === "asked" ? about(this.actions.toolOf(call)) : null,
       active && call.state === "asked" ? this.consent(call) : null,
       call.state === "done" ? result(call) : null,
     );
@@ -88,8 +94,8 @@ export class CallsView {
         deny,
       );
     }
-    const area = h("textarea", { rows: 3, maxLength: LONGEST_RESULT, "aria-label": `Result of ${call.name}`, placeholder: "What the function returns" });
-    const form = h("form", { class: "consent" }, area, h("button", { type: "submit", class: "solid" }, "Give this result"), deny);
+    const area = h("textarea", { rows: 3, maxLength: LONGEST_RESULT, "aria-label": `Result of ${call.name}`, placeholder: "The result of the function" });
+    const form = h("form", { class: "consent" }, area, h("button", { type: "submit", class: "solid" }, "Send this result"), deny);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       actions.type(message, call, area.value);
@@ -98,8 +104,16 @@ export class CallsView {
   }
 }
 
+/** What is known of a tool that the reader is asked about. */
+function about(tool) {
+  if (tool === undefined) return null;
+  if (tool === null) return h("p", { class: "problem" }, "This tool has changed, or the server does not have it any more.");
+  const description = written(tool.description) || "It has no description.";
+  return h("details", { class: "about" }, h("summary", {}, "About this tool"), h("p", {}, description), schemaOf(tool));
+}
+
 function stateOf(call, active) {
-  if (call.state === "asked") return active ? "waits for you" : "not called";
+  if (call.state === "asked") return active ? "waiting for you" : "not called";
   if (call.state === "running") return "running";
   if (call.state === "denied") return "denied";
   return [SAID[call.consent] ?? "", call.error ? "failed" : ""].filter(Boolean).join(", ");
@@ -108,8 +122,8 @@ function stateOf(call, active) {
 function result(call) {
   const text = written(call.result);
   const pre = h("pre", { tabIndex: 0, role: "region", "aria-label": `Result of ${call.name}` }, text);
-  const title = `${call.error ? "What went wrong" : "Result"}, ${count(call.result.length)} characters`;
-  return h("details", { open: text.length < 400 }, h("summary", {}, title), pre);
+  const title = `${call.error ? "Error" : "Result"}, ${count(call.result.length)} characters`;
+  return h("details", { class: "result", open: text.length < 400 }, h("summary", {}, title), pre);
 }
 
 /** Whether each call of a message has come to its end. */

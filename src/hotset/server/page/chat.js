@@ -34,6 +34,7 @@ export class Chat {
       picture: (message) => this.showPictureOf(message),
       busy: () => this.running !== null,
       isLeaf: (message) => message.id === this.conversation.leaf,
+      toolOf: (call) => this.tools.of(call, this.conversation),
       allow: (message, call, always) => this.allow(message, call, always),
       deny: (message, call) => this.decide(message, call, () => (call.state = "denied")),
       type: (message, call, text) =>
@@ -58,6 +59,20 @@ export class Chat {
     this.models.choose(conversation.model);
     this.draw();
     this.findFigures(conversation);
+    this.findTools(conversation);
+  }
+
+  /** Those of calls that wait since an earlier visit. */
+  async findTools(conversation) {
+    const waits = (message) => message.calls?.some((call) => call.state === "asked" && !call.typed);
+    if (this.tools.servers !== null || !tree.path(conversation).some(waits)) return;
+    try {
+      await this.tools.load();
+    } catch (error) {
+      if (!(error instanceof server.ServerError)) throw error;
+      return; // the call says what is wrong, once it is allowed
+    }
+    if (conversation === this.conversation && !this.running) this.draw(false);
   }
 
   /** Those of earlier visits. */
@@ -135,7 +150,7 @@ export class Chat {
     tree.remove(conversation, message);
     this.keep(conversation);
     this.draw(false);
-    undoable("message", "The message is deleted.", () => {
+    undoable("message", "Message deleted.", () => {
       for (const [each, parent] of before.messages) each.parent = parent;
       conversation.messages = before.messages.map(([each]) => each);
       conversation.leaf = before.leaf;
@@ -243,7 +258,7 @@ export class Chat {
     try {
       const { signal } = this.running.controller, offered = await this.tools.request(owner);
       const missing = this.tools.missing(owner);
-      if (missing.length) notice("tools", `Tools that are on and not there: ${missing.join(", ")}`);
+      if (missing.length) notice("tools", `Tools that are on but not available: ${missing.join(", ")}`);
       else clearNotice("tools");
       for await (const chunk of server.chat({ ...job.body, ...offered }, signal)) {
         reason = take(chunk, message, activity) ?? reason;
@@ -260,7 +275,7 @@ export class Chat {
       delete message.calls; // they may be cut
       this.fail(error, message, activity, () => owner === this.conversation && retry());
     }
-    if (message.content === before && !message.reasoning && !message.calls && message.failed === undefined) message.failed = "Nothing was answered.";
+    if (message.content === before && !message.reasoning && !message.calls && message.failed === undefined) message.failed = "The answer is empty.";
   }
 
   // ---- calls ----
@@ -272,10 +287,10 @@ export class Chat {
     const free = message.calls.filter(isFree);
     for (const call of free) call.consent = "always";
     if (free.length) return void this.makeCalls(message, free);
-    if (!areSettled(message)) return announce("The model wants to call a tool, and waits for you.");
+    if (!areSettled(message)) return announce("The model wants to call a tool and is waiting for you.");
     const path = tree.path(this.conversation), asked = path.findLastIndex((each) => each.role === "user");
     if ((path.length - 1 - asked) % MOST_ROUNDS === 0) {
-      message.note = [message.note, `${MOST_ROUNDS} rounds of calls: Continue has the model go on`].filter(Boolean).join(" · ");
+      message.note = [message.note, `${MOST_ROUNDS} rounds of calls: Continue lets the model go on`].filter(Boolean).join(" · ");
       this.keep(this.conversation);
       return this.transcript.update(message, false, this.activities.get(message));
     }
@@ -285,7 +300,7 @@ export class Chat {
   allow(message, call, always) {
     if (this.running || call.state !== "asked") return;
     if (!ownTools(this.conversation).on.includes(call.name)) {
-      return this.decide(message, call, () => settle(call, `The tool ${call.name} is not on in this conversation.`, true));
+      return this.decide(message, call, () => settle(call, `The tool ${call.name} is off in this conversation.`, true));
     }
     call.digest ??= this.tools.find(call.name)?.digest;
     call.consent = always ? "always" : "once";
@@ -342,12 +357,12 @@ export class Chat {
   failCall(call, error) {
     call.state = "asked";
     delete call.consent;
-    if (error.name === "AbortError") call.problem = "Stopped: what came of it is not known.";
+    if (error.name === "AbortError") call.problem = "Stopped: its result is not known.";
     else if (error instanceof server.ServerError) {
       call.problem = error.message;
       this.onError(error, () => {});
     } else {
-      call.problem = "The page itself failed; the browser's console says how.";
+      call.problem = "This page failed; the browser's console has the error.";
       console.error(error);
     }
     announce(call.problem);
@@ -361,7 +376,7 @@ export class Chat {
       return;
     }
     if (!(error instanceof server.ServerError)) {
-      message.failed = "The page itself failed; the browser's console says how.";
+      message.failed = "This page failed; the browser's console has the error.";
       console.error(error);
       return;
     }
@@ -389,7 +404,7 @@ function noteOf(reason, activity) {
   const parts = activity.length ? [activity.line()] : [];
   const cached = activity.usage?.prompt_tokens_details?.cached_tokens;
   if (activity.usage) parts.push(`${activity.usage.completion_tokens} tokens`);
-  if (cached) parts.push(`${cached} of the prompt's ${activity.usage.prompt_tokens} tokens remembered`);
-  if (reason === "length") parts.push("cut at the longest length");
+  if (cached) parts.push(`${cached} of ${activity.usage.prompt_tokens} prompt tokens from the cache`);
+  if (reason === "length") parts.push("cut off at the maximum length");
   return parts.join(" · ");
 }

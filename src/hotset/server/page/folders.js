@@ -5,6 +5,7 @@ import { byId, h, icon, ICONS } from "./dom.js";
 
 export const KEY = "hotset.folders";
 const MAX_NAME = 60;
+export const MAX_FOLDERS = 256; // that a file brings: the list of them is made anew with each answer
 
 /** A name as it is kept; null where it is none. */
 export const folderName = (name) => (typeof name === "string" && name.trim().slice(0, MAX_NAME).trim()) || null;
@@ -18,6 +19,14 @@ export function folders(conversations) {
 
 /** Keeps a folder. Returns whether there was room. */
 export const keepFolder = (name, closed = false) => write(kept().set(name, closed));
+
+/** Keeps those of a file, as far as there are fewer than MAX_FOLDERS. names: of all; known: folders that are there.
+ * Returns the names that are left out. */
+export function takeFolders(names, known) {
+  const fresh = [...new Set(names)].filter((name) => !known.has(name)), room = Math.max(MAX_FOLDERS - known.size, 0);
+  write(fresh.slice(0, room).reduce((all, name) => all.set(name, false), kept()));
+  return new Set(fresh.slice(room));
+}
 
 export function forgetFolder(name) {
   const all = kept();
@@ -54,7 +63,7 @@ export function askForFolder(conversation, names, then) {
     button.addEventListener("click", () => pick(name));
     return h("li", {}, button);
   };
-  byId("move-what").textContent = `“${conversation.title}” goes to:`;
+  byId("move-what").textContent = `Move “${conversation.title}” to:`;
   byId("folder-list").replaceChildren(...names.map((name) => option(name, name)), option(null, "No folder"));
   byId("folder-name").value = "";
   byId("move").showModal();

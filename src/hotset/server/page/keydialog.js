@@ -4,7 +4,7 @@ import { byId, h } from "./dom.js";
 import { notice } from "./notices.js";
 import * as server from "./server.js";
 
-const QUESTION = "Enter one of the API keys that it was started with.";
+const QUESTION = "Enter one of the API keys of this server.";
 
 let next = null; // what is done once there is a key
 
@@ -28,5 +28,5 @@ byId("key-cancel").addEventListener("click", () => byId("key").close("cancelled"
 byId("key").addEventListener("close", () => {
   if (byId("key").returnValue === "used") return;
   const enter = h("button", { type: "button", class: "quiet", on: { click: () => askForKey("", next) } }, "Enter a key");
-  notice("server", "Without a key this server answers nothing.", "alarm", enter);
+  notice("server", "Without a key this server does not answer.", "alarm", enter);
 });

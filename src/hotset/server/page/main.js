@@ -89,7 +89,7 @@ function onModels() {
   dialog.update();
   const state = models.chosen?.status?.value;
   if (state === "loading" || state === "queued") {
-    notice("model", `${models.shortName}: ${stateOf(models.chosen)}. What you ask is answered once it is there.`, "calm");
+    notice("model", `${models.shortName}: ${stateOf(models.chosen)}. Your message is answered once it is loaded.`, "calm");
   } else clearNotice("model");
 }
 
@@ -132,9 +132,9 @@ function showEmpty() {
   byId("empty").hidden = !chat.isEmpty;
   if (!chat.isEmpty) return;
   byId("empty-text").textContent = models.facts?.has_zeros
-    ? `Only a part of ${models.shortName}’s neurons fire for each word. Beside the conversation you see which layers they are in, as it writes.`
+    ? `Only some of ${models.shortName}’s neurons fire for each token. The panel beside the chat shows in which layers.`
     : models.shortName
-      ? `${models.shortName} answers here, on this machine. Beside the conversation you see how fast, and what each word costs.`
+      ? `${models.shortName} answers on the server’s machine. The panel beside the chat shows how fast, and what each token reads.`
       : "";
   byId("ideas").replaceChildren(
     ...IDEAS.map((idea) => h("li", {}, h("button", { type: "button", class: "idea", on: { click: () => chat.send(idea) } }, idea))),

@@ -206,6 +206,6 @@ function inline(tokens, depth) {
 
 function link(href, children) {
   const url = safeUrl(href);
-  if (url === null) return h("span", { class: "nowhere", title: `Leads nowhere from here: ${href}` }, children);
+  if (url === null) return h("span", { class: "nowhere", title: `This link cannot be opened: ${href}` }, children);
   return h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, children);
 }

@@ -72,7 +72,7 @@ export class ModelDialog {
     radio.addEventListener("change", () => this.choose(model.id));
     const facts = [
       stateOf(model),
-      model.status?.memory ? `${size(model.status.memory)} of memory` : model.meta?.size ? size(model.meta.size) : "",
+      model.status?.memory ? `${size(model.status.memory)} in memory` : model.meta?.size ? size(model.meta.size) : "",
       model.max_model_len ? `context of ${count(model.max_model_len)} tokens` : "",
     ];
     const progress = progressOf(model);

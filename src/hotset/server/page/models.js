@@ -169,7 +169,7 @@ export function stateOf(model) {
   const value = model?.status?.value, progress = progressOf(model);
   if (value === undefined) return "";
   if (value === "loading") return progress === null ? "loading" : `loading, ${percent(progress)}`;
-  if (value === "queued") return "waits to be loaded";
+  if (value === "queued") return "waiting to be loaded";
   if (value === "unloaded") return model.status.failed ? "could not be loaded" : "not loaded";
   return value;
 }

@@ -21,19 +21,19 @@ export async function textOfPdf(bytes) {
   });
   try {
     const pdf = await task.promise;
-    if (pdf.numPages > MOST_PAGES) throw new Error(`has ${pdf.numPages} pages, and ${MOST_PAGES} are read`);
+    if (pdf.numPages > MOST_PAGES) throw new Error(`has ${pdf.numPages} pages, and the limit is ${MOST_PAGES}`);
     const pages = [];
     for (let i = 1; i <= pdf.numPages; i++) {
       const { items } = await (await pdf.getPage(i)).getTextContent();
       pages.push(items.map((item) => (item.str ?? "") + (item.hasEOL ? "\n" : "")).join(""));
     }
     const text = pages.join("\n\n").trim();
-    if (text === "") throw new Error("has no text: its pages may be pictures");
+    if (text === "") throw new Error("has no text: its pages may be images");
     return text;
   } catch (error) {
     if (error.name === "PasswordException") throw new Error("is protected by a password");
     if (error.constructor === Error && /^has /.test(error.message)) throw error;
-    throw new Error("is no PDF that can be read");
+    throw new Error("cannot be read as a PDF");
   } finally {
     await task.destroy();
   }

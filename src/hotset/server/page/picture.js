@@ -9,8 +9,8 @@ import { count, finePercent, percent, shownToken, size } from "./units.js";
 
 const SUMMARY_MS = 250; // between two versions of the numbers, so that they can be read
 const TAPE_LENGTH = 1500; // tokens that are written out; the picture has them all
-const HINT = "Point at the picture, or move to it and use the arrow keys, for the numbers of a cell.";
-const SPEED_HINT = "Point at the curve, or move to it and use the arrow keys, for the numbers of a token.";
+const HINT = "Point at a cell, or use the arrow keys, to see its numbers.";
+const SPEED_HINT = "Point at the curve, or use the arrow keys, to see the numbers of a token.";
 
 export class Picture {
   constructor() {
@@ -39,7 +39,7 @@ export class Picture {
   /** What is known of the model before it says anything. */
   setFacts(facts) {
     this.facts = facts;
-    byId("picture-title").textContent = facts?.has_zeros === false ? "How fast" : "What fires";
+    byId("picture-title").textContent = facts?.has_zeros === false ? "Speed" : "Neurons that fire";
     byId("about-text").replaceChildren(...aboutText(facts));
     if (!this.activity) this.writeEmpty();
   }
@@ -80,12 +80,12 @@ export class Picture {
   writeEmpty() {
     const dense = this.facts?.has_zeros === false;
     byId("summary").textContent = dense
-      ? "How fast tokens come, and what each one reads, appears here with the next answer."
-      : "Which neurons fire for each word appears here with the next answer.";
+      ? "The next answer shows here how fast tokens are generated, and what each one reads."
+      : "The next answer shows here which neurons fire for each token.";
     for (const id of ["amount", "places", "legend", "shared", "tape-box", "tables", "drafted"]) byId(id).hidden = true;
     byId("plot").replaceChildren(h("div", { class: "ghost", "aria-hidden": "true" }));
     byId("readout").textContent = "";
-    byId("strip-text").textContent = "The live picture";
+    byId("strip-text").textContent = "Live activity";
     this.plot = null;
   }
 
@@ -105,7 +105,7 @@ export class Picture {
     if (sparse) {
       byId("amount").querySelector("i").style.width = `${(100 * read) / all}%`;
       byId("amount").querySelector("p").textContent =
-        `${size(all - read)} of ${size(all)} per token are left where they lie: their neurons did not fire.`;
+        `${size(all - read)} of ${size(all)} per token are not read: their neurons did not fire.`;
     }
     byId("places").hidden = !activity.hasDevice;
     byId("legend").hidden = !sparse;
@@ -113,8 +113,8 @@ export class Picture {
     byId("drafted").hidden = !activity.nDrafted;
     byId("shared").hidden = !activity.isShared;
     byId("shared").textContent =
-      "Other requests ran at the same time. A step's counts are of all tokens in it: where a blue mark stands above a " +
-      "column, its numbers are means over them, and the bytes were read once for all.";
+      "Other requests ran at the same time. Under a blue mark the numbers are means over all tokens of the step, which " +
+      "read the weights once.";
     this.writeLegend();
   }
 
@@ -251,16 +251,16 @@ function aboutText(facts) {
   const texts = [];
   if (facts?.has_zeros === false) {
     texts.push(
-      "In this model every neuron counts for every token" + (facts.sparsity ? ` (${facts.sparsity.reason})` : "") +
-        ", so that each token reads all weights, and the keys and values of all tokens before it.",
-      "With a model of the ReLU family most neurons stay at zero. hotset leaves those unread, and shows here which fire.",
+      "This model computes every neuron for every token" + (facts.sparsity ? ` (${facts.sparsity.reason})` : "") +
+        ": each token reads all weights, and the keys and values of all tokens before it.",
+      "In a model of the ReLU family most neurons are zero. hotset does not read their weights, and shows here which neurons fire.",
     );
   } else {
     texts.push(
       "Each column is a token of the answer, each row a layer of the model, the first at the bottom. The hotter a cell, " +
-        "the more of the layer's neurons fired, that is: had a value other than zero. The others add nothing" +
-        (facts?.sparsity?.mode === "dense" ? "; in the mode dense their weights are read all the same." : ", and their weights are not read."),
-      "The first column's step also read the prompt, so that it is left out of the means.",
+        "the more of the layer's neurons fired: their value was not zero. The others add nothing, " +
+        (facts?.sparsity?.mode === "dense" ? "but dense mode reads their weights, too." : "and their weights are not read."),
+      "The first column is left out of the means: its step also read the prompt.",
     );
   }
   const known = factsOf(facts);

@@ -44,7 +44,7 @@ async function ask(path, options = {}) {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     if (key !== null && /header|ISO-8859|ByteString/i.test(error.message)) {
-      throw new ServerError("key", "The key has characters that no key has.");
+      throw new ServerError("key", "The key has characters that a key cannot have.");
     }
     throw new ServerError("network", "The server does not answer.");
   }
@@ -63,10 +63,10 @@ async function refusal(response) {
   const after = Number.parseFloat(response.headers.get("Retry-After") ?? "");
   const wait = Number.isFinite(after) ? after : null;
   if (response.status === 401) {
-    return new ServerError("key", message || "The server wants an API key.");
+    return new ServerError("key", message || "The server needs an API key.");
   }
   if (response.status === 503) return new ServerError("loading", message || "The model is being loaded.", wait);
-  if (response.status === 429) return new ServerError("busy", message || "The server has its hands full.", wait);
+  if (response.status === 429) return new ServerError("busy", message || "The server is busy.", wait);
   const kind = response.status >= 500 ? "broken" : "refused";
   return new ServerError(kind, message || `The server answered ${response.status} ${response.statusText}.`);
 }
@@ -172,6 +172,6 @@ function parsed(data) {
   try {
     return JSON.parse(data);
   } catch {
-    throw new ServerError("broken", "The server sent something that is no part of an answer.");
+    throw new ServerError("broken", "The server sent something that this page cannot read.");
   }
 }

@@ -8,13 +8,13 @@ const LONGEST_NAME = 60; // of a preset
 
 // name: of the request's field. Numbers have a range; where an end of it has a meaning, `note` says it.
 export const FIELDS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, note: "0 takes the likeliest token each time" },
-  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, note: "the fewest tokens that together are this likely" },
-  { name: "top_k", label: "Top-k", min: 0, max: 200, step: 1, whole: true, note: "this many of the likeliest; 0 is all" },
-  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, note: "at least this likely, against the likeliest" },
-  { name: "max_tokens", label: "Longest answer", min: 1, whole: true, note: "in tokens" },
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, note: "0: always the most likely token" },
+  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, note: "the most likely tokens with this total probability" },
+  { name: "top_k", label: "Top-k", min: 0, max: 200, step: 1, whole: true, note: "this many of the most likely tokens; 0: all" },
+  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, note: "minimum probability, relative to the most likely token" },
+  { name: "max_tokens", label: "Maximum answer length", min: 1, whole: true, note: "in tokens" },
   { name: "seed", label: "Seed", min: 0, whole: true, note: "the same seed gives the same answer" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.01, note: "1 is none" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.01, note: "1: off" },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.05 },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.05 },
 ];
@@ -86,7 +86,7 @@ export class Settings {
       this.separate(own.checked);
       again("#set-own");
     });
-    const reset = h("button", { type: "button", class: "quiet", id: "set-reset" }, "Back to the server's defaults");
+    const reset = h("button", { type: "button", class: "quiet", id: "set-reset" }, "Reset to the server's defaults");
     reset.addEventListener("click", () => {
       for (const { name } of FIELDS) this.set(name, null);
       this.set("stop", null);
@@ -95,9 +95,9 @@ export class Settings {
     root.replaceChildren(
       h("label", { class: "check" }, own, " Only for this conversation"),
       this.presetRow(again, preset),
-      text("system", "System prompt", "Stands before every conversation, from the next message on.", 4),
+      text("system", "System prompt", "Comes before the conversation, from the next message on.", 4),
       h("div", { class: "fields" }, FIELDS.map((field) => this.number(field, defaults[field.name]))),
-      text("stop", "Stop at", "A text in each line: the answer ends before it.", 2),
+      text("stop", "Stop at", "One text per line: the answer ends before it.", 2),
       reset,
     );
   }
@@ -156,7 +156,7 @@ export class Settings {
       max: field.max ?? null,
       step: field.whole ? 1 : "any",
       value: set ? String(this.values[name]) : "",
-      placeholder: fallback === undefined || fallback === null ? (name === "seed" ? "drawn" : "default") : String(fallback),
+      placeholder: fallback === undefined || fallback === null ? (name === "seed" ? "random" : "default") : String(fallback),
       "aria-describedby": `note-${name}`,
     });
     const slider = field.max === undefined ? null : h("input", {

@@ -41,7 +41,7 @@ export class Sidebar {
     if (this.renaming) return 0; // what is being written stays
     const words = byId("search").value.trim().toLowerCase();
     const found = store.all().filter((one) => words === "" || one.title.toLowerCase().includes(words) || passage(one, words));
-    const none = words === "" ? "None yet." : "None has these words.";
+    const none = words === "" ? "No conversations yet." : "No conversation has these words.";
     const inFolders = words === "" ? [...folders.folders(found)] : [];
     const loose = words === "" ? found.filter((one) => one.folder === null) : found;
     byId("conversations").replaceChildren(
@@ -109,7 +109,7 @@ export class Sidebar {
     this.moveAll(inside, null);
     folders.forgetFolder(name);
     this.list();
-    undoable("deleted", `The folder “${name}” is deleted; its conversations stay.`, () => {
+    undoable("deleted", `Folder “${name}” deleted; its conversations are kept.`, () => {
       folders.keepFolder(name);
       this.moveAll(inside, name);
       this.list();
@@ -166,7 +166,7 @@ export class Sidebar {
         act("pin", one.pinned ? "Unpin" : "Pin", () => this.pin(one), { "aria-pressed": String(one.pinned) }),
         act("edit", "Rename", () => this.rename(item, one)),
         act("folder", "Move", () => this.move(one)),
-        act("save", "Save as a text", () => download(`${fileName(one.title)}.md`, "text/markdown", store.asMarkdown(one))),
+        act("save", "Save as text", () => download(`${fileName(one.title)}.md`, "text/markdown", store.asMarkdown(one))),
         act("remove", "Delete", () => this.remove(one)),
       ),
       where === null ? null : h("p", { class: "where" }, where),
@@ -219,7 +219,7 @@ export class Sidebar {
   remove(one) {
     store.remove(one);
     this.removed.add(one.id);
-    undoable("deleted", `“${one.title}” is deleted.`, () => {
+    undoable("deleted", `“${one.title}” deleted.`, () => {
       this.removed.delete(one.id);
       store.save(one, false);
       this.list();
@@ -235,11 +235,14 @@ export class Sidebar {
     if (!file) return;
     try {
       const { list, folders: names } = store.imported(await file.text());
-      for (const name of names) if (!this.folderNames().includes(name)) folders.keepFolder(name);
-      for (const one of list) this.removed.delete(one.id);
+      const left = folders.takeFolders(names, folders.folders(store.all()));
+      for (const one of list) {
+        this.removed.delete(one.id);
+        if (left.has(one.folder)) one.folder = null;
+      }
       const kept = list.filter((one) => store.save(one, false)).length;
-      notice("import", kept === 1 ? "One conversation came in." : `${kept} conversations came in.`, "calm");
-      if (kept < list.length) notice("storage", "The browser has no room for the rest of them.");
+      notice("import", importedText(kept, left.size), "calm");
+      if (kept < list.length) notice("storage", "The browser has no room for the rest.");
       const open = list.find((one) => one.id === this.current().id);
       if (open) this.open(open);
     } catch (error) {
@@ -247,6 +250,13 @@ export class Sidebar {
     }
     this.list();
   }
+}
+
+function importedText(n, nLeft) {
+  const text = n === 1 ? "One conversation was imported." : `${n} conversations were imported.`;
+  if (nLeft === 0) return text;
+  const left = nLeft === 1 ? "One folder was" : `${nLeft} folders were`;
+  return `${text} ${left} left out: ${folders.MAX_FOLDERS} folders are the limit. The conversations are in the list without a folder.`;
 }
 
 const noRoom = () => notice("storage", "The browser has no room for more conversations: export them and delete some.");

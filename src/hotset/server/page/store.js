@@ -120,8 +120,8 @@ function checkedMessage(value) {
   return kept;
 }
 
-/** The conversations and the names of the folders in an exported file; throws a message where it is none. A
- * conversation that is here already, by its id, is to be replaced. */
+/** The conversations and the names of all folders in an exported file, first of those with conversations; throws a
+ * message where it is none. A conversation that is here already, by its id, is to be replaced. */
 export function imported(text) {
   let value;
   try {
@@ -136,8 +136,8 @@ export function imported(text) {
     if (tools) Object.assign(tools, { on: [], allowed: [] });
     for (const { calls } of messages) if (calls) distrustCalls(calls);
   }
-  const folders = Array.isArray(value.folders) ? value.folders : [];
-  return { list, folders: folders.map(folderName).filter((name) => name !== null) };
+  const folders = Array.isArray(value.folders) ? value.folders.map(folderName) : [];
+  return { list, folders: [...list.map((one) => one.folder), ...folders].filter((name) => name !== null) };
 }
 
 export const exported = (conversations, folders) =>

@@ -38,6 +38,15 @@ export class Tools {
     return this.all.find((tool) => tool.name === name) ?? null;
   }
 
+  /** The tool, or function, of a call; null where there is none, or another one than the model was given; undefined
+   * where the server was not asked. */
+  of(call, conversation) {
+    if (call.typed) return ownTools(conversation).functions.find((one) => one.name === call.name) ?? null;
+    if (this.servers === null) return undefined;
+    const tool = this.find(call.name);
+    return tool && tool.digest !== (call.digest ?? tool.digest) ? null : tool;
+  }
+
   /** Names of tools that are on in a conversation and that the server does not have. */
   missing(conversation) {
     return ownTools(conversation).on.filter((name) => !this.find(name));
@@ -59,7 +68,7 @@ export class Tools {
     const typed = new Set(ownTools(conversation).functions.map((one) => one.name));
     for (const call of calls) {
       if (!names.has(call.name)) settle(call, `There is no tool named ${call.name}.`, true);
-      else if (parsed(call) === null) settle(call, "The arguments are no JSON object.", true);
+      else if (parsed(call) === null) settle(call, "The arguments are not a JSON object.", true);
       else if (typed.has(call.name)) call.typed = true;
       else ({ server: call.server, digest: call.digest } = this.find(call.name) ?? {});
     }
@@ -168,12 +177,12 @@ export function functionsOf(text) {
     throw new Error("This is not JSON.");
   }
   const list = Array.isArray(value) ? value : [value];
-  if (list.length === 0 || list.length > MOST_FUNCTIONS) throw new Error(`1 to ${MOST_FUNCTIONS} functions are taken.`);
+  if (list.length === 0 || list.length > MOST_FUNCTIONS) throw new Error(`Give 1 to ${MOST_FUNCTIONS} functions.`);
   return list.map((one) => {
     const given = one?.function ?? one;
-    if (!isName(given?.name)) throw new Error("A function needs a name of letters, digits, _, - and points.");
+    if (!isName(given?.name)) throw new Error("A function needs a name of letters, digits, dots, _ and -.");
     const found = checkedFunction({ ...given, parameters: given.parameters ?? given.inputSchema });
-    if (!found) throw new Error(`${given.name}: parameters is a JSON schema of an object, and description a text.`);
+    if (!found) throw new Error(`${given.name}: parameters must be a JSON schema of an object, and description a text.`);
     return found;
   });
 }
@@ -229,6 +238,6 @@ function checkedCall(value) {
   if (["once", "always", "typed"].includes(value.consent)) call.consent = value.consent;
   if (value.state === "denied") call.state = "denied";
   if (value.state === "done" && typeof value.result === "string") settle(call, value.result, value.error === true);
-  if (value.state === "running") call.problem = "The page was left while it ran: what came of it is not known.";
+  if (value.state === "running") call.problem = "The page was closed while it ran: its result is not known.";
   return call;
 }

@@ -1,6 +1,6 @@
 // The dialog of tools: which of them the model may call in this conversation, and the reader's own functions.
 
-import { written } from "./calls.js";
+import { schemaOf, written } from "./calls.js";
 import { byId, h } from "./dom.js";
 import * as server from "./server.js";
 import { addFunctions, changeTools, functionsOf, ownTools } from "./tools.js";
@@ -14,7 +14,7 @@ export class ToolsDialog {
     Object.assign(this, { tools, conversation, changed });
     this.problem = ""; // of the list of servers
     this.timer = 0;
-    this.opened = new Set(); // servers whose tools are shown
+    this.opened = new Set(); // details that are open
     this.dialog = byId("tools");
     this.servers = h("div", {});
     this.functions = h("div", {});
@@ -79,11 +79,18 @@ export class ToolsDialog {
     return h("button", { type: "button", class: "quiet", "aria-label": `${label}: ${name}`, dataset: { act }, on: { click: does } }, label);
   }
 
+  /** Details that stay as they are when the dialog is drawn anew. act: by which they are found. */
+  details(act, summary, ...content) {
+    const element = h("details", { open: this.opened.has(act) }, h("summary", { dataset: { act } }, summary), ...content);
+    element.addEventListener("toggle", () => (element.open ? this.opened.add(act) : this.opened.delete(act)));
+    return element;
+  }
+
   // ---- MCP servers ----
 
   drawServers() {
     const { servers } = this.tools;
-    const none = servers?.length === 0 ? h("p", { class: "none" }, "The server was started without any: hotset serve --mcp FILE names them.") : null;
+    const none = servers?.length === 0 ? h("p", { class: "none" }, "This server has none: hotset serve --mcp FILE names them.") : null;
     this.servers.replaceChildren(
       h("h3", {}, "MCP servers"),
       ...(this.problem ? [h("p", { class: "problem", role: "alert" }, this.problem)] : []),
@@ -106,14 +113,8 @@ export class ToolsDialog {
         if (all.checked) tools.on.push(...names);
       }),
     );
-    const list = h(
-      "details",
-      { open: this.opened.has(one.name), hidden: names.length === 0 },
-      h("summary", { dataset: { act: `list ${one.name}` } }, `${n} of ${names.length} tools on`),
-      h("ul", {}, one.tools.map((tool) => h("li", {}, this.tool(tool, on)))),
-    );
-    list.addEventListener("toggle", () => (list.open ? this.opened.add(one.name) : this.opened.delete(one.name)));
-    const state = { starting: "starting", failed: "does not run" }[one.state] ?? "";
+    const list = h("ul", {}, one.tools.map((tool) => h("li", {}, this.tool(tool, on), this.schema(tool))));
+    const state = { starting: "starting", failed: "not running" }[one.state] ?? "";
     return h(
       "section",
       { class: "mcp" },
@@ -124,8 +125,12 @@ export class ToolsDialog {
         one.state === "failed" ? this.button("Start again", `start ${one.name}`, one.name, () => this.ask(() => this.tools.restart(one.name))) : null,
       ),
       one.problem ? h("p", { class: one.state === "failed" ? "problem" : "none" }, `It ${one.problem}.`) : null,
-      list,
+      names.length ? this.details(`list ${one.name}`, `${n} of ${names.length} tools on`, list) : null,
     );
+  }
+
+  schema(tool) {
+    return this.details(`schema ${tool.name}`, "Arguments", schemaOf(tool));
   }
 
   tool(tool, on) {
@@ -147,8 +152,8 @@ export class ToolsDialog {
       h(
         "div",
         { class: "row" },
-        h("p", { class: "problem" }, `On in this conversation, and not there: ${names.join(", ")}`),
-        this.button("Turn off", "missing", "tools that are not there", off),
+        h("p", { class: "problem" }, `On in this conversation, but not available: ${names.join(", ")}`),
+        this.button("Turn off", "missing", "tools that are not available", off),
       ),
     ];
   }
@@ -163,16 +168,12 @@ export class ToolsDialog {
       h(
         "ul",
         {},
-        functions.map(({ name, description }) =>
-          h(
-            "li",
-            { class: "row" },
-            h("span", {}, h("b", {}, name), h("small", {}, description)),
-            this.button("Remove", `function ${name}`, name, () =>
-              this.change((tools) => (tools.functions = tools.functions.filter((one) => one.name !== name))),
-            ),
-          ),
-        ),
+        functions.map((one) => {
+          const { name, description } = one;
+          const remove = () => this.change((tools) => (tools.functions = tools.functions.filter((other) => other.name !== name)));
+          const said = h("span", {}, h("b", {}, name), h("small", {}, written(description)));
+          return h("li", {}, h("div", { class: "row" }, said, this.button("Remove", `function ${name}`, name, remove)), this.schema(one));
+        }),
       ),
     );
   }
@@ -209,7 +210,7 @@ export class ToolsDialog {
   drawStanding() {
     const { allowed } = ownTools(this.conversation());
     this.standing.replaceChildren(
-      ...(allowed.length ? [h("h3", {}, "Called without asking, in this conversation")] : []),
+      ...(allowed.length ? [h("h3", {}, "Always allowed in this conversation")] : []),
       h(
         "ul",
         {},

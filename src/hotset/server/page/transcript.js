@@ -77,9 +77,9 @@ export class Transcript {
     return h(
       "span",
       { class: "versions", role: "group", "aria-label": "Versions of this message" },
-      to(at - 1, "back", "Version before"),
+      to(at - 1, "back", "Previous version"),
       h("span", {}, `${at + 1} / ${all.length}`),
-      to(at + 1, "forth", "Version after"),
+      to(at + 1, "forth", "Next version"),
     );
   }
 
@@ -89,8 +89,8 @@ export class Transcript {
     const message = () => turn.message;
     turn.acts.prepend(
       isChosen
-        ? h("span", { class: "act kept" }, "The conversation goes on here")
-        : this.button("again", "Go on with this", () => this.actions.busy() || this.actions.show(message())),
+        ? h("span", { class: "act kept" }, "The conversation continues here")
+        : this.button("again", "Continue with this", () => this.actions.busy() || this.actions.show(message())),
     );
   }
 
@@ -117,11 +117,11 @@ export class Transcript {
   answer(message, answerName, isLast) {
     const text = h("div", { class: "said markdown" });
     const thought = h("div", { class: "said thought" }, document.createTextNode(""));
-    const thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Its thoughts"), thought);
+    const thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Reasoning"), thought);
     const calls = new CallsView(message, this.actions);
     const note = h("p", { class: "note" });
     const failed = h("p", { class: "failed", hidden: true });
-    const thread = h("button", { type: "button", class: "thread", "aria-label": "Show the picture of this answer", hidden: true });
+    const thread = h("button", { type: "button", class: "thread", "aria-label": "Show the activity of this answer", hidden: true });
     thread.addEventListener("click", () => this.actions.picture(message));
     const goOn = isLast ? this.button("forth", "Continue", () => this.actions.goOn(message)) : null;
     const acts = h(
@@ -225,7 +225,7 @@ export class Transcript {
       h(
         "div",
         { class: "row end" },
-        h("span", { class: "hint" }, asks ? "It is answered anew; the version before stays." : "The model reads it as its own from now on."),
+        h("span", { class: "hint" }, asks ? "You get a new answer; this version is kept." : "The model takes it as its own answer."),
         h("button", { type: "button", class: "quiet", on: { click: close } }, "Cancel"),
         h("button", { type: "submit", class: "solid" }, asks ? "Send" : "Save"),
       ),

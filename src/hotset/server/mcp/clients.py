@@ -11,14 +11,14 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from hotset.server.mcp.connection import Connection, McpTool, ToolResult, View
+from hotset.server.mcp.connection import Connection, McpTool, ServerStatus, ToolResult
 from hotset.server.mcp.file import McpServer
 from hotset.server.mcp.limits import Limits
 
 _T = TypeVar("_T")
 
 
-class Toolbox:
+class McpClients:
     """All methods but `start` and `close`, which wait for the thread, are for the server's event loop."""
 
     def __init__(self, servers: Sequence[McpServer], limits: Limits | None = None) -> None:
@@ -44,12 +44,14 @@ class Toolbox:
             self._thread.join(self._close_seconds)
 
     @property
-    def views(self) -> list[View]:
-        return [one.view for one in self._connections.values()]
+    def statuses(self) -> list[ServerStatus]:
+        return [one.status for one in self._connections.values()]
 
     def find(self, name: str) -> tuple[str, McpTool] | None:
         """The server of a tool, and the tool; None where there is none of that name."""
-        found = ((view.name, tool) for view in self.views for tool in view.tools if tool.name == name)
+        found = (
+            (status.name, tool) for status in self.statuses for tool in status.tools if tool.name == name
+        )
         return next(found, None)
 
     def has(self, server: str) -> bool:
