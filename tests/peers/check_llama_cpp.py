@@ -122,6 +122,41 @@ REFUSED = {  # by what it says
 }
 
 
+# Of its converter, where it takes a checkpoint.
+OTHER_TENSORS = (
+    "jais2-heads",
+    "olmo2-tied",
+    "gemma-narrow",
+)  # factors of a rotation, and an output, that it omits
+OTHER_VALUES = {
+    "it cuts the embedding to the vocabulary, which the tests do not give it": (
+        "gemma3 gemma3-scaled gemma3-pattern gemma3-relu gemma4 gemma4-embedded gemma4-experts "
+        "gemma4-one-expert"
+    ),
+    "it turns biases of no published model": "olmo-biases",
+    "it knows one head of keys": "starcoder-heads",
+    "it takes experts by input alone, as they are published": "qwen3vlmoe-tied",
+    "it turns queries and keys, and says that nothing rotates them": "granitehybrid granitehybrid-rope",
+}
+OTHER_KEYS = {
+    "context_length": "it has its own for Falcon, and takes others from entries that the recipes lack",
+    "feed_forward_length": "it takes four times the width for Falcon and Phi 2",
+    "attention.head_count_kv": "it has no groups for Phi 2, and one head for StarCoder",
+    "attention.layer_norm_rms_epsilon": "it reads entries of GLM's that the recipes lack",
+    "rope.dimension_count": "it computes it from the width for GLM",
+    "block_count": "it counts layers for multi-token prediction that the checkpoint lacks",
+    "expert_shared_feed_forward_length": "it takes ERNIE's from the heads of keys",
+    "rope.scaling.finetuned": "it says that no Granite with state spaces rotates",
+}
+UNREAD_KEYS = {  # of its converter alone: defaults, and what nothing reads
+    "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "attention.sliding_window_pattern",
+    "attention.sliding_window", "leading_dense_block_count", "nextn_predict_layers",
+    "expert_shared_feed_forward_length", "rope.freq_base_swa", "tensor_data_layout", "n_deepstack_layers",
+    "expert_count", "expert_used_count", "expert_weights_scale", "attention.indexer.types",
+}  # fmt: skip
+
+
 def reason(table: dict[str, str], name: str) -> str | None:
     return next((reason for reason, names in table.items() if name in names.split()), None)
 
@@ -240,16 +275,22 @@ def test_their_converter_writes_the_same(
     assert converter.stdout is not None
     print(json.dumps([str(checkpoint), str(theirs)]), file=converter.stdin, flush=True)
     error = json.loads(converter.stdout.readline())
-    assert not error, error
+    if error:
+        pytest.skip(f"llama.cpp's converter: {error[:200]}")
     with open_gguf(ours) as one, open_gguf(theirs) as other:
-        a, b = keys(one), keys(other)
-        found = {k: (str(a.get(k)), str(b.get(k))) for k in {*a, *b} if str(a.get(k)) != str(b.get(k))}
-        print(f"K {name}", found)
-        print(f"T {name}", sorted(one.tensors.keys() ^ other.tensors.keys()))
-        both = one.tensors.keys() & other.tensors.keys()
-        print(f"V {name}", [t for t in both if not np.array_equal(one.data(t), other.data(t))])
+        if name not in OTHER_TENSORS:
+            assert one.tensors.keys() == other.tensors.keys()
+        for tensor in one.tensors.keys() & other.tensors.keys():
+            if reason(OTHER_VALUES, name) is None:
+                found, expected = (of.data(tensor).view(np.float32) for of in (one, other))
+                np.testing.assert_allclose(found, expected, 1e-6, 0, err_msg=tensor)
+        mine, its = keys(one), keys(other)
+        differ = {key for key in mine.keys() & its.keys() if not np.array_equal(mine[key], its[key])}
+        assert differ <= OTHER_KEYS.keys()
+        assert its.keys() - mine.keys() <= UNREAD_KEYS
 
 
 def keys(gguf: Any) -> dict[str, Any]:
-    apart = ("general.", "tokenizer.", "quantize.")
-    return {key: value for key, value in gguf.metadata.items() if not key.startswith(apart)}
+    """Those of the model, without the architecture's name."""
+    prefix = f"{gguf.architecture}."
+    return {k.removeprefix(prefix): v for k, v in gguf.metadata.items() if k.startswith(prefix)}

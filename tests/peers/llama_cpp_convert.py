@@ -23,7 +23,9 @@ def main(llama_cpp: Path) -> None:
 
     def without_vocabulary(*args: object, **kwargs: object) -> type:
         found = class_of(*args, **kwargs)
-        return type(found.__name__, (found,), {"set_vocab": lambda self: None, "model_arch": found.model_arch})
+        return type(
+            found.__name__, (found,), {"set_vocab": lambda self: None, "model_arch": found.model_arch}
+        )
 
     converter.get_model_class = without_vocabulary
     for line in sys.stdin:

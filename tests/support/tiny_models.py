@@ -348,6 +348,12 @@ def named(name: str) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
 
 
+def experts_by_input(tensors: Tensors) -> Tensors:
+    """As Qwen 3 VL's are published: transformers turns them when it loads them."""
+    turned = (".experts.gate_up_proj", ".experts.down_proj")
+    return {n: t.transpose(1, 2).contiguous() if n.endswith(turned) else t for n, t in tensors.items()}
+
+
 def neighbours(tensors: Tensors, head_dim: int) -> Tensors:
     """Channels of q and k in the pairs that are rotated together, which lie in halves."""
     found = {}
@@ -1310,7 +1316,10 @@ EXPERTS: dict[str, TinyModel] = {
         "Afmoe", {**AFMOE, "head_dim": 32, **ONE_KV_HEAD, "num_shared_experts": 2, "attention_bias": True}
     ),
     "qwen3vlmoe": TinyModel(
-        "Qwen3VLMoe", {**WIDE_HEADS, **QWEN_EXPERTS, **mrope(6, 5, 5)}, vision=VISION
+        "Qwen3VLMoe",
+        {**WIDE_HEADS, **QWEN_EXPERTS, **mrope(6, 5, 5), "moe_intermediate_size": 32},
+        vision=VISION,
+        published=(experts_by_input,),
     ),
     "qwen3vlmoe-tied": TinyModel(
         "Qwen3VLMoe",

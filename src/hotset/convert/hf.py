@@ -498,8 +498,12 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
     n, d = config.n_ff_expert, config.n_embd
     of_all = place.expert < 0 and place.targets[0].endswith("_exps.weight")
     if of_all and values.ndim == 2 and values.shape[1] == d and len(values) % n == 0:
-        experts = values.reshape(-1, n, d)  # one under the other, as by input
-        return experts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else experts
+        parts = values.reshape(-1, n, d)  # one under the other, as by input
+        return parts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else parts
+    experts = config.hf_class.experts
+    if of_all and values.ndim == 3 and experts is not None and experts.by_input:
+        n_in = n if ".ffn_down_exps." in place.targets[0] else d
+        return values if values.shape[2] == n_in else values.swapaxes(1, 2)
     if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
         return values[:, 0]
     if config.kda is not None and place.targets[0].endswith(".ssm_a"):

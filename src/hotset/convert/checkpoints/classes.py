@@ -46,6 +46,7 @@ class HFExperts:
     the first.
     says_ff, says_shared_ff: the file has a key for the width, and for that of what all tokens share.
     transposed: matrices of all experts in one tensor are stored by input, and gate and up column by column.
+    by_input: they may be stored by input, the columns of the gate first.
     """
 
     ff: str = "moe_intermediate_size"
@@ -63,6 +64,7 @@ class HFExperts:
     says_ff: bool = True
     says_shared_ff: bool = False
     transposed: bool = False
+    by_input: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ CLASSES: dict[str, HFClass] = {
         required=_ALL_EXPERTS,
         sections=True,
         sees=True,
-        experts=HFExperts(normalised=None),
+        experts=HFExperts(normalised=None, by_input=True),
     ),
     "Qwen3NextForCausalLM": HFClass(
         "qwen3next",
