@@ -151,34 +151,16 @@ Matrix Facts::matrix(const Tensor& tensor, int64_t rows, int64_t cols) {
 
 namespace {
 
-// Of the matrix of an expert; of planes with the scales behind the codes.
-size_t expert_bytes(Type type, size_t row_bytes, int64_t stored, int64_t cols) {
-    const int64_t scales = is_planes(type) ? ceil_div(stored, kPlaneRows) * cols : 0;
-    return row_bytes * size_t(stored) + size_t(scales) * sizeof(uint16_t);
-}
-
-// Experts in planes, each expert's codes and scales behind one another.
-void add_planes(ExpertMatrices& made, const Facts::Tensor& tensor, int64_t n, int64_t rows, int64_t cols) {
-    const TypeFacts facts = type_facts(tensor.type);
-    require(cols % facts.block_size == 0, "planes have whole blocks");
-    const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
-    const size_t bytes = expert_bytes(tensor.type, row_bytes, rows, cols);
-    require(tensor.data.size() == bytes * size_t(n), "planes of experts have codes and scales of each");
-    for (int64_t e = 0; e < n; e++)
-        made.weights.push_back(
-            {tensor.type, tensor.data.data() + size_t(e) * bytes, rows, cols, row_bytes, nullptr});
-}
-
 // Experts whose matrices are rows of a store, from the matrix row `first` on.
 ExpertMatrices stored_experts(const Facts::Tensor& tensor, int n_expert, int64_t rows, int64_t cols,
                               int64_t stored, int64_t first) {
     const auto& [store, group, part] = tensor.stored;
     const TypeFacts facts = type_facts(tensor.type);
-    require(facts.block_bytes > 0 && cols % facts.block_size == 0,
+    require(facts.block_bytes > 0 && !is_planes(tensor.type) && cols % facts.block_size == 0,
             "tensor type " + std::to_string(int(tensor.type)) + " has no kernel");
     const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
     require(store->end() && store->n_rows(group) == n_expert &&
-                store->row_bytes(group, part) == expert_bytes(tensor.type, row_bytes, stored, cols),
+                store->row_bytes(group, part) == row_bytes * size_t(stored),
             "a store's rows are the matrices of the experts");
     ExpertMatrices made;
     made.weights.assign(size_t(n_expert), {tensor.type, nullptr, rows, cols, row_bytes, nullptr});
@@ -203,11 +185,6 @@ ExpertMatrices Facts::experts(const char* name, int n_expert, int64_t rows, int6
         if (tensor.stored.store) {
             made = stored_experts(tensor, n_expert, rows, cols, stored, first);
             break;
-        }
-        if (is_planes(tensor.type)) {
-            require(first == 0 && rows == stored, "planes have the rows of a neuron each");
-            add_planes(made, tensor, of_tensor, rows, cols);
-            continue;
         }
         const Matrix all = matrix(tensor, of_tensor * stored, cols);
         for (int64_t e = 0; e < of_tensor; e++)

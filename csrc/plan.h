@@ -188,9 +188,6 @@ struct ExpertMatrices {
     Matrix of(int expert) const {
         Matrix matrix = weights[size_t(expert)];
         if (places) matrix.data = places[expert] + skipped;
-        if (is_planes(matrix.type))  // scales lie behind the codes
-            matrix.scales =
-                reinterpret_cast<const uint16_t*>(matrix.data + size_t(matrix.rows) * matrix.row_bytes);
         return matrix;
     }
     const float* bias_of(int expert, int64_t rows) const {

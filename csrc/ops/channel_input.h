@@ -1,11 +1,26 @@
 // What a matrix product reads of one token whose small inputs are zero: the inputs, and which are not.
 #pragma once
 
+#include <algorithm>
 #include <new>
 
 #include "linear_input.h"
 
 namespace hotset {
+
+constexpr int kLanes = 16;  // of a sum
+
+// Adds the sums of n parts of the lanes, n a power of two, pair by pair. scratch: [4][count].
+inline void fold_lanes(const Kernels& kernels, const float* sums, int64_t ld, int n, int64_t count,
+                       float* scratch, float* out) {
+    if (n == 1) {
+        std::copy_n(sums, count, out);
+        return;
+    }
+    fold_lanes(kernels, sums, ld, n / 2, count, scratch + count, out);
+    fold_lanes(kernels, sums + n / 2 * ld, ld, n / 2, count, scratch + count, scratch);
+    kernels.add(out, scratch, count, out);
+}
 
 class ChannelInput : public LinearInput {
   public:

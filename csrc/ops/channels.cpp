@@ -12,7 +12,6 @@ namespace hotset {
 namespace {
 
 constexpr int64_t kSplitBytes = 2 << 20;  // of weights: from here on a phase more costs less than it gains
-constexpr int kLanes = 16;
 
 // One phase, a chunk being some outputs; of large matrices two. The first multiplies, a chunk being a tile,
 // or what some of the lanes add to it: so many threads read long pieces of memory, as channels are side by
@@ -159,7 +158,7 @@ class ChannelLinear : public Op {
             const float* shared = shared_of(p);
             // A late thread may read anything here.
             const int splits = shared[0] == float(pieces_[p].splits) ? pieces_[p].splits : 1;
-            fold(kernels, shared + 16 + first, part.weight.rows, splits, count, scratch, out);
+            fold_lanes(kernels, shared + 16 + first, part.weight.rows, splits, count, scratch, out);
         } else if (in->pays(channels_[p])) {
             kernels.channel_linear[int(part.weight.type)](channels_[p], *in->active, in->inputs, first, count,
                                                           0, kLanes, scratch, out);
@@ -169,18 +168,6 @@ class ChannelLinear : public Op {
                                                   count, worker.kernel_scratch.data());
         }
         add_bias(kernels, part.bias, first, 1, count, out);
-    }
-
-    // Adds n rows, n a power of two, pair by pair. scratch: [4][count].
-    static void fold(const Kernels& kernels, const float* sums, int64_t ld, int n, int64_t count,
-                     float* scratch, float* out) {
-        if (n == 1) {
-            std::copy_n(sums, count, out);
-            return;
-        }
-        fold(kernels, sums, ld, n / 2, count, scratch + count, out);
-        fold(kernels, sums + n / 2 * ld, ld, n / 2, count, scratch + count, scratch);
-        kernels.add(out, scratch, count, out);
     }
 
     void finish(size_t p, int64_t first, const StepTokens& step, Worker& worker) const {

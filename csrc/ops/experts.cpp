@@ -8,7 +8,8 @@
 #include <bit>
 
 #include "../facts.h"
-#include "linear_input.h"
+#include "channel_input.h"
+#include "linear.h"
 
 namespace hotset {
 namespace {
@@ -39,14 +40,16 @@ struct ExpertSumFacts {
     int x = -1, route = -1, residual = -1, out = -1;
     int n_used = 1;
     ExpertMatrices down;
-    bool neuron_major = false;  // a row per neuron, which is a column of x
-    bool apart = false;         // not summed and not weighed: side by side
-    bool sparse = false;        // and rows of zeros are left out
+    std::vector<ChannelMatrix> channels;  // of each expert; empty: none
+    bool neuron_major = false;            // a row per neuron, which is a column of x
+    bool apart = false;                   // not summed and not weighed: side by side
+    bool sparse = false;                  // and rows of zeros are left out
 };
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
 constexpr int kDecodeChunks = 64;           // one token, at most
 constexpr int kSparseChunks = 8;            // for each thread, of neurons here and there: a chunk begins cold
+constexpr int kPieces = 4;                  // for each thread, at least, of products by channel
 constexpr int kSumChunks = 8;          // for each thread, of a sum: every chunk reads a piece of each expert
 constexpr double kGatherBelow = 0.75;  // share of a chunk's up rows: above it all are read
 constexpr int kPrefetchPieces = 64;    // that a waiting thread fetches of a phase to come,
@@ -423,23 +426,35 @@ class ExpertSum : public Op {
           residual_(f_.residual < 0 ? nullptr : &plan.buffer(f_.residual)) {
         for (const Matrix& m : f_.down.weights) kinds_.serves(m);
         bytes_ = bytes_of(f_.down);
+        while (splits_ < kLanes && f_.n_used * splits_ < kPieces * plan.n_threads()) splits_ *= 2;
     }
 
-    // Several tokens: first their neurons are brought into the order of the groups, and quantised.
-    int n_phases(const StepTokens& step) const override { return step.rows(x_) > 1 ? 2 : 1; }
+    // Several tokens: first their neurons are brought into the order of the groups, and quantised. One token,
+    // where there are input-major copies: first the products, a chunk being some of the lanes of one expert,
+    // so that channels are read in long pieces.
+    int n_phases(const StepTokens& step) const override {
+        return step.rows(x_) > 1 || !f_.channels.empty() ? 2 : 1;
+    }
     int n_chunks(int phase, const StepTokens& step) const override {
         const int n = step.rows(x_);
         if (n == 0) return 0;
+        if (n == 1 && phase == 0 && !f_.channels.empty()) return f_.n_used * splits_;
         return n > 1 && phase == 0 ? prepare_chunks(n) : row_chunks(n);
     }
 
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         const int n = step.rows(x_);
         if (n > 1 && phase == 0) return prepare(chunk, n, worker);
+        if (phase == 0 && !f_.channels.empty()) return multiply(chunk / splits_, chunk % splits_, worker);
         const int chunks = row_chunks(n);
         const int64_t first = panel_chunk(n_out(), chunks, chunk),
                       last = panel_chunk(n_out(), chunks, chunk + 1);
         float* sums = worker.results.as<float>();
+        FfnCounts counts;  // of one token by channel the products have theirs
+        if (n > 1)
+            counts.down_rows = int64_t(groups(n, worker).n) * width();
+        else if (f_.channels.empty())
+            counts.down_rows = int64_t(f_.n_used) * width();
         if (!(n == 1 ? one_token(first, last, worker, sums) : several(first, last, n, worker, sums))) return;
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
@@ -450,13 +465,14 @@ class ExpertSum : public Op {
         const int parts = f_.apart ? f_.n_used : 1;
         for (int i = 0; i < n * parts; i++)
             std::copy_n(sums + i * size, size, out_.row(i / parts) + i % parts * n_out() + first);
+        if (chunk == 0) counters.add(counts, worker.index());
         worker.end_commit();
     }
 
     // The first rows of the chunk, a part of each expert's.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         const int n = step.rows(x_);
-        if (n != 1 || phase != 0 || piece >= kPrefetchPieces) return false;
+        if (n != 1 || phase != 0 || piece >= kPrefetchPieces || !f_.channels.empty()) return false;
         const int64_t first = panel_chunk(n_out(), row_chunks(1), chunk);
         const Matrix w = f_.down.of(expert_of(piece % f_.n_used));
         const uint8_t* at = w.row(first) + piece / f_.n_used * kPrefetchBytes;
@@ -475,9 +491,15 @@ class ExpertSum : public Op {
             std::max({size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
                       InputsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
         needs.input_width = width();
-        needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()),
-                                       InputsMemory::bytes(f_.n_used, width(), kinds_.floats));
+        needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()), list_at(f_.n_used));
         if (n > 1) needs.shared_bytes = InputsMemory::bytes(int64_t(n) * f_.n_used, width(), kinds_.floats);
+        if (!f_.channels.empty()) {
+            const int64_t folded = int64_t(one) * (f_.n_used + 5), outputs = n_out();
+            needs.result_floats = std::max(
+                {needs.result_floats, size_t(folded), size_t(outputs + channel_scratch_floats(outputs))});
+            needs.shared_bytes =
+                std::max(needs.shared_bytes, size_t(f_.n_used * splits_) * n_out() * sizeof(float));
+        }
         return needs;
     }
 
@@ -504,21 +526,81 @@ class ExpertSum : public Op {
         kernels.add(sum, scratch, size, sum);
     }
 
+    // Where a worker's list of the channels of a part begins, behind the inputs.
+    size_t list_at(int part) const {
+        const size_t inputs = (InputsMemory::bytes(f_.n_used, width(), kinds_.floats) + 63) / 64 * 64;
+        const size_t list = sizeof(ActiveChannels) + ActiveChannels::bytes(width());
+        return inputs + (f_.channels.empty() ? 0 : size_t(part) * ((list + 63) / 64 * 64));
+    }
+    // The parts of a token, and which of their channels are not zero.
+    Inputs parts_of_token(Worker& worker) const {
+        const InputsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_);
+        const Inputs in = rows.inputs(f_.n_used, plan_.ahead());
+        if (!worker.enter_inputs()) return in;
+        for (int j = 0; j < f_.n_used; j++) {
+            rows.set(plan_.kernels(), j, x_.row(0) + j * width());
+            if (f_.channels.empty()) continue;
+            uint8_t* list = worker.inputs.data() + list_at(j);
+            new (list)
+                ActiveChannels(list + sizeof(ActiveChannels), token_of(in, j), plan_.kernels().interleaved);
+        }
+        return in;
+    }
+    const ActiveChannels& active(const Worker& worker, int part) const {
+        return *reinterpret_cast<const ActiveChannels*>(worker.inputs.data() + list_at(part));
+    }
+    bool by_channel(const Worker& worker, int part, int expert) const {
+        const double share = double(active(worker, part).n_channels) / double(width());
+        return share < f_.channels[size_t(expert)].below;
+    }
+    float* products(int part, int split) const {
+        return reinterpret_cast<float*>(plan_.shared()) + (int64_t(part) * splits_ + split) * n_out();
+    }
+
+    // What some of the lanes of an expert's products add up to, or a share of its rows.
+    void multiply(int part, int split, Worker& worker) const {
+        const Kernels& kernels = plan_.kernels();
+        const Inputs in = parts_of_token(worker);
+        const int expert = expert_of(part);
+        const Matrix w = f_.down.of(expert);
+        float* results = worker.results.as<float>();
+        int64_t first = 0, last = n_out();
+        FfnCounts counts;
+        const bool is_by_channel = by_channel(worker, part, expert);
+        if (is_by_channel) {
+            const ActiveChannels& channels = active(worker, part);
+            kernels.channel_linear[int(w.type)](f_.channels[size_t(expert)], channels, token_of(in, part), 0,
+                                                n_out(), split * kLanes / splits_, kLanes / splits_,
+                                                results + n_out(), results);
+            if (split == 0) counts.down_rows = channels.n_channels;
+        } else {
+            first = n_out() * split / splits_, last = n_out() * (split + 1) / splits_;
+            kernels.linear[int(w.type)](w, first, last, in, part, part + 1, results, last - first,
+                                        worker.kernel_scratch.data());
+            if (split == 0) counts.down_rows = width();
+        }
+        if (!worker.begin_commit()) return;
+        std::copy_n(results, last - first, products(part, is_by_channel ? split : 0) + first);
+        counters.add(counts, worker.index());
+        worker.end_commit();
+    }
+
     bool one_token(int64_t first, int64_t last, Worker& worker, float* sums) const {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
-        const InputsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_);
-        if (worker.enter_inputs())
-            for (int j = 0; j < f_.n_used; j++) rows.set(kernels, j, x_.row(0) + j * width());
-        const Inputs in = rows.inputs(f_.n_used, plan_.ahead());
+        const Inputs in = parts_of_token(worker);
         float* part = sums + size;
         if (!f_.apart) std::fill_n(sums, size, 0.0f);
         for (int j = 0; j < f_.n_used; j++) {
             const int expert = expert_of(j);
             const Matrix w = f_.down.of(expert);
             if (f_.apart) part = sums + j * size;
-            kernels.linear[int(w.type)](w, first, last, in, j, j + 1, part, size,
-                                        worker.kernel_scratch.data());
+            if (!f_.channels.empty())
+                fold_lanes(kernels, products(j, 0) + first, n_out(),
+                           by_channel(worker, j, expert) ? splits_ : 1, size, part + size, part);
+            else
+                kernels.linear[int(w.type)](w, first, last, in, j, j + 1, part, size,
+                                            worker.kernel_scratch.data());
             if (const float* bias = f_.down.bias_of(expert, n_out()))
                 kernels.add(part, bias + first, size, part);
             if (!f_.apart) add(route_.row(0)[f_.n_used + j], part, size, part, sums);
@@ -592,6 +674,7 @@ class ExpertSum : public Op {
     const Buffer& out_;
     const Buffer* residual_;
     int64_t bytes_ = 0;  // of an expert
+    int splits_ = 1;     // of an expert's lanes, where there are copies: a power of two
 };
 
 // ---- down, by rows = neurons
@@ -805,6 +888,21 @@ int n_used_of(const Facts& facts, int route, int out, int n_expert) {
 
 }  // namespace
 
+// Input-major copies of experts' matrices, one behind the other.
+std::vector<ChannelMatrix> expert_channels(Facts& facts, const ExpertMatrices& by_row) {
+    const std::unique_ptr<Facts> of = facts.record("channels");
+    const std::span<const uint8_t> data = of->bytes("data");
+    const size_t n = by_row.weights.size();
+    std::vector<ChannelMatrix> made;
+    require(data.size() % n == 0, "every expert has a copy");
+    for (size_t e = 0; e < n; e++) {
+        made.push_back(
+            channels_of(*of, by_row.weights[e], data.subspan(data.size() / n * e, data.size() / n)));
+        require(made.back().first_col == 0, "an expert's copy has all of its outputs");
+    }
+    return made;
+}
+
 // Neurons of a route's experts; without an activation the products of up. missed: those experts alone that
 // the store of up missed (true) or had (false).
 static const Registered kExpertNeurons("expert_neurons", [](Facts& facts) -> std::unique_ptr<Op> {
@@ -860,6 +958,7 @@ static const Registered kExpertSum("expert_sum", [](Facts& facts) -> std::unique
     f.down = f.neuron_major ? facts.experts("down", n_expert, neurons, outputs, outputs)
                             : facts.experts("down", n_expert, outputs, neurons, outputs);
     if (f.neuron_major) return std::make_unique<ExpertAxpy>(facts.plan(), std::move(f));
+    if (facts.has("channels")) f.channels = expert_channels(facts, f.down);
     return std::make_unique<ExpertSum>(facts.plan(), std::move(f));
 });
 

@@ -4,9 +4,27 @@
 #include <algorithm>
 #include <cmath>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "../plan.h"
 
 namespace hotset {
+
+constexpr int64_t kLargeState = 1 << 18;  // floats of a layer's slot
+
+// Past the caches where a state is large: it is read again a token later, when weights have taken its place.
+inline void store_state(const float* from, int64_t n, float* to, bool is_large) {
+    int64_t i = 0;
+#ifdef __x86_64__
+    if (is_large && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+        _mm_sfence();
+    }
+#endif
+    std::copy_n(from + i, n - i, to + i);
+}
 
 constexpr int kMaxStateHeads = 1024;
 
@@ -48,16 +66,19 @@ class HeadStates : public Op {
             if (i % kCancelTokens == 0 && worker.cancelled()) return;
             const int t = tile.first + i;
             advance(t, head, state, scratch, out + int64_t(i) * h_.dim_v);
-            if (step.saves[t] >= 0) std::copy_n(state, size, saved + n_saved++ * rounded(size));
+            if (step.saves[t] >= 0 && i + 1 < tile.count)
+                std::copy_n(state, size, saved + n_saved++ * rounded(size));
         }
         if (!worker.begin_commit()) return;
         n_saved = 0;
         for (int i = 0; i < tile.count; i++) {
             const int t = tile.first + i;
             std::copy_n(out + int64_t(i) * h_.dim_v, h_.dim_v, plan_.buffer(h_.out).row(t) + head * h_.dim_v);
-            if (step.saves[t] >= 0)
-                std::copy_n(saved + n_saved++ * rounded(size), size,
-                            h_.states.slot(step.saves[t]) + head * size);
+            if (step.saves[t] >= 0) {
+                const float* after = i + 1 < tile.count ? saved + n_saved++ * rounded(size) : state;
+                store_state(after, size, h_.states.slot(step.saves[t]) + head * size,
+                            h_.states.size >= kLargeState);
+            }
         }
         worker.end_commit();
     }

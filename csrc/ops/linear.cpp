@@ -191,15 +191,18 @@ LinearPart linear_part(Facts& facts, int x, int out) {
 }
 
 ChannelMatrix channels_of(Facts& facts, const Matrix& by_row) {
-    ChannelMatrix made;
-    if (!facts.has("channels")) return made;
+    if (!facts.has("channels")) return {};
     const std::unique_ptr<Facts> of = facts.record("channels");
-    require(facts.plan().kernels().channel_linear[int(by_row.type)],
+    return channels_of(*of, by_row, of->bytes("data"));
+}
+
+ChannelMatrix channels_of(Facts& of, const Matrix& by_row, std::span<const uint8_t> data) {
+    require(of.plan().kernels().channel_linear[int(by_row.type)],
             std::string(type_facts(by_row.type).name) + " has no input-major layout");
-    const std::span<const uint8_t> data = of->bytes("data");
+    ChannelMatrix made;
     made.type = by_row.type, made.data = data.data(), made.rows = by_row.cols;
-    made.cols = of->integer("cols"), made.tile = of->integer("tile"), made.first_col = of->integer("first");
-    made.below = of->real("below");
+    made.cols = of.integer("cols"), made.tile = of.integer("tile"), made.first_col = of.integer("first");
+    made.below = of.real("below");
     require(made.cols > 0 && made.cols % 32 == 0 && made.first_col >= 0 && made.first_col % 32 == 0 &&
                 by_row.rows % 32 == 0 && made.first_col + by_row.rows <= made.cols && made.tile > 0 &&
                 made.tile % 32 == 0,

@@ -68,6 +68,20 @@ class InputsMemory {
     QuantizedRow first_;
 };
 
+// One of some tokens.
+inline Inputs token_of(const Inputs& in, int64_t t) {
+    const int64_t width = padded(in.k), blocks = width / 32;
+    return {1,
+            in.k,
+            in.x + t * in.k,
+            in.q + t * width,
+            in.scale + t * blocks,
+            in.sum + t * blocks,
+            in.isum + t * 2 * blocks,
+            in.isum8 + t * blocks,
+            in.ahead};
+}
+
 class LinearInput {
   public:
     // threshold: below which values are zero, behind the norm, for thresholded tokens.

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_runs import logits_of, tokens
 from tiny_gguf import write_llama, write_relu
 
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
@@ -119,13 +121,29 @@ def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, t
 
 
 def test_what_cannot_be_laid_out_by_neuron_stays_dense(tmp_path: Path) -> None:
-    gguf = relu(tmp_path / "model.gguf", GGMLType.Q4_1)
+    gguf = relu(tmp_path / "model.gguf", GGMLType.Q5_0)
     ready = prepared(gguf)
     assert len(ready.notes) == 1
-    assert ready.notes[0].startswith("the down projection of 2 layers stays dense: Q4_1 cannot be laid out")
+    assert ready.notes[0].startswith("2 down projections stay dense: Q5_0 cannot be laid out by neuron")
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
     assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [Linear] * 2
     assert list(tmp_path.glob("*hotset*")) == []
+
+
+def test_a_type_without_planes_is_copied_by_input(tmp_path: Path) -> None:
+    """Its bits are those of the file alone, whatever the mode."""
+    gguf = relu(tmp_path / "model.gguf", GGMLType.Q4_1)
+    ready = prepared(gguf)
+    assert "blk.0.ffn_down_c.blocks" in ready.weights.tensors
+    graph = describe(config_from_gguf(gguf), ready.weights.tensors)
+    downs = [op for op in graph.primitives if op.out.name.endswith("ffn_down")]
+    assert [isinstance(op, Linear) and op.input_major is not None for op in downs] == [True] * 2
+    plain = describe(config_from_gguf(gguf), gguf.tensors)
+    ids = tokens(30)
+    expected = logits_of(CpuBackend(gguf, plain, n_pages=1, max_batch=64, n_threads=1), ids, [], [0])
+    backend = CpuBackend(ready.weights, graph, n_pages=1, max_batch=64, n_threads=2)
+    np.testing.assert_array_equal(logits_of(backend, ids, list(range(1, 30)), [0]), expected)
+    assert prepared(gguf, "dense").notes == []
 
 
 def test_a_model_without_zeros_and_a_published_one_need_no_sidecar(tmp_path: Path) -> None:

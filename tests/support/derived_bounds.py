@@ -568,13 +568,12 @@ class Oracle(ReferenceBackend):
         for t in range(n):
             for j in range(k):
                 expert = int(route[t, j])
-                if neuron_major:
-                    matrix = np.abs(self._weights.expert(op, expert))
-                    bound[t, j] = axpy_bound(parts[t, j][None], matrix)[0]
-                    continue
                 name = op.weights[expert if len(op.weights) > 1 else 0]
                 of_all = self._magnitudes(name)
                 magnitude = of_all if of_all.ndim == 2 else of_all[expert]
+                if neuron_major:
+                    bound[t, j] = axpy_bound(parts[t, j][None], magnitude)[0]
+                    continue
                 magnitude = magnitude[first : first + n_rows]
                 bound[t, j] = linear_bound(type_, parts[t, j][None], magnitude)[0]
         if op.bias is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from hotset.formats.planes import decode, split_planes
-from hotset.formats.quants import GGMLType, dequantize
+from hotset.formats.planes import decode
+from hotset.formats.quants import dequantize
 from hotset.model.operations import ExpertLinear, ExpertSum, TransposedLinear
 
 if TYPE_CHECKING:
@@ -43,10 +43,6 @@ class DecodedWeights(Generic[T]):
             return self.whole(op.weights[expert])
         name = op.weights[0]
         info = self.source.tensors[name]
-        if info.type == GGMLType.I8:
-            n_ff, n_embd = op.x.width // op.n_used, op.out.width
-            data = self.source.data(name).reshape(op.n_expert, -1)[expert]
-            return self.place(decode(*split_planes(data, n_ff, n_embd)))
         if name in self.kept or 4 * math.prod(info.shape) <= self.room:
             return self.whole(name)[expert]  # type: ignore[index,no-any-return]
         data = self.source.data(name).reshape(op.n_expert, -1)[expert]

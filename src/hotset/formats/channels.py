@@ -5,6 +5,7 @@ As neuron-major down projections (formats/planes.py): a block of 32 inputs of on
 in codes by input and scales by 32 inputs, every number the file's own, so that sums are bitwise identical.
 
     <name>_c.blocks  int8 [n_groups, bytes]   n_groups: n_in / 32, of K-quants n_in / 256
+                     int8 [n_expert, bytes]   of experts, each as its matrix alone would be
 
 Outputs are split into tiles (tile_of), one after the other. For each 32 channels a tile has the scales of its
 outputs (F16), of Q4_1 then what is added to scale * code (F16), and for each of the channels the codes:
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,13 +69,14 @@ TYPES_BY_CHANNEL = frozenset(_FORMATS)
 
 
 def can_be_input_major(info: TensorInfo) -> bool:
-    """Whether a matrix of this type and shape can be input-major: its outputs are taken 32 at a time."""
-    return info.type in _FORMATS and len(info.shape) == 2 and info.shape[1] % PLANE_GROUP == 0
+    """Whether a matrix of this type and shape, or each of those of experts, can be input-major: its outputs
+    are taken 32 at a time."""
+    return info.type in _FORMATS and len(info.shape) > 1 and info.shape[1] % PLANE_GROUP == 0
 
 
 def copy_bytes(info: TensorInfo) -> tuple[int, int]:
-    """Of an input-major matrix: bytes of its codes, and of its scales and minimums."""
-    n_in, n_out = info.shape
+    """Of an input-major matrix, or one of experts: bytes of its codes, and of its scales and minimums."""
+    n_in, n_out = info.shape[:2]
     of = _FORMATS[info.type]
     halves, own = n_out * 2 * len(of.halves), 2 * n_out
     heads = (
@@ -83,8 +85,15 @@ def copy_bytes(info: TensorInfo) -> tuple[int, int]:
     return n_in * n_out * of.bits // 8, heads
 
 
+def all_bytes(info: TensorInfo) -> int:
+    """Of an input-major matrix, or of those of all experts."""
+    return math.prod(copy_shape(info))
+
+
 def copy_shape(info: TensorInfo) -> tuple[int, int]:
-    """Of the tensor that an input-major matrix is."""
+    """Of the tensor that an input-major matrix is, or those of experts are."""
+    if len(info.shape) == 3:
+        return sum(copy_bytes(info)), info.shape[2]
     n_groups = info.shape[0] // (_K_GROUP if _FORMATS[info.type].grouped else PLANE_GROUP)
     return sum(copy_bytes(info)) // n_groups, n_groups
 
@@ -95,7 +104,8 @@ def break_even(info: TensorInfo, rate: float) -> float:
     rate: bytes per second input-major over those by row.
     """
     codes, scales = copy_bytes(info)
-    return min(max((rate * info.nbytes - scales) / codes, 0.0), 1.0)
+    n_bytes = info.row_bytes * info.shape[1]
+    return min(max((rate * n_bytes - scales) / codes, 0.0), 1.0)
 
 
 def tile_of(n_out: int) -> int:
@@ -111,21 +121,28 @@ def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
     can_be_input_major must say yes. What is written is refused (UnsupportedModelError) where a scale is not
     finite: zero times it is no zero, and would have to be read.
     """
-    writer.add_tensor(
-        f"{tensor.removesuffix('.weight')}_c.blocks",
-        lambda: _blocks_of(gguf, tensor),
-        GGMLType.I8,
-        copy_shape(gguf.tensors[tensor]),
-    )
-
-
-def _blocks_of(gguf: GGUFFile, tensor: str) -> np.ndarray:
     info = gguf.tensors[tensor]
+    shape = copy_shape(info)
+
+    def blocks() -> np.ndarray:
+        if len(info.shape) == 2:
+            return _blocks_of(gguf.data(tensor), info)
+        one = replace(info, shape=info.shape[:2])
+        out = np.empty((shape[1], shape[0]), np.uint8)
+        for expert, data in enumerate(gguf.data(tensor).reshape(shape[1], -1)):
+            out[expert] = _blocks_of(data, one).reshape(-1).view(np.uint8)
+        return out
+
+    writer.add_tensor(f"{tensor.removesuffix('.weight')}_c.blocks", blocks, GGMLType.I8, shape)
+
+
+def _blocks_of(data: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """Of one matrix, whose bytes are data."""
     n_in, n_out = info.shape
-    of = (_k_parts if _FORMATS[info.type].grouped else _plain_parts)(gguf.data(tensor), info)
+    of = (_k_parts if _FORMATS[info.type].grouped else _plain_parts)(data, info)
     if not all(np.isfinite(values.view(np.float16)).all() for values in of.halves):
         raise UnsupportedModelError(
-            f"the tensor {tensor} has weights that are not finite, beside which nothing can be left out"
+            f"the tensor {info.name} has weights that are not finite, beside which nothing can be left out"
         )
     n_blocks, (_, n_groups) = n_in // PLANE_GROUP, copy_shape(info)
     tiles, step = [], tile_of(n_out)

@@ -12,11 +12,6 @@ so the blocks are split into planes instead, in which every number is the file's
 Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type), and ternary ones that have one
 scale, as BitNet's have, too (as TQ2_0). Other types pack scales of scales; their down projection stays as it
 is.
-
-Of experts the codes and, behind them, the scales of one stand together:
-
-    blk.N.ffn_down_exps_t.planes  int8 [n_expert, bytes of both]
-    blk.N.ffn_down_exps_t.weight  floats [n_expert, n_ff, n_embd]
 """
 
 from __future__ import annotations
@@ -57,8 +52,10 @@ def layout_of(info: TensorInfo) -> Layout | None:
 
 
 def ternary_scale(data: np.ndarray, info: TensorInfo) -> np.float16 | None:
-    """The one scale of a ternary matrix's blocks (those of zeros may have 0); None where there are several, or
-    rows of neurons would not be whole blocks."""
+    """The one scale of a ternary matrix's blocks (those of zeros may have 0).
+
+    None where there are several, or rows of neurons would not be whole blocks.
+    """
     layout = TYPES[info.type].block
     assert layout is not None
     found = np.unique(data.view(layout)["d"])
@@ -102,54 +99,6 @@ def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
         GGMLType.F16,
         (n_embd, n_ff // PLANE_GROUP),
     )
-
-
-def add_expert_downs(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
-    """The same of the matrices of experts, `<name>.weight` [n_expert, n_embd, n_ff]."""
-    info = gguf.tensors[f"{name}.weight"]
-    n_ff, n_embd, n_expert = info.shape
-    one = n_ff, n_embd
-
-    def parts() -> np.ndarray:
-        return gguf.data(info.name).reshape(n_expert, -1)
-
-    if layout_of(info) == "transposed":
-        writer.add_tensor(
-            f"{name}_t.weight",
-            lambda: np.stack([transpose(part, info.type, one) for part in parts()]).view(np.uint8),
-            info.type,
-            (n_embd, n_ff, n_expert),
-        )
-        return
-
-    def planes() -> np.ndarray:
-        out = np.empty((n_expert, expert_bytes(info)), np.uint8)
-        for expert, part in enumerate(parts()):
-            codes, scales = split_planes(out[expert], n_ff, n_embd)
-            codes[:], scales[:] = codes_of(part, info.type, one), scales_of(part, info.type, one)
-        return out
-
-    writer.add_tensor(f"{name}_t.planes", planes, GGMLType.I8, (expert_bytes(info), n_expert))
-
-
-def expert_bytes(info: TensorInfo) -> int:
-    """Of the codes and scales of one expert, whose down projection is a Q4_0 or Q8_0 matrix of `info`."""
-    n_ff, n_embd = info.shape[:2]
-    codes = n_embd // 2 if info.type == GGMLType.Q4_0 else n_embd
-    return n_ff * codes + n_ff // PLANE_GROUP * n_embd * 2
-
-
-def neuron_bytes(n_bytes: int, n_ff: int, n_embd: int) -> int:
-    """Of the codes of one neuron, of an expert's n_bytes: n_embd / 2 or n_embd."""
-    return n_bytes // n_ff - n_embd * 2 // PLANE_GROUP
-
-
-def split_planes(data: np.ndarray, n_ff: int, n_embd: int) -> tuple[np.ndarray, np.ndarray]:
-    """One expert's bytes, uint8 [bytes of both] → codes int8 [n_ff, n_embd / 2 or n_embd] and scales float16
-    [n_ff / 32, n_embd], both views."""
-    n_scales = n_ff // PLANE_GROUP * n_embd * 2
-    codes = data[:-n_scales].view(np.int8).reshape(n_ff, -1)
-    return codes, data[-n_scales:].view(np.float16).reshape(-1, n_embd)
 
 
 def _ternary(data: np.ndarray, info: TensorInfo) -> np.ndarray:

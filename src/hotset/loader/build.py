@@ -117,7 +117,7 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
     counted = profile if choice.spec is not None else None
     prepared = prepare(
         gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
-        on_cpu=not opened.devices and not settings.on_vulkan,
+        on_cpu=not opened.devices and not settings.on_vulkan, in_memory=settings.ram_budget is None,
     )  # fmt: skip
     try:
         machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)

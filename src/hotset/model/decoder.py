@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.channels import can_be_input_major, copy_shape
-from hotset.formats.planes import PLANE_GROUP, expert_bytes
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, REFUSED_TYPES, GGMLType
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
 from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
@@ -120,8 +120,7 @@ REDUNDANT_TENSORS = re.compile(
     r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
     r"rope_freqs\.weight|layer_output_scale\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
-    r"(ffn_down|ffn_down_exps|ffn_down_shexp|channel_mix_value)\.weight|"
-    r"(ffn_down|ffn_down_shexp|channel_mix_value)_t\.(codes|scales)|ffn_down_exps_t\.(weight|planes))"
+    r"(ffn_down|channel_mix_value)\.weight|(ffn_down|channel_mix_value)_t\.(codes|scales))"
 )
 
 
@@ -821,9 +820,12 @@ class _Description:
             masked = self.value(f"{blk}.ffn_masked", width)
             select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self.where))
             neurons = masked
-        weights, bias, neuron_major = self.weights.expert_downs(f"{blk}.ffn_down", n, d, experts.n)
+        neuron_major = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
+        rows = (d, n) if neuron_major else (n, d)
+        weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self.value(f"{blk}.ffn_down", d)
-        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, neuron_major, **self.where)
+        copy = None if neuron_major else self.weights.input_major(f"{blk}.ffn_down_exps", n)
+        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, neuron_major, copy, **self.where)
         return Ffn(
             out,
             h,
@@ -866,7 +868,7 @@ class _Description:
         up = linear(h, "ffn_up", n)
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
-        down = self._down(f"{blk}.ffn_down{own}", neurons, f"{blk}.ffn_down_shexp")
+        down = linear(neurons, "ffn_down", self.config.n_embd)
         return Ffn(
             down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
         )  # fmt: skip
@@ -910,8 +912,7 @@ class _Description:
         neurons = neurons if down_threshold is None else down_threshold.out
         sub_norm = self._norm_op(neurons, f"{blk}.ffn_sub_norm") if layer.sub_norms else None
         assert not isinstance(sub_norm, LayerNorm)  # which leaves no zeros
-        neurons = neurons if sub_norm is None else sub_norm.out
-        down = self._down(f"{blk}.{layer.ffn_tensors[1]}", neurons, f"{blk}.ffn_down")
+        down = self._down(blk, layer, neurons if sub_norm is None else sub_norm.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
             in_threshold=in_threshold, gate_threshold=gate_threshold, down_threshold=down_threshold,
@@ -959,12 +960,10 @@ class _Description:
         first, second = self._rows_of(up, h, {gate: n, up: n})
         return first, second
 
-    def _down(self, down: str, neurons: Value, name: str) -> Linear | TransposedLinear:
-        """The down projection as the file has it: a row per neuron, if possible, or a row per output.
-
-        down: the tensor; name: of the result."""
-        d, weights, transposed = self.config.n_embd, self.weights, f"{down}_t"
-        out = self.value(name, d)
+    def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> Linear | TransposedLinear:
+        """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
+        d, weights, down = self.config.n_embd, self.weights, f"{blk}.{layer.ffn_tensors[1]}"
+        out, transposed = self.value(f"{blk}.ffn_down", d), f"{down}_t"
         has_own_bias = f"{transposed}.bias" in weights.tensors
         bias = weights.bias(transposed if has_own_bias else down, d)
         if f"{transposed}.weight" in weights.tensors:
@@ -1351,20 +1350,6 @@ class _Weights:
         has_bias = f"{name}_exps.bias" in self.tensors
         bias = (n_out if n_bias is None else n_bias, n)
         return (weight,), self._ask(f"{name}_exps.bias", bias) if has_bias else None
-
-    def expert_downs(self, name: str, n_ff: int, d: int, n: int) -> tuple[tuple[str, ...], str | None, bool]:
-        """The down projections of n experts, their bias, and whether they have a row per neuron: in the file
-        itself, or in the copy that hotset made."""
-        copy = f"{name}_exps_t"
-        is_copied = f"{copy}.weight" in self.tensors or f"{copy}.planes" in self.tensors
-        in_rows = not is_copied and self.shape(f"{name}_exps") == (d, n_ff, n) and n_ff != d
-        weights, bias = self.experts(name, *((d, n_ff) if in_rows else (n_ff, d)), n, n_bias=d)
-        if not is_copied:
-            return weights, bias, in_rows
-        if f"{copy}.weight" in self.tensors:
-            return (self._ask(f"{copy}.weight", (d, n_ff, n)),), bias, True
-        n_bytes = expert_bytes(self.tensors[weights[0]])
-        return (self._ask(f"{copy}.planes", (n_bytes, n), _BYTES),), bias, True
 
     def bias(self, name: str, n: int, *, required: bool = False) -> str | None:
         """The bias of a tensor, where it has one or must have one."""

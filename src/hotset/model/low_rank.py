@@ -14,7 +14,7 @@ from hotset.model.operations import Ffn, Linear, LowRank, Op, TransposedLinear, 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
-_TRANSPOSED = re.compile(r"_t\.(weight|codes|planes)$")
+_TRANSPOSED = re.compile(r"_t\.(weight|codes)$")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 

@@ -754,11 +754,13 @@ class ExpertSum(_OfExperts):
     """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
 
     x: n_used parts side by side, one for each expert of the route. neuron_major: matrices with a row per
-    neuron instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. The sum
-    begins with 0, and each product is rounded before it is added.
+    neuron instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. input_major:
+    the matrices once more, in this layout, as of a Linear. The sum begins with 0, and each product is rounded
+    before it is added.
     """
 
     neuron_major: bool = False
+    input_major: str | None = None
 
 
 @dataclass(frozen=True)

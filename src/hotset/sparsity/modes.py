@@ -14,7 +14,7 @@ the model was published to run so, else `exact` where neurons can be exactly zer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -194,6 +194,7 @@ def prepare(
     progress: Reporter | None = None,
     input_major: bool = True,
     on_cpu: bool = True,
+    in_memory: bool = True,
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
@@ -201,11 +202,14 @@ def prepare(
     identical. calibration: how a predictor's thresholds are found (the default: on text that the model itself
     generates). profile: its neurons that nearly always fire are computed without prediction. input_major:
     with copies of all matrices that thresholds let be read so; else open_channels is to open those of some.
-    on_cpu: with the down matrices of experts and ternary ones, which devices take by output.
+    on_cpu: with what only the CPU reads. in_memory: no budget, under which input-major copies have no room.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
-    ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress, on_cpu=on_cpu)
+    copied = on_cpu and in_memory and choice.mode != "dense"  # which change no bit
+    ready = _prepare_neurons(
+        gguf, config, choice, calibration, profile, progress, on_cpu=on_cpu, copies=copied
+    )
     if choice.layer_thresholds and input_major:
         graph = describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
         try:
@@ -226,6 +230,7 @@ def _prepare_neurons(
     progress: Reporter | None,
     *,
     on_cpu: bool,
+    copies: bool,
 ) -> Prepared:
     """What leaves out neurons: neuron-major down matrices, and predictors."""
     if not config.has_zeros:
@@ -236,7 +241,7 @@ def _prepare_neurons(
     describe(config, {n: t for n, t in gguf.tensors.items() if not n.endswith(".always.bias")}, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
-    sidecars = _open_down(gguf, config, model, notes, progress, on_cpu=on_cpu)
+    sidecars = _open_down(gguf, config, model, notes, progress, on_cpu=on_cpu, copies=copies)
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
     from hotset.sparsity.calibration import Calibration
@@ -261,44 +266,58 @@ def _open_down(
     progress: Reporter | None,
     *,
     on_cpu: bool,
+    copies: bool,
 ) -> list[GGUFFile]:
-    """The sidecar with the neuron-major down matrices, where the file has them by output and they can be
-    converted."""
+    """The sidecars with the down matrices by neuron, where the file has them by output and they can be
+    converted: planes, or input-major copies of experts and of what has no planes."""
     names = [
         f"blk.{i}.{name}"
         for i, layer in enumerate(config.layers)
-        if layer.activation.has_zeros and (on_cpu or layer.experts is None)
+        if layer.activation.has_zeros
         for name in _downs_of(layer)
     ]
     found = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in found if _is_by_output(info, gguf)]
-    possible = [info for info in plain if _has_copy(info, gguf, on_cpu)]
-    if len(possible) < len(plain):
-        types = sorted({info.type.name for info in plain if info not in possible})
-        notes.append(
-            f"the down projection of {len(plain) - len(possible)} layers stays dense: {', '.join(types)} "
-            "cannot be laid out neuron-major without changing its values"
+    by_neuron = [info for info in plain if _has_planes(info, gguf, on_cpu)]
+    copied = [
+        info for info in plain if copies and info not in by_neuron and channels.can_be_input_major(info)
+    ]
+    whole = [info for info in plain if info not in (*by_neuron, *copied)]
+    if whole and (copies or not on_cpu):
+        types = ", ".join(sorted({info.type.name for info in whole}))
+        why = (
+            "cannot be laid out by neuron without changing its values"
+            if copies
+            else "is read whole by devices"
         )
-    if not possible:
-        return []
-    of_experts = [info for info in possible if len(info.shape) == 3]
+        notes.append(f"{len(whole)} down projections stay dense: {types} {why}")
+    sidecars = []
+    try:
+        if by_neuron:
 
-    def fill(writer: GGUFWriter) -> None:
-        for info in possible:
-            add = planes.add_expert_downs if info in of_experts else planes.add_down
-            add(writer, gguf, info.name.removesuffix(".weight"))
+            def fill(writer: GGUFWriter) -> None:
+                for info in by_neuron:
+                    planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
-    n_bytes = sum(info.nbytes for info in possible)
-    contents = sidecar.Contents(fill, n_bytes)
-    others = sum(info.type in planes.TERNARY for info in possible)
-    settings = {"experts": len(of_experts)} if of_experts else {"ternary": others} if others else {}
-    built = sidecar.open_or_build(gguf, "down", settings, contents, model=model, progress=progress)
-    notes.append(built.note("neuron-major down matrices"))
-    return [built.file]
+            contents = sidecar.Contents(fill, sum(info.nbytes for info in by_neuron))
+            ternary = sum(info.type in planes.TERNARY for info in by_neuron)
+            settings = {"ternary": ternary} if ternary else {}
+            built = sidecar.open_or_build(gguf, "down", settings, contents, model=model, progress=progress)
+            sidecars.append(built.file)
+            notes.append(built.note("neuron-major down matrices"))
+        if copied:
+            sidecars.append(_copies(gguf, [info.name for info in copied], "down-channels", notes, progress))
+    except BaseException:
+        for file in sidecars:
+            file.close()
+        raise
+    return sidecars
 
 
-def _has_copy(info: TensorInfo, gguf: GGUFFile, on_cpu: bool) -> bool:
+def _has_planes(info: TensorInfo, gguf: GGUFFile, on_cpu: bool) -> bool:
     """Whether a down projection can be laid out neuron-major with the values that it has."""
+    if len(info.shape) > 2 or "_shexp." in info.name:
+        return False
     if info.type in planes.TERNARY:
         return on_cpu and planes.ternary_scale(gguf.data(info.name), info) is not None
     return planes.layout_of(info) is not None
@@ -308,7 +327,7 @@ def _downs_of(layer: LayerConfig) -> tuple[str, ...]:
     """The tensors of a layer's down projections."""
     if layer.experts is None:
         return (layer.ffn_tensors[1],)
-    return ("ffn_down_exps", "ffn_down" if layer.experts.beside else "ffn_down_shexp")
+    return () if layer.experts.beside else ("ffn_down_exps", "ffn_down_shexp")
 
 
 def _is_by_output(info: TensorInfo, gguf: GGUFFile) -> bool:
@@ -317,9 +336,26 @@ def _is_by_output(info: TensorInfo, gguf: GGUFFile) -> bool:
         return False
     if len(info.shape) < 3:
         return True
-    ups = gguf.tensors.get(info.name.replace("ffn_down", "ffn_up"))
-    ups = ups or gguf.tensors.get(info.name.replace("ffn_down", "ffn_gate_up"))
-    return ups is not None and ups.shape[0] == info.shape[1]
+    ups = (info.name.replace("ffn_down", name) for name in ("ffn_up", "ffn_gate_up"))
+    return any(name in gguf.tensors and gguf.tensors[name].shape[0] == info.shape[1] for name in ups)
+
+
+def _copies(
+    gguf: GGUFFile, names: Sequence[str], kind: str, notes: list[str], progress: Reporter | None
+) -> GGUFFile:
+    """The sidecar with the input-major copies of these matrices."""
+
+    def fill(writer: GGUFWriter) -> None:
+        for name in names:
+            channels.add_channels(writer, gguf, name)
+
+    n_bytes = sum(channels.all_bytes(gguf.tensors[name]) for name in names)
+    of = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+    contents = sidecar.Contents(fill, n_bytes, alignment=channels.ALIGNMENT)
+    settings = {"tensors": of, "layout": channels.LAYOUT}
+    built = sidecar.open_or_build(gguf, kind, settings, contents, progress=progress)
+    notes.append(built.note("input-major matrices"))
+    return built.file
 
 
 def open_channels(
@@ -347,17 +383,7 @@ def open_channels(
     if not possible:
         return []
 
-    def fill(writer: GGUFWriter) -> None:
-        for name in possible:
-            channels.add_channels(writer, gguf, name)
-
-    n_bytes = sum(sum(channels.copy_bytes(gguf.tensors[name])) for name in possible)
-    of = hashlib.sha256(" ".join(possible).encode()).hexdigest()[:16]
-    contents = sidecar.Contents(fill, n_bytes, alignment=channels.ALIGNMENT)
-    settings = {"tensors": of, "layout": channels.LAYOUT}
-    built = sidecar.open_or_build(gguf, "channels", settings, contents, progress=progress)
-    notes.append(built.note("input-major matrices"))
-    return [built.file]
+    return [_copies(gguf, possible, "channels", notes, progress)]
 
 
 def _activation_name(config: ModelConfig) -> str:

@@ -19,8 +19,8 @@ import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.backends.reference import selected
-from hotset.formats.planes import PLANE_GROUP, neuron_bytes
-from hotset.formats.quants import GGMLType
+from hotset.formats.channels import copy_bytes
+from hotset.formats.planes import PLANE_GROUP
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Embed,
@@ -229,14 +229,15 @@ class _FFNCost:
         self._n_used = 1 if ffn.route is None else ffn.route.n_used
         self._gate_row = 0 if ffn.gate is None else tensors[ffn.gate.matrices[0]].row_bytes
         self._up_row = tensors[ffn.up_tensor].row_bytes
-        self._neuron_major = ffn.neuron_major or (isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major)
         down = tensors[ffn.down.matrices[0]]
+        self._neuron_major = ffn.neuron_major or (isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major)
         self._down_row = down.row_bytes  # of a matrix by output: a row for each output
-        if is_planes := isinstance(ffn.down, ExpertSum) and down.type == GGMLType.I8:
-            n_ff = ffn.down.x.width // self._n_used
-            self._down_row = neuron_bytes(down.row_bytes, n_ff, ffn.down.out.width)
-        has_scales = is_planes or (isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None)
-        self._scales = 2 * ffn.down.out.width if has_scales else 0
+        has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
+        self._scales = 2 * self._n_embd if has_scales else 0
+        if isinstance(ffn.down, ExpertSum) and ffn.down.input_major is not None:
+            codes, scales = copy_bytes(down)
+            self._neuron_major = True
+            self._down_row, self._scales = codes // down.shape[0], scales * PLANE_GROUP // down.shape[0]
         self._predictor_bytes = self._predictor_parameters = 0
         self._masked = ffn.mask is not None
         for op in predictor:

@@ -23,7 +23,7 @@ from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, LOGIT_GROUP
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
-from hotset.formats.planes import PLANE_GROUP, neuron_bytes
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.fusion import Buffers, Fused, fuse
@@ -100,14 +100,9 @@ def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
     if op.bias is not None:
         of_all = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
         bias = np.ascontiguousarray(of_all[:, first : first + n_rows]).reshape(-1)
-    info = weights.tensors[op.weights[0]]
-    type, stored = int(info.type), info.shape[1]
-    if info.type == GGMLType.I8:
-        stored = op.x.width // op.n_used
-        type = PLANES[op.out.width // neuron_bytes(info.shape[0], stored, op.out.width)]
     return {
-        "tensors": [(type, weights.data(name)) for name in op.weights],
-        "n_rows": stored,
+        "tensors": [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights],
+        "n_rows": weights.tensors[op.weights[0]].shape[1],
         "first_row": first,
         "bias": bias,
     }
@@ -682,6 +677,7 @@ class _Emission:
             down=expert_facts(self._weights, op), residual=self._buffer(residual),
             neuron_major=isinstance(op, ExpertSum) and op.neuron_major, apart=isinstance(op, ExpertLinear),
             sparse=self._sparse, out=self._buffers[out],
+            channels=self._copy(op, op.weights[0], op.out.width) if isinstance(op, ExpertSum) else None,
         )  # fmt: skip
 
     def _fetch(
@@ -962,32 +958,28 @@ class _Emission:
     # ---- small things
 
     def _channels(self, ops: Sequence[Linear | None]) -> list[Facts | None]:
-        """Input-major copies: bytes, outputs in all, those of a tile, its first, below which share of
+        """Input-major copies of some products."""
+        return [None if op is None else self._copy(op, op.weight, op.out.width, op.first_row) for op in ops]
+
+    def _copy(self, op: Linear | ExpertSum, weight: str, width: int, first: int = 0) -> Facts | None:
+        """An input-major copy: bytes, outputs in all, those of a tile, its first, below which share of
         channels it pays.
 
         None where there is none, or every channel is to be read, and under a budget of memory, which has room
         for the rows alone: the result is bitwise identical.
         """
-        found: list[Facts | None] = []
-        for op in ops:
-            copy = None if op is None or isinstance(self._weights, StoredWeights) else op.input_major
-            is_whole = op is not None and op.first_row % PLANE_GROUP == op.out.width % PLANE_GROUP == 0
-            if op is None or copy is None or not self._sparse or not is_whole:
-                found.append(None)
-                continue
-            info = self._weights.tensors[op.weight]
-            n_rows = info.shape[-1]
-            below = break_even(info, self._channel_rates.get(info.type, 1.0))
-            found.append(
-                {
-                    "data": self._weights.data(copy),
-                    "cols": n_rows,
-                    "tile": tile_of(n_rows),
-                    "first": op.first_row,
-                    "below": below,
-                }
-            )
-        return found
+        copy = None if isinstance(self._weights, StoredWeights) else op.input_major
+        if copy is None or not self._sparse or first % PLANE_GROUP or width % PLANE_GROUP:
+            return None
+        info = self._weights.tensors[weight]
+        n_rows = info.shape[1]
+        return {
+            "data": self._weights.data(copy),
+            "cols": n_rows,
+            "tile": tile_of(n_rows),
+            "first": first,
+            "below": break_even(info, self._channel_rates.get(info.type, 1.0)),
+        }
 
     def _buffer(self, value: Value | None) -> int | None:
         return None if value is None else self._buffers[value]
