@@ -115,8 +115,8 @@ def test_neurons_at_zero_are_left_out(model_path: Path) -> None:
         assert (many.down_rows[layers] >= many.active[layers] / 40).all()  # whole matrices
 
 
-@pytest.mark.parametrize("how", [{"on_cpu": False}, {}])
-def test_devices_and_dense_files_need_none(model_path: Path, how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("how", [{"computes": "device"}, {"computes": "budget"}, {}])
+def test_devices_budgets_and_dense_need_none(model_path: Path, how: dict[str, Any]) -> None:
     with open_gguf(model_path) as gguf:
         config = config_from_gguf(gguf)
         ready = prepare(gguf, config, choose(config, gguf.tensors, None if how else "dense"), **how)

@@ -51,7 +51,7 @@ from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.supported import read_config
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
-from hotset.sparsity.modes import Choice, choose, open_channels, prepare
+from hotset.sparsity.modes import Choice, Computes, choose, open_channels, prepare
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.taps import MAX_SEQUENCE
@@ -117,7 +117,7 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
     counted = profile if choice.spec is not None else None
     prepared = prepare(
         gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
-        on_cpu=not opened.devices and not settings.on_vulkan, in_memory=settings.ram_budget is None,
+        computes=_computes(opened),
     )  # fmt: skip
     try:
         machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
@@ -132,6 +132,12 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
     except BaseException:
         prepared.weights.close()
         raise
+
+
+def _computes(opened: Opened) -> Computes:
+    if opened.devices or opened.settings.on_vulkan:
+        return "device"
+    return "memory" if opened.settings.ram_budget is None else "budget"
 
 
 def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:

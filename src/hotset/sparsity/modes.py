@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
 
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
+Computes = Literal["memory", "budget", "device"]
+"""What reads the weights: the CPU, all of them in memory; the CPU under a budget, which has no room for
+input-major copies; a device, which does not read what only the CPU can."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,7 @@ def prepare(
     profile: Profile | None = None,
     progress: Reporter | None = None,
     input_major: bool = True,
-    on_cpu: bool = True,
-    in_memory: bool = True,
+    computes: Computes = "memory",
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
@@ -202,14 +204,11 @@ def prepare(
     identical. calibration: how a predictor's thresholds are found (the default: on text that the model itself
     generates). profile: its neurons that nearly always fire are computed without prediction. input_major:
     with copies of all matrices that thresholds let be read so; else open_channels is to open those of some.
-    on_cpu: with what only the CPU reads. in_memory: no budget, under which input-major copies have no room.
+    computes: see Computes.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
-    copied = on_cpu and in_memory and choice.mode != "dense"  # which change no bit
-    ready = _prepare_neurons(
-        gguf, config, choice, calibration, profile, progress, on_cpu=on_cpu, copies=copied
-    )
+    ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress, computes)
     if choice.layer_thresholds and input_major:
         graph = describe(config, ready.weights.tensors, ready.predictor, choice.layer_thresholds)
         try:
@@ -228,9 +227,7 @@ def _prepare_neurons(
     calibration: Calibration | None,
     profile: Profile | None,
     progress: Reporter | None,
-    *,
-    on_cpu: bool,
-    copies: bool,
+    computes: Computes,
 ) -> Prepared:
     """What leaves out neurons: neuron-major down matrices, and predictors."""
     if not config.has_zeros:
@@ -241,6 +238,8 @@ def _prepare_neurons(
     describe(config, {n: t for n, t in gguf.tensors.items() if not n.endswith(".always.bias")}, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
+    copies = computes == "memory" and choice.mode != "dense"  # which change no bit
+    on_cpu = computes != "device"
     sidecars = _open_down(gguf, config, model, notes, progress, on_cpu=on_cpu, copies=copies)
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
