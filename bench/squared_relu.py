@@ -23,8 +23,9 @@ import numpy as np
 from planted import CONSTANT
 from synthetic import ATTENTION_VARIANCE, EPSILON, FFN_VARIANCE, Shape, SparseKind, SparseModel, add_keys
 
+from hotset.formats.encode import encode
 from hotset.formats.gguf import GGUFWriter
-from hotset.formats.quants import TYPES, GGMLType, quantize
+from hotset.formats.quants import TYPES, GGMLType
 
 NANO = Shape(2688, 1856, 52, 32, 2, experts=128, used=6, head=128)
 NANO_LAYERS = ("MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME").ljust(NANO.layers, "E")
@@ -181,7 +182,7 @@ def write_bitnet(path: Path, shape: Shape, idle: float, n_vocab: int, seed: int 
         for first in range(0, n_vocab, 4096):
             values = rng.standard_normal((min(4096, n_vocab - first), d), np.float32)
             values[:, :N_CONSTANT] = 1
-            parts.append(quantize(values, GGMLType.Q6_K))
+            parts.append(encode(values, GGMLType.Q6_K))
         return np.concatenate(parts)
 
     writer.add_tensor("token_embd.weight", embedding, GGMLType.Q6_K, (d, n_vocab))

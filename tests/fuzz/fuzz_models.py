@@ -65,9 +65,9 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 def byte_pieces() -> list[str]:
     """GPT-2's letters of the 256 bytes."""
-    from hotset.text.tokenizer import _BYTE_OF_LETTER
+    from hotset.text.tokenizer import BYTE_OF_LETTER
 
-    return sorted(_BYTE_OF_LETTER, key=_BYTE_OF_LETTER.__getitem__)
+    return sorted(BYTE_OF_LETTER, key=BYTE_OF_LETTER.__getitem__)
 
 
 BPE: dict[str, Any] = {
