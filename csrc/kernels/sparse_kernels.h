@@ -101,8 +101,8 @@ struct RowTQ2_0 {
         alignas(32) int8_t q[32];
         for (int i = 0; i < 32; i++) q[i] = int8_t(((codes[i] >> shift) & 3) - 1);
         const V d = V::set(load_f16(p + 64));
-        lo = d * V::load_i8(q);
-        hi = d * V::load_i8(q + 16);
+        lo = d * V::load_i8(q) + V::zero();  // no zero below zero
+        hi = d * V::load_i8(q + 16) + V::zero();
     }
     void next(int n) { block += n; }
     HOTSET_INLINE void fetch(int b) const {
