@@ -426,7 +426,8 @@ class ExpertSum : public Op {
           residual_(f_.residual < 0 ? nullptr : &plan.buffer(f_.residual)) {
         for (const Matrix& m : f_.down.weights) kinds_.serves(m);
         bytes_ = bytes_of(f_.down);
-        while (splits_ < kLanes && f_.n_used * splits_ < kPieces * plan.n_threads()) splits_ *= 2;
+        const int most = std::min(kPieces * plan.n_threads(), kMaxChunks / 2);
+        while (splits_ < kLanes && f_.n_used * splits_ < most) splits_ *= 2;
     }
 
     // Several tokens: first their neurons are brought into the order of the groups, and quantised. One token,

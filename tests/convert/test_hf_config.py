@@ -192,6 +192,12 @@ def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], mess
         keys(kind, **entries)
 
 
+def test_models_whose_tokens_see_those_behind_them_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="is_causal set to 'False'"):
+        keys("Qwen2", is_causal=False)
+    assert keys("Qwen2", is_causal=True) == keys("Qwen2")
+
+
 def test_a_sparse_lm_is_relu_whatever_it_says() -> None:
     for name in ("silu", "relu", "gelu"):
         found = keys("SparseLlama", hidden_act=name, sparsity_gated_mlp=True)

@@ -1321,6 +1321,10 @@ EXPERTS: dict[str, TinyModel] = {
         vision=VISION,
         published=(experts_by_input,),
     ),
+    "qwen3vlmoe-square": TinyModel(  # gate and up have as many rows as columns
+        "Qwen3VLMoe", {**QWEN_EXPERTS, **mrope(6, 5, 5), **WIDE_HEADS}, vision=VISION,
+        published=(experts_by_input,),
+    ),
     "qwen3vlmoe-tied": TinyModel(
         "Qwen3VLMoe",
         {**QWEN_EXPERTS, **mrope(4, 2, 2), "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}

@@ -415,8 +415,9 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     counted = Counter((target, place.expert) for place, _ in places for target in place.targets)
     of_experts: dict[str, dict[int, tuple[str, np.ndarray]]] = {}
     packed: dict[str, dict[str, np.ndarray]] = {}
+    by_input = _are_by_input(checkpoint, places, config)
     for place, name in places:
-        values = _used(checkpoint.tensors[name], place, config)
+        values = _used(checkpoint.tensors[name], place, config, by_input)
         for i, target in enumerate(place.targets):
             if counted[target, place.expert] > 1 or (place.expert >= 0 and counted[target, -1]):
                 raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
@@ -491,8 +492,23 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
     return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
 
 
-def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
-    """What the file has of a tensor."""
+def _are_by_input(checkpoint: Checkpoint, places: list[tuple[_Place, str]], config: HFConfig) -> bool:
+    """Whether matrices of all experts are stored by input: what those that are not square say."""
+    experts = config.hf_class.experts
+    if experts is None or not experts.by_input:
+        return False
+    n, d = config.n_ff_expert, config.n_embd
+    for place, name in places:
+        if place.expert < 0 and place.targets[0].endswith("_exps.weight"):
+            n_in, n_out = (n, d) if ".ffn_down_exps." in place.targets[0] else (d, len(place.targets) * n)
+            shape = checkpoint.tensors[name].shape[1:]
+            if n_in != n_out and shape in ((n_in, n_out), (n_out, n_in)):
+                return bool(shape == (n_in, n_out))
+    return False
+
+
+def _used(values: np.ndarray, place: _Place, config: HFConfig, by_input: bool) -> np.ndarray:
+    """What the file has of a tensor. by_input: matrices of all experts are stored so."""
     if place.targets == ("position_embd.weight",):
         return values[config.n_unused_positions :]
     n, d = config.n_ff_expert, config.n_embd
@@ -500,10 +516,8 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig) -> np.ndarray:
     if of_all and values.ndim == 2 and values.shape[1] == d and len(values) % n == 0:
         parts = values.reshape(-1, n, d)  # one under the other, as by input
         return parts.swapaxes(1, 2) if ".ffn_down_exps." in place.targets[0] else parts
-    experts = config.hf_class.experts
-    if of_all and values.ndim == 3 and experts is not None and experts.by_input:
-        n_in = n if ".ffn_down_exps." in place.targets[0] else d
-        return values if values.shape[2] == n_in else values.swapaxes(1, 2)
+    if of_all and values.ndim == 3 and by_input:
+        return values.swapaxes(1, 2)
     if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
         return values[:, 0]
     if config.kda is not None and place.targets[0].endswith(".ssm_a"):

@@ -1,6 +1,7 @@
 """A Hugging Face config.json as the keys of a GGUF file: the row of its class (checkpoints/) and its entries.
 
-config.json is a stranger's file: every number has a type and a range, and what is not known is refused.
+config.json is a stranger's file: every number that is read has a type and a range, and what is known to change
+a model in a way that no key describes is refused.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
 
 
 def _check_required(config: dict[str, Any], hf_class: HFClass) -> None:
+    if config.get("is_causal") is False and not hf_class.is_encoder:
+        raise UnsupportedModelError(
+            "is_causal set to 'False' in config.json is not supported for this class: its tokens would see "
+            "those behind them"
+        )
     for key, value in hf_class.required.items():
         found = config.get(key, value)
         same = type(found) is type(value) and found == value

@@ -53,15 +53,19 @@ def read_ranks(path: Path, most: int, numbered: bool) -> dict[bytes, int]:
     """
     ranks: dict[bytes, int] = {}
     for n, line in enumerate(read_small_file(path).splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             text, rank = line.split()
             token = base64.b64decode(text, validate=True)
         except ValueError:
             token, rank = b"", b""
         if not token:
-            raise FormatError(f"line {n} of {path} is not a token in base64 and its rank: {line[:60]!r}")
+            said = line[:60].decode(errors="replace")
+            raise FormatError(f"line {n} of {path} is not a token in base64 and its rank: {said!r}")
         if numbered and rank != b"%d" % len(ranks):
-            raise FormatError(f"line {n} of {path} has the rank {rank[:20]!r}, which must be {len(ranks)}")
+            said = rank[:20].decode(errors="replace")
+            raise FormatError(f"line {n} of {path} has the rank {said}, which must be {len(ranks)}")
         if token in ranks and numbered:
             raise FormatError(f"line {n} of {path} has the token of rank {ranks[token]} again")
         ranks.setdefault(token, len(ranks))

@@ -384,6 +384,7 @@ def _tiktoken(
         raise TokenizerError(f"{path} needs the tokenizer_class {row.name} in tokenizer_config.json")
     ranks = read_ranks(path, n_vocab, row.numbered)
     special = {len(ranks) + i: text.format(len(ranks) + i) for i, text in enumerate(row.special)}
+    # As its class does: others do not count, and all are control tokens.
     special |= {id: text for id, text, _ in _added_tokens(src, settings) if id in special}
     if max(special) >= n_vocab:
         what = f"{len(ranks)} tokens and the tokenizer {len(special)} special ones"
@@ -401,7 +402,7 @@ def _tiktoken(
     keys = _byte_level_keys(row.pre, merges, settings)
     if not complete:  # tiktoken takes a word that is a token whole
         keys[IGNORE_MERGES_KEY] = True
-    return tokens, [NORMAL for _ in ranks] + [CONTROL for _ in special], keys
+    return tokens, [NORMAL] * len(ranks) + [CONTROL] * len(special), keys
 
 
 _TIKTOKEN_SPECIAL = {

@@ -142,7 +142,8 @@ def _blocks_of(data: np.ndarray, info: TensorInfo) -> np.ndarray:
     of = (_k_parts if _FORMATS[info.type].grouped else _plain_parts)(data, info)
     if not all(np.isfinite(values.view(np.float16)).all() for values in of.halves):
         raise UnsupportedModelError(
-            f"the tensor {info.name} has weights that are not finite, beside which nothing can be left out"
+            f"the tensor {info.name} has weights that are not finite, beside which nothing can be left out; "
+            "choose the sparsity mode dense"
         )
     n_blocks, (_, n_groups) = n_in // PLANE_GROUP, copy_shape(info)
     tiles, step = [], tile_of(n_out)

@@ -54,13 +54,19 @@ def layout_of(info: TensorInfo) -> Layout | None:
 def ternary_scale(data: np.ndarray, info: TensorInfo) -> np.float16 | None:
     """The one scale of a ternary matrix's blocks (those of zeros may have 0).
 
-    None where there are several, or rows of neurons would not be whole blocks.
+    None where there are several, or rows of neurons would not be whole blocks, and for what no quantiser
+    writes: a scale that is not finite, codes that are no -1, 0 or 1.
     """
     layout = TYPES[info.type].block
     assert layout is not None
-    found = np.unique(data.view(layout)["d"])
+    blocks = data.view(layout)
+    if len(info.shape) != 2 or info.shape[1] % _TERNARY_BLOCK:
+        return None
+    if info.type == GGMLType.TQ2_0 and (blocks["qs"] & blocks["qs"] >> np.uint8(1) & np.uint8(0x55)).any():
+        return None
+    found = np.unique(blocks["d"])
     found = found[found != 0]
-    if len(found) > 1 or len(info.shape) != 2 or info.shape[1] % _TERNARY_BLOCK:
+    if len(found) > 1 or not np.isfinite(found).all():
         return None
     return found[0] if len(found) else np.float16(0)
 
@@ -107,14 +113,16 @@ def _ternary(data: np.ndarray, info: TensorInfo) -> np.ndarray:
     layout = TYPES[GGMLType.TQ2_0].block
     assert layout is not None
     blocks = np.empty((n_ff, n_embd // _TERNARY_BLOCK), layout)
-    blocks["d"] = ternary_scale(data, info)
+    scale = ternary_scale(data, info)
+    blocks["d"] = scale
+    sign = -1 if scale is not None and scale < 0 else 1
     codes = np.empty((n_ff, n_embd), np.uint8)
     rows = data.reshape(n_embd, -1)
 
     def some(first: int) -> None:  # outputs
         part = rows[first : first + _TERNARY_BLOCK]
         values = dequantize(part, info.type, (n_ff, len(part))).reshape(len(part), n_ff)
-        codes[:, first : first + len(part)] = (np.sign(values) + 1).astype(np.uint8).T
+        codes[:, first : first + len(part)] = (np.sign(values) * sign + 1).astype(np.uint8).T
 
     in_parallel(some, range(0, n_embd, _TERNARY_BLOCK))
     parts = codes.reshape(n_ff, -1, 2, 4, 32)  # four values of a byte are 32 outputs apart

@@ -26,6 +26,7 @@ from hotset.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from hotset.escaping import clause
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.source import WeightSource
 from hotset.loader.decide import (
@@ -49,6 +50,7 @@ from hotset.model.cost import Cost, check_gpu_cache
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum
 from hotset.model.supported import read_config
+from hotset.parameters import shown
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, Computes, choose, open_channels, prepare
@@ -90,6 +92,10 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         path = resolve(model)
     gguf = open_gguf(path)
     try:
+        if copy := next((name for name in gguf.tensors if name.endswith("_c.blocks")), None):
+            raise UnsupportedModelError(
+                f"{path} has the tensor {clause(shown(copy))}, a copy that hotset makes itself beside a model"
+            )
         config = read_config(gguf, activation=settings.activation)
     except BaseException:
         gguf.close()
@@ -115,12 +121,12 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
+    machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
     prepared = prepare(
         gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
-        computes=_computes(opened),
+        computes=_computes(opened, machine.free - reserved.total),
     )  # fmt: skip
     try:
-        machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
         decided = decide(opened, choice, prepared, machine)
         if settings.n_ctx is not None and settings.n_ctx > (usual := config.n_ctx_train):
             asked = f"a context of {settings.n_ctx} tokens"
@@ -134,10 +140,12 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
         raise
 
 
-def _computes(opened: Opened) -> Computes:
+def _computes(opened: Opened, free: float) -> Computes:
+    """free: bytes of memory. Copies take up to half of what the model takes."""
     if opened.devices or opened.settings.on_vulkan:
         return "device"
-    return "memory" if opened.settings.ram_budget is None else "budget"
+    is_roomy = opened.settings.ram_budget is None and 1.5 * opened.gguf.nbytes <= free
+    return "memory" if is_roomy else "budget"
 
 
 def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
@@ -253,7 +261,9 @@ def _map_experts(decided: Decided) -> None:
     of tokens pay for the first use of their pages, up to a tenth of their time (docs/decisions/019)."""
     parts = [part for ffn in decided.graph.ffns for part in (ffn.gate, ffn.up, ffn.down)]
     experts = [part for part in parts if isinstance(part, ExpertLinear | ExpertSum)]
-    for name in dict.fromkeys(name for part in experts for name in part.weights):
+    names = dict.fromkeys(name for part in experts for name in part.weights)
+    copies = (part.input_major for part in experts if isinstance(part, ExpertSum))
+    for name in (*names, *filter(None, copies)):
         decided.weights.map_cached(name)
 
 

@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+import numpy as np
+
 from hotset.errors import InvalidRequestError
 from hotset.formats import channels, planes
 from hotset.formats.overlay import Overlay
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.calibration import Calibration
     from hotset.sparsity.profile import Profile
+
+_SAMPLE_BYTES = 256  # of each expert
 
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 Computes = Literal["memory", "budget", "device"]
@@ -300,8 +304,8 @@ def _open_down(
 
             contents = sidecar.Contents(fill, sum(info.nbytes for info in by_neuron))
             ternary = sum(info.type in planes.TERNARY for info in by_neuron)
-            settings = {"ternary": ternary} if ternary else {}
-            built = sidecar.open_or_build(gguf, "down", settings, contents, model=model, progress=progress)
+            kind = "down-ternary" if ternary else "down"  # which devices do not read
+            built = sidecar.open_or_build(gguf, kind, {}, contents, model=model, progress=progress)
             sidecars.append(built.file)
             notes.append(built.note("neuron-major down matrices"))
         if copied:
@@ -351,10 +355,21 @@ def _copies(
     n_bytes = sum(channels.all_bytes(gguf.tensors[name]) for name in names)
     of = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
     contents = sidecar.Contents(fill, n_bytes, alignment=channels.ALIGNMENT)
-    settings = {"tensors": of, "layout": channels.LAYOUT}
+    settings = {"tensors": of, "layout": channels.LAYOUT, "experts": _sample(gguf, names)}
     built = sidecar.open_or_build(gguf, kind, settings, contents, progress=progress)
     notes.append(built.note("input-major matrices"))
     return built.file
+
+
+def _sample(gguf: GGUFFile, names: Sequence[str]) -> str:
+    """Names the contents of each expert, which a model's fingerprint does not look at one by one."""
+    digest = hashlib.sha256()
+    for name in names:
+        if len(gguf.tensors[name].shape) == 3:
+            parts = gguf.data(name).reshape(gguf.tensors[name].shape[2], -1)
+            middle = parts.shape[1] // 2
+            digest.update(np.ascontiguousarray(parts[:, middle : middle + _SAMPLE_BYTES]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def open_channels(
@@ -369,7 +384,8 @@ def open_channels(
 
     wanted: which of them; None: all that can be. notes: to which a sentence on each is added.
     """
-    thresholded = dict.fromkeys(op.weight for op in thresholded_products(graph))
+    names = dict.fromkeys(op.weight for op in thresholded_products(graph))
+    thresholded = [n for n in names if f"{n.removesuffix('.weight')}_c.blocks" not in weights.tensors]
     possible = [name for name in thresholded if channels.can_be_input_major(weights.tensors[name])]
     if len(possible) < len(thresholded):
         types = sorted({weights.tensors[name].type.name for name in thresholded if name not in possible})

@@ -3,9 +3,9 @@
 A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written,
 is full or is another program's (storage/elsewhere.py), it is `cache/<fingerprint>/<what>.hotset.gguf` under
 the folder of the store (storage.store.home). It names the model that it was built from by a fingerprint and
-the settings that it was built with; one that does not match, that is damaged, or whose tensors are not those
-of its kind, is built again. Writing is atomic (GGUFWriter), so that two processes that build at once cost
-time and nothing else.
+the settings that it was built with; one that does not match, whose header is damaged, or whose tensors are
+not those of its kind, is built again. Writing is atomic (GGUFWriter), so that two processes that build at
+once cost time and nothing else. Who can write beside a model can change what it computes.
 """
 
 from __future__ import annotations
