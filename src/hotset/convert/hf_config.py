@@ -1,7 +1,7 @@
 """A Hugging Face config.json as the keys of a GGUF file: the row of its class (checkpoints/) and its entries.
 
-config.json is a stranger's file: every number that is read has a type and a range, and what is known to change
-a model in a way that no key describes is refused.
+config.json is a stranger's file: every number that is read has a type and a range, and what is known to
+change a model in a way that no key describes is refused.
 """
 
 from __future__ import annotations
