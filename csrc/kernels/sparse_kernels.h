@@ -88,28 +88,6 @@ struct RowPlanes {
     }
 };
 
-struct RowTQ2_0 {
-    const uint8_t* row;
-    int64_t block;  // of 32 columns, of which eight share a scale
-    RowTQ2_0(const Matrix& w, int64_t r, int64_t col0) : row(w.row(r)), block(col0 / 32) {}
-    void scales(int) {}
-    void load(int b, V& lo, V& hi) const {
-        const int64_t at = block + b;
-        const uint8_t* p = row + at / 8 * 66;
-        const uint8_t* codes = p + at % 8 / 4 * 32;
-        const int shift = int(at % 4) * 2;
-        alignas(32) int8_t q[32];
-        for (int i = 0; i < 32; i++) q[i] = int8_t(((codes[i] >> shift) & 3) - 1);
-        const V d = V::set(load_f16(p + 64));
-        lo = d * V::load_i8(q) + V::zero();  // no zero below zero
-        hi = d * V::load_i8(q + 16) + V::zero();
-    }
-    void next(int n) { block += n; }
-    HOTSET_INLINE void fetch(int b) const {
-        if ((block + b) % 4 == 0) V::fetch(row + (block + b) / 8 * 66 + (block + b) % 8 / 4 * 32);
-    }
-};
-
 // Every other type, by the scalar decoder.
 template <Type kType>
 struct DecodedRow {
@@ -309,7 +287,7 @@ inline void add_sparse_kernels(Kernels& table) {
     rows.template operator()<DecodedRow<Type::IQ4_XS>>(Type::IQ4_XS);
     rows.template operator()<DecodedRow<Type::MXFP4>>(Type::MXFP4);
     rows.template operator()<DecodedRow<Type::TQ1_0>>(Type::TQ1_0);
-    rows.template operator()<RowTQ2_0>(Type::TQ2_0);
+    rows.template operator()<DecodedRow<Type::TQ2_0>>(Type::TQ2_0);
     rows.template operator()<DecodedRow<Type::IQ1_S>>(Type::IQ1_S);
     rows.template operator()<DecodedRow<Type::IQ1_M>>(Type::IQ1_M);
     rows.template operator()<DecodedRow<Type::IQ2_XXS>>(Type::IQ2_XXS);

@@ -10,7 +10,7 @@ from make_blocks import random_blocks
 
 from hotset.formats import planes
 from hotset.formats.gguf import GGUFWriter, TensorInfo, open_gguf
-from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.formats.quants import GGMLType, dequantize
 
 SHAPES = [(32, 32), (96, 64), (1376, 160), (64, 576)]  # (n_ff, n_embd)
 
@@ -64,51 +64,6 @@ def test_float_matrices_are_transposed(type_: GGMLType, tmp_path: Path) -> None:
         assert (info.type, info.shape) == (type_, (n_embd, n_ff))
         found = dequantize(down.data(info.name), info.type, info.shape)
     assert same_bits(found, np.ascontiguousarray(expected))
-
-
-@pytest.mark.parametrize("type_", planes.TERNARY)
-def test_ternary_matrices_of_one_scale_are_transposed(type_: GGMLType, tmp_path: Path) -> None:
-    n_ff, n_embd = 512, 768
-    signs = np.random.default_rng(6).integers(-1, 2, (n_embd, n_ff)).astype(np.float32)
-    signs[3, :256] = 0  # a block of zeros, whose scale is 0
-    for scales, is_one in ((0.375, True), (np.where(np.arange(n_embd) < 9, 0.5, 0.375)[:, None], False)):
-        path = tmp_path / f"{is_one}.gguf"
-        writer = GGUFWriter(path, "llama")
-        writer.add_tensor("blk.0.ffn_down.weight", signs * scales, type_)
-        writer.write()
-        with open_gguf(path) as model:
-            info = model.tensors["blk.0.ffn_down.weight"]
-            assert bool(planes.ternary_scale(model.data(info.name), info) == 0.375) is is_one
-    with open_gguf(tmp_path / "True.gguf") as model:
-        writer = GGUFWriter(tmp_path / "down.gguf", "hotset")
-        planes.add_down(writer, model, "blk.0.ffn_down")
-        writer.write()
-    with open_gguf(tmp_path / "down.gguf") as down:
-        info = down.tensors["blk.0.ffn_down_t.weight"]
-        assert (info.type, info.shape) == (GGMLType.TQ2_0, (n_embd, n_ff))
-        found = dequantize(down.data(info.name), info.type, info.shape)
-    np.testing.assert_array_equal(found, 0.375 * signs.T)
-
-
-def test_odd_ternary_matrices() -> None:
-    """A scale below zero is kept; other codes, and scales that are not finite, are not taken."""
-    n_ff, n_embd = 256, 256
-    signs = np.random.default_rng(7).integers(-1, 2, (n_embd, n_ff)).astype(np.float32)
-    info = TensorInfo("blk.0.ffn_down.weight", (n_ff, n_embd), GGMLType.TQ2_0, 0, 0)
-    blocks = quantize(signs, GGMLType.TQ2_0).copy().view(TYPES[GGMLType.TQ2_0].block)
-    negative = blocks.copy()
-    negative["d"] *= -1
-    codes = negative["qs"]
-    swapped = np.zeros_like(codes)
-    for shift in (0, 2, 4, 6):
-        swapped |= (2 - (codes >> shift & 3)).astype(np.uint8) << shift
-    negative["qs"] = swapped  # the same values
-    found = planes._ternary(negative.view(np.uint8).reshape(-1), info)
-    np.testing.assert_array_equal(dequantize(found, info.type, (n_embd, n_ff)), signs.T)
-    for field, value in (("qs", 255), ("d", np.nan), ("d", np.inf)):
-        odd = blocks.copy()
-        odd[field][5] = value
-        assert planes.ternary_scale(odd.view(np.uint8).reshape(-1), info) is None
 
 
 def test_types_whose_values_would_change_have_no_layout() -> None:

@@ -157,21 +157,3 @@ def test_a_checkpoint_that_becomes_ternary_when_it_is_loaded(tmp_path: Path, typ
     )
     with pytest.raises(UnsupportedModelError, match="is quantised"):
         convert_hf(tmp_path, tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize("type_", [GGMLType.TQ1_0, GGMLType.TQ2_0])
-def test_ternary_rows_of_zeros_are_left_out(tmp_path: Path, type_: GGMLType) -> None:
-    """Down has one scale: it is laid out by neuron, and every kernel and mode gives the same bits."""
-    recipe = replace(tiny_models.RECIPES["bitnet"], written_as={"quantization_config": ONLINE})
-    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    tiny_models.save(recipe, tiny_models.build(recipe, **wide), tmp_path / "checkpoint")
-    convert_hf(tmp_path / "checkpoint", tmp_path / "model.gguf", type_)
-    with open_gguf(tmp_path / "model.gguf") as gguf:
-        ids = tokens(40)
-        expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], [2, 0])
-        exact = cpu(gguf, "exact")
-        for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-            np.testing.assert_array_equal(logits_of(exact, ids, splits, [2, 0]), expected)
-        ready, _ = prepared(gguf, "exact")
-        assert ready.weights.tensors["blk.0.ffn_down_t.weight"].type == GGMLType.TQ2_0
-        assert_every_value_is_right(gguf, "exact")

@@ -9,9 +9,8 @@ so the blocks are split into planes instead, in which every number is the file's
       Q8_0: one int8 per output; value = scale * code
     blk.N.ffn_down_t.scales  F16  [n_ff / 32, n_embd]       scale of neuron i and output c: [i // 32, c]
 
-Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type), and ternary ones that have one
-scale, as BitNet's have, too (as TQ2_0). Other types pack scales of scales; their down projection stays as it
-is.
+Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type). Other types pack scales of
+scales; their down projection stays as it is.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.formats.quants import TYPES, GGMLType
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
 Layout = Literal["planes", "transposed"]
-TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)
-_TERNARY_BLOCK = 256
 PLANE_GROUP = 32  # neurons that share a row of scales, and outputs whose nibbles are packed together
 
 _FLOATS: dict[GGMLType, np.dtype] = {
@@ -51,39 +48,14 @@ def layout_of(info: TensorInfo) -> Layout | None:
     return None
 
 
-def ternary_scale(data: np.ndarray, info: TensorInfo) -> np.float16 | None:
-    """The one scale of a ternary matrix's blocks (those of zeros may have 0).
-
-    None where there are several, or rows of neurons would not be whole blocks, and for what no quantiser
-    writes: a scale that is not finite, codes that are no -1, 0 or 1.
-    """
-    layout = TYPES[info.type].block
-    assert layout is not None
-    blocks = data.view(layout)
-    if len(info.shape) != 2 or info.shape[1] % _TERNARY_BLOCK:
-        return None
-    if info.type == GGMLType.TQ2_0 and (blocks["qs"] & blocks["qs"] >> np.uint8(1) & np.uint8(0x55)).any():
-        return None
-    found = np.unique(blocks["d"])
-    found = found[found != 0]
-    if len(found) > 1 or not np.isfinite(found).all():
-        return None
-    return found[0] if len(found) else np.float16(0)
-
-
 def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
     """Adds the neuron-major copy of the matrix `<name>.weight` of `gguf`, under `<name>_t`; built when it is
     written.
 
-    Its layout_of must not be None, or it is ternary with one scale.
+    Its layout_of must not be None.
     """
     info = gguf.tensors[f"{name}.weight"]
     n_ff, n_embd = info.shape
-    if info.type in TERNARY:
-        writer.add_tensor(
-            f"{name}_t.weight", lambda: _ternary(gguf.data(info.name), info), GGMLType.TQ2_0, (n_embd, n_ff)
-        )
-        return
     if layout_of(info) == "transposed":
         writer.add_tensor(
             f"{name}_t.weight",
@@ -105,31 +77,6 @@ def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
         GGMLType.F16,
         (n_embd, n_ff // PLANE_GROUP),
     )
-
-
-def _ternary(data: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """A matrix of one scale, by neuron, in TQ2_0: uint8 [n_ff, bytes of a row]."""
-    n_ff, n_embd = info.shape
-    layout = TYPES[GGMLType.TQ2_0].block
-    assert layout is not None
-    blocks = np.empty((n_ff, n_embd // _TERNARY_BLOCK), layout)
-    scale = ternary_scale(data, info)
-    blocks["d"] = scale
-    sign = -1 if scale is not None and scale < 0 else 1
-    codes = np.empty((n_ff, n_embd), np.uint8)
-    rows = data.reshape(n_embd, -1)
-
-    def some(first: int) -> None:  # outputs
-        part = rows[first : first + _TERNARY_BLOCK]
-        values = dequantize(part, info.type, (n_ff, len(part))).reshape(len(part), n_ff)
-        codes[:, first : first + len(part)] = (np.sign(values) * sign + 1).astype(np.uint8).T
-
-    in_parallel(some, range(0, n_embd, _TERNARY_BLOCK))
-    parts = codes.reshape(n_ff, -1, 2, 4, 32)  # four values of a byte are 32 outputs apart
-    blocks["qs"] = np.bitwise_or.reduce(parts << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=3).reshape(
-        n_ff, -1, 64
-    )
-    return blocks.view(np.uint8).reshape(n_ff, -1)
 
 
 def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:

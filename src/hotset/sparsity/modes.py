@@ -243,8 +243,9 @@ def _prepare_neurons(
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
     copies = computes == "memory" and choice.mode != "dense"  # which change no bit
-    on_cpu = computes != "device"
-    sidecars = _open_down(gguf, config, model, notes, progress, on_cpu=on_cpu, copies=copies)
+    sidecars = _open_down(gguf, config, model, notes, progress, copies)
+    if computes == "device" and choice.mode != "dense" and any(map(_is_whole, config.layers)):
+        notes.append("beside a device the down projections of experts are read whole")
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
     from hotset.sparsity.calibration import Calibration
@@ -267,12 +268,10 @@ def _open_down(
     model: str,
     notes: list[str],
     progress: Reporter | None,
-    *,
-    on_cpu: bool,
     copies: bool,
 ) -> list[GGUFFile]:
     """The sidecars with the down matrices by neuron, where the file has them by output and they can be
-    converted: planes, or input-major copies of experts and of what has no planes."""
+    converted: planes, or, with copies, input-major ones of experts and of what has no planes."""
     names = [
         f"blk.{i}.{name}"
         for i, layer in enumerate(config.layers)
@@ -281,18 +280,14 @@ def _open_down(
     ]
     found = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in found if _is_by_output(info, gguf)]
-    by_neuron = [info for info in plain if _has_planes(info, gguf, on_cpu)]
+    by_neuron = [info for info in plain if _has_planes(info)]
     copied = [
         info for info in plain if copies and info not in by_neuron and channels.can_be_input_major(info)
     ]
     whole = [info for info in plain if info not in (*by_neuron, *copied)]
-    if whole and (copies or not on_cpu):
+    if whole and copies:
         types = ", ".join(sorted({info.type.name for info in whole}))
-        why = (
-            "cannot be laid out by neuron without changing its values"
-            if copies
-            else "is read whole by devices"
-        )
+        why = "cannot be laid out by neuron without changing its values"
         notes.append(f"{len(whole)} down projections stay dense: {types} {why}")
     sidecars = []
     try:
@@ -303,9 +298,7 @@ def _open_down(
                     planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
             contents = sidecar.Contents(fill, sum(info.nbytes for info in by_neuron))
-            ternary = sum(info.type in planes.TERNARY for info in by_neuron)
-            kind = "down-ternary" if ternary else "down"  # which devices do not read
-            built = sidecar.open_or_build(gguf, kind, {}, contents, model=model, progress=progress)
+            built = sidecar.open_or_build(gguf, "down", {}, contents, model=model, progress=progress)
             sidecars.append(built.file)
             notes.append(built.note("neuron-major down matrices"))
         if copied:
@@ -317,13 +310,13 @@ def _open_down(
     return sidecars
 
 
-def _has_planes(info: TensorInfo, gguf: GGUFFile, on_cpu: bool) -> bool:
-    """Whether a down projection can be laid out neuron-major with the values that it has."""
-    if len(info.shape) > 2 or "_shexp." in info.name:
-        return False
-    if info.type in planes.TERNARY:
-        return on_cpu and planes.ternary_scale(gguf.data(info.name), info) is not None
-    return planes.layout_of(info) is not None
+def _has_planes(info: TensorInfo) -> bool:
+    """Whether a down projection is laid out neuron-major; what belongs to experts is not."""
+    return len(info.shape) == 2 and "_shexp." not in info.name and planes.layout_of(info) is not None
+
+
+def _is_whole(layer: LayerConfig) -> bool:
+    return layer.experts is not None and layer.activation.has_zeros
 
 
 def _downs_of(layer: LayerConfig) -> tuple[str, ...]:
