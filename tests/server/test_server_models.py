@@ -543,11 +543,14 @@ def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[str, A
             for where in asked:
                 assert await status(client, where) == 404
                 assert await status(client, where, origin="https://page.example") == 403
-                assert await status(client, where, **{"x-forwarded-for": "10.0.0.5"}) == 403
-            transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+                for by_proxy in ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "via"):
+                    assert await status(client, where, **{by_proxy: "10.0.0.5"}) == 403
+            for address in (("10.0.0.5", 7), None):  # None: the client had reset the connection
+                transport = httpx.ASGITransport(client._transport.app, client=address)  # type: ignore[attr-defined, arg-type]
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+                    for where in asked:
+                        assert await status(remote, where) == 403
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
-                for where in asked:
-                    assert await status(remote, where) == 403
                 assert (await remote.get("/v1/models")).status_code == 200
         async with serving(folder, budget, settings={"api_keys": ("secret",)}) as (client, _):
             transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]

@@ -34,7 +34,10 @@ from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, file_of, host_of, listed, while_connected
 from hotset.storage import aliases, created, store
 
-_FORWARDED = ("x-forwarded-for", "forwarded")
+# What a reverse proxy adds: behind one, every request comes from this machine.
+_FORWARDED = (
+    "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via",
+)  # fmt: skip
 
 
 def models_of(http: Request) -> Models:
@@ -68,8 +71,8 @@ def check_allowed(http: Request, done: str, do: str) -> None:
 
 def _is_loopback(http: Request) -> bool:
     """Whether a request comes from this machine: from a loopback address, or through a Unix socket."""
-    if http.client is None:
-        return True
+    if http.client is None:  # also of a connection whose address the server could not find out
+        return host_of(http).settings.socket is not None
     try:
         return ipaddress.ip_address(http.client.host).is_loopback
     except ValueError:

@@ -78,6 +78,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # The library asks the socket, which no longer knows the address once the client has reset the
+        # connection; this is what `accept` returned.
+        peer = transport.get_extra_info("peername")
+        if self.client is None and isinstance(peer, tuple):
+            self.client = str(peer[0]), int(peer[1])
         self._head_since = self.loop.time()
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
