@@ -459,6 +459,9 @@ def test_pinned_models_and_settings_of_each(folder: Path, facts: dict[str, Any],
                     assert (await answer(client, name)).status_code == 200
             assert states(models)["three"] == "loaded"
             assert models._slots["three"].expires is None
+            reply = await client.post("/api/generate", json={"model": "big", "keep_alive": 0})
+            assert reply.json()["done_reason"] == "load"
+            assert states(models)["three"] == "loaded", "a pinned one stays"
             short = await client.post("/v1/completions", json={"model": "GPT-4o", "prompt": "hello"})
             assert short.json()["model"] == "three"
             assert short.json()["usage"]["completion_tokens"] == 3

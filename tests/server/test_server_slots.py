@@ -181,6 +181,15 @@ def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
 
 
+def test_without_keys_slots_are_for_this_machine(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+            assert [(await act(one, "erase")).status_code for one in (client, remote)] == [200, 403]
+
+    run(path, work, slot_save_path=str(tmp_path))
+
+
 def test_without_a_folder_nothing_is_saved(path: Path) -> None:
     async def work(client: httpx.AsyncClient, _: Service) -> None:
         reply = await act(client, "save", filename="x")

@@ -337,10 +337,13 @@ class Models:
             slot.failure, slot.starts = None, True
             self._want(slot)
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
         """Unloads a model once its requests are answered, and waits for that; new ones wait until it has been
-        loaded again. Raises RequestError."""
-        slot = self._slots.get((await self._found(name)).name)
+        loaded again. spares_pinned: False for a pinned one, which stays. Raises RequestError."""
+        offered = await self._found(name)
+        if spares_pinned and offered.settings.pinned:
+            return False
+        slot = self._slots.get(offered.name)
         if slot is None:
             return True
         slot.n_unloading += 1
