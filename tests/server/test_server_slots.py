@@ -89,12 +89,12 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
             assert reply.status_code == status
             assert str(tmp_path) not in reply.text
         assert (await client.post("/slots/0", json={"filename": "x"})).status_code == 400
-        (tmp_path / "damaged").write_bytes(b"hotsetKV" * 40)
+        await act(client, "save", filename="good")
+        whole = (tmp_path / "good").read_bytes()
+        (tmp_path / "damaged").write_bytes(whole[:120] + b"\0" + whole[121:])
         reply = await act(client, "restore", filename="damaged")
         assert reply.status_code == 400
         assert reply.json()["error"]["message"] == "damaged is damaged."
-        await act(client, "save", filename="good")
-        whole = (tmp_path / "good").read_bytes()
         (tmp_path / "good").write_bytes(whole[:-1])
         assert (await act(client, "restore", filename="good")).json()[
             "n_restored"

@@ -136,7 +136,7 @@ class _Slot:
     def restore(self, path: Path) -> dict[str, Any]:
         begun = time.perf_counter()
         try:
-            saved = self._files.read(path)
+            saved = self._files.read(path, about_bytes=0)
         except FileNotFoundError:
             raise RequestError(f"there is no saved slot {path.name!r}", 404, param="filename") from None
         except HotsetError as error:
