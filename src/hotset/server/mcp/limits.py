@@ -18,8 +18,8 @@ class Limits:
     and from there to SIGKILL.
 
     message_bytes, message_nesting: of one message. minute_bytes: of all messages in a minute.
-    tools: that are taken of it; listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one schema.
-    description_chars: of a tool. result_chars: of a result. calls: at once.
+    tools: that are taken of it; listing_bytes: of their descriptions and schemas; schema_bytes,
+    schema_nesting: of one schema. description_chars: of a tool. result_chars: of a result. calls: at once.
     """
 
     start_seconds: float = 60.0
