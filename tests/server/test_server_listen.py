@@ -126,6 +126,16 @@ def test_a_unix_socket(path: Path, tmp_path: Path) -> None:
 
 
 @needs_unix
+def test_a_server_that_ends_leaves_the_socket_of_another(tmp_path: Path) -> None:
+    where = tmp_path / "s"
+    with listening(ServerSettings(socket=str(where))):
+        where.unlink()
+        newer = unix_socket(where)
+    with newer:
+        assert where.is_socket()
+
+
+@needs_unix
 def test_a_socket_that_is_in_use_is_refused(tmp_path: Path) -> None:
     where = tmp_path / "s"
     with unix_socket(where), pytest.raises(hotset.InvalidRequestError, match="cannot listen on the socket"):

@@ -12,7 +12,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -68,10 +68,13 @@ def listening(settings: ServerSettings) -> Iterator[ListeningSocket]:
         return
     path = Path(settings.socket)
     with unix_socket(path) as bound:
+        made = path.lstat()
         try:
             yield bound
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                if os.path.samestat(path.lstat(), made):  # else it is another server's by now
+                    path.unlink()
 
 
 def check_certificate(cert: str, key: str) -> None:
