@@ -31,7 +31,7 @@ class _Pull(Reporter):
     def __init__(self, name: str) -> None:
         self.state: dict[str, Any] = {"status": "pulling manifest"}
         self.n_clients = 0
-        self._name, self._is_cancelled = name, False
+        self._name, self.is_cancelled = name, False
         self.task = asyncio.create_task(asyncio.to_thread(fetch.pull, name, progress=self))
 
     def say(self, text: str) -> None:
@@ -44,10 +44,10 @@ class _Pull(Reporter):
         self.state = {"status": f"pulling {label}", "digest": label, "total": total, "completed": done}
 
     def cancel(self) -> None:
-        self._is_cancelled = True
+        self.is_cancelled = True
 
     def _check(self) -> None:
-        if self._is_cancelled:
+        if self.is_cancelled:
             raise _CancelledError(f"the fetch of {self._name} was cancelled")
 
 
@@ -61,7 +61,8 @@ class Pulls:
         """What a fetch is doing, whenever that changes, until it is done. Raises what it fails with, and
         QueueFullError where too many run."""
         name = full_name(name)
-        pull = self._running.get(name)
+        while (pull := self._running.get(name)) is not None and pull.is_cancelled:
+            await asyncio.wait([pull.task])  # the next one goes on from there
         if pull is None:
             if len(self._running) >= MAX_PULLS:
                 raise QueueFullError(len(self._running), 60.0)
