@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from hotset.errors import HotsetError, InvalidRequestError, QueueFullError
@@ -67,7 +68,7 @@ class Pulls:
             if len(self._running) >= MAX_PULLS:
                 raise QueueFullError(len(self._running), 60.0)
             pull = self._running[name] = _Pull(name)
-            pull.task.add_done_callback(lambda _: self._running.pop(name, None))
+            pull.task.add_done_callback(partial(self._done, name))
         pull.n_clients += 1
         last = None
         try:
@@ -81,6 +82,11 @@ class Pulls:
             pull.n_clients -= 1
             if not pull.n_clients and not pull.task.done():
                 pull.cancel()
+
+    def _done(self, name: str, task: asyncio.Task[Any]) -> None:
+        del self._running[name]
+        if not task.cancelled():
+            task.exception()  # without a client, nothing else reads it
 
     def cancel(self) -> None:
         """Ends all; the server ends."""
