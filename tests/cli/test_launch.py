@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from cli_runs import hotset, inside, needs_core
@@ -255,13 +257,54 @@ def test_a_server_is_started_and_stopped(tools: Tools, tmp_path: Path) -> None:
 
     with launch._started(str(path), 64) as server:
         assert (server.model, server.n_ctx) == ("own", 64)
-        assert launch._is_ready(server.url)
-    assert not launch._is_ready(server.url)
+        assert launch._is_hotset(server.url)
+    assert not launch._is_hotset(server.url)
     with (
         pytest.raises(Exception, match=r"The server did not start: .*no file"),
         launch._started("none.gguf", None),
     ):
         pass
+
+
+class _Other(BaseHTTPRequestHandler):
+    """A server of something else, which notes the keys that it gets."""
+
+    keys: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers["Authorization"])
+        self.send_response(302 if self.path.startswith("/away") else 200)
+        self.send_header("Location", "/v1/models")
+        self.end_headers()
+        self.wfile.write(b'{"status": "ok", "data": [{"id": "other"}]}')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotset.cli import launch
+
+    monkeypatch.setenv("HOTSET_API_KEY", "secret")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Other) as other:
+        thread = threading.Thread(target=other.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        monkeypatch.setattr(launch, "_URL", url)
+        launched("opencode", "--print")
+        assert _Other.keys == [None, "Bearer none"], "it does not say that it is hotset"
+        _Other.keys.clear()
+        launched("opencode", "--url", url, "--print")
+        assert _Other.keys == ["Bearer secret"]
+        _Other.keys.clear()
+        assert "answers 302" in launched("opencode", "--url", f"{url}/away", code=1)
+        assert _Other.keys == ["Bearer secret"], "a redirect is not followed"
+        other.shutdown()
+        thread.join()
 
 
 @needs_core

@@ -12,6 +12,7 @@ import pytest
 from tiny_adapters import give, scales_of, write_peft
 from tiny_gguf import write_llama
 
+from hotset.convert import peft
 from hotset.convert.peft import open_peft_adapter
 from hotset.errors import FormatError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -92,6 +93,9 @@ def tensors_of(module: str = HEAD) -> dict[str, np.ndarray]:
         ({"use_rslora": True}, 4.0),
         ({"alpha_pattern": {"self_attn.q_proj": 2}}, 0.5),
         ({"alpha_pattern": {"v_proj": 2}}, 2.0),
+        ({"alpha_pattern": {"q_proj": 4, "self_attn.q_proj": 2}}, 1.0),  # the first that matches counts
+        ({"alpha_pattern": {"self_attn.q_proj": 2, "q_proj": 4}}, 0.5),
+        ({"alpha_pattern": {"proj": 2, "f_attn.q_proj": 2}}, 2.0),  # whole names only
         ({"lora_alpha": 6, "r": 9}, 1.5),  # the rank is that of the matrices (rank_pattern)
     ],
 )
@@ -109,6 +113,15 @@ def test_factors(tmp_path: Path, config: dict[str, Any], factor: float) -> None:
         ({"init_lora_weights": "pissa"}, {}, UnsupportedModelError, "init_lora_weights 'pissa'"),
         ({"alpha_pattern": {"(a+)+": 2}}, {}, UnsupportedModelError, "plain names"),
         ({"alpha_pattern": [1]}, {}, FormatError, "no object"),
+        ({"alpha_pattern": {f"n{i}": 2 for i in range(5000)}}, {}, FormatError, "5000 patterns"),
+        ({"alpha_pattern": {"v_proj": "8"}}, {}, FormatError, "no number"),
+        ({"note": "x" * (1 << 20)}, {}, FormatError, "larger than"),
+        (
+            {},
+            {f"{i}.lora_A.weight": np.ones((1, 1), np.float32) for i in range(1 << 13)},
+            FormatError,
+            "8194 tensors",
+        ),
         ({"lora_alpha": "8"}, {}, FormatError, "no number"),
         ({"lora_alpha": True}, {}, FormatError, "no number"),
         ({}, {f"{HEAD}.lora_magnitude_vector": np.ones(4, np.float32)}, UnsupportedModelError, "magnitude"),
@@ -145,6 +158,25 @@ def test_what_is_refused(
     folder = write_peft(tmp_path / "a", {**tensors_of(), **tensors}, config)
     with pytest.raises(error, match=message):
         open_peft_adapter(folder, "llama", 32)
+
+
+def test_the_header_of_an_adapter_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_peft(tmp_path / "a", tensors_of(), {})
+    monkeypatch.setattr(peft, "_HEADER_BYTES", 16)
+    with pytest.raises(FormatError, match="header"):
+        open_peft_adapter(folder, "llama", 32)
+
+
+def test_a_client_that_leaves_ends_the_opening(tmp_path: Path) -> None:
+    calls: list[None] = []
+
+    def check() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        open_peft_adapter(write_peft(tmp_path / "a", tensors_of(), {}), "llama", 32, check)
 
 
 def test_folders_that_are_not_complete(tmp_path: Path) -> None:

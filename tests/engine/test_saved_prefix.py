@@ -142,6 +142,23 @@ def test_a_session_of_another_model_keeps_what_was_said(tmp_path: Path):
         assert other.restore(found) == 0
 
 
+def test_without_what_was_said_the_beginning_is_short(tmp_path: Path):
+    """A file whose first record would take long to parse is refused first, and so is another model's."""
+    path = tmp_path / "session"
+    with engine(None) as made:
+        files = files_of(made)
+        generate(made, prompt(300))
+        files.save(path, made.slots[0], {"text": "x" * (16 * made.n_ctx + (64 << 10))})
+        assert files.read(path).prefix.n_pages
+        with pytest.raises(FormatError):
+            files.read(path, about_bytes=0)
+        files.save(path, made.slots[0])
+        assert files.read(path, about_bytes=0).prefix.n_pages
+        other = replace(files, identity=replace(MODEL, digest=b"o" * 16))
+        path.write_bytes(path.read_bytes()[:HEAD_BYTES])
+        assert not other.read(path, about_bytes=0).is_of_model
+
+
 def test_a_session_larger_than_the_cache_is_found_in_part(tmp_path: Path):
     path = tmp_path / "session"
     with engine(None) as first:

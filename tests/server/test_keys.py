@@ -77,16 +77,19 @@ def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 30
         assert [await status("hashed"), await status("hashed")] == [200, 429], "ten tokens were used"
         assert await status("plain") == 200, "others have their own"
-        assert await status("other") == 403
+        assert await status("other") == 404
         listed = (await client.get("/v1/models", headers=of("other"))).json()
         assert listed["data"] == []
         chat = {"model": "tiny", "messages": MESSAGES}
-        assert (await client.post("/api/chat", json=chat, headers=of("other"))).status_code == 403
-        assert (
-            await client.post("/api/show", json={"model": "tiny"}, headers=of("other"))
-        ).status_code == 403
-        assert (await client.get("/v1/models/tiny", headers=of("other"))).status_code == 403
-        assert (await client.get("/props", headers=of("other"))).status_code == 403
+        replies = [
+            await client.post("/api/chat", json=chat, headers=of("other")),
+            await client.post("/api/show", json={"model": "tiny"}, headers=of("other")),
+            await client.get("/v1/models/tiny", headers=of("other")),
+        ]
+        assert [reply.status_code for reply in replies] == [404] * 3
+        unnamed = await client.get("/props", headers=of("other"))
+        assert unnamed.status_code == 400
+        assert "tiny" not in unnamed.text
 
     run(path, work, api_keys=("plain",), named_keys=named, request_log=str(log))
     clients = [json.loads(line)["client"] for line in log.read_text().splitlines()]
@@ -105,7 +108,12 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
     async def work() -> None:
         models = Models(catalogue, ServerSettings(named_keys=named), load=load, budget=1 << 30)
         async with client_to(models) as client:
-            assert (await client.post("/v1/completions", json=BODY, headers=of("a"))).status_code == 403
+            refused = await client.post("/v1/completions", json=BODY, headers=of("a"))
+            unknown = await client.post("/v1/completions", json=BODY | {"model": "none"}, headers=of("a"))
+            assert refused.status_code == unknown.status_code == 404
+            assert refused.text.replace("'tiny'", "'none'") == unknown.text, (
+                "which of them exists stays secret"
+            )
             assert models.states() == {}
             allowed = BODY | {"model": "other"}
             assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
@@ -115,10 +123,54 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
             listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
             assert [one["name"] for one in listed] == ["other"]
             assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
+            text = {"content": "hello"}  # names no model: not the one that was used last, which is another's
+            (slot,) = [slot for slot in models._slots.values() if slot.name == "tiny"]
+            used = slot.used
+            assert (await client.post("/tokenize", json=text, headers=of("a"))).status_code == 200
+            assert slot.used == used
+            over = {"model": "other", "keep_alive": 0}
+            done = (await client.post("/api/generate", json=over, headers=of("a"))).json()
+            assert done["done_reason"] == "load", "this key may not unload"
+            over = {"model": "tiny", "keep_alive": 0}
+            assert (await client.post("/api/generate", json=over, headers=of("a"))).status_code == 404
+            assert slot.state == "loaded"
+            assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
             for key, seen in (("a", {"other"}), ("r", {"tiny", "other"})):
                 text = (await client.get("/metrics", headers=of(key))).text
                 assert set(re.findall(r'model="(.*?)"', text)) == seen
                 assert "hotset_ready 1.0" in text
+
+    asyncio.run(work())
+
+
+def test_a_key_for_some_models_manages_no_others(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    named = keys_of(tmp_path, "[alice]\nkey = 'a'\nmodels = ['own']\n[root]\nkey = 'r'\n")
+    catalogue = Catalogue({"tiny": path, "own": path})
+    catalogue.scan()
+
+    async def work() -> None:
+        models = Models(catalogue, ServerSettings(named_keys=named), budget=1 << 30)
+        async with client_to(models) as client:
+
+            async def status(key: str, where: str, method: str = "POST", **body: Any) -> int:
+                return (await client.request(method, where, json=body, headers=of(key))).status_code
+
+            assert await status("r", "/api/copy", source="tiny", destination="alias") == 200
+            assert await status("r", "/api/create", model="made", **{"from": "tiny", "system": "x"}) == 200
+            for name in ("tiny", "alias", "made"):
+                assert await status("a", "/models/load", model=name) == 404
+                assert await status("a", "/models/unload", model=name) == 404
+                assert await status("a", "/api/copy", source=name, destination="mine") == 404
+                assert await status("a", "/api/delete", "DELETE", model=name) == 404
+            assert await status("a", "/api/copy", source="own", destination="alias") == 404
+            assert await status("a", "/api/create", model="made", **{"from": "own", "system": "x"}) == 404
+            assert models.states() == {}
+            assert catalogue.aliases == {"alias": "tiny"}
+            assert await status("a", "/api/copy", source="own", destination="mine") == 200
+            assert await status("a", "/api/delete", "DELETE", model="mine") == 200
 
     asyncio.run(work())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import threading
 from pathlib import Path
@@ -71,6 +72,15 @@ def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
     )
     assert ' client="key 0" ' in lines[1]
     assert " status=200 " in lines[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX's")
+def test_a_new_log_is_for_its_user_alone(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        await client.get("/health")
+
+    logged(path, tmp_path / "log", work)
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
 def test_lines_are_appended(path: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a client may send before a route sees it, and leave unread: connections within limits."""
 
+import asyncio
 import gc
 import logging
 import re
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from tiny_server import Serving
+from uvicorn.server import ServerState
 from waiting import WATCHDOG, until
 
 from hotset.errors import InvalidRequestError
@@ -364,6 +368,30 @@ def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
         reply = server.client.post("/v1/completions", json=body, headers={"X-Forwarded-For": "1.2.3.4"})
         assert reply.status_code == 200
     assert clients == [expected]
+
+
+def test_a_connection_that_was_reset_keeps_its_address() -> None:
+    """Its socket no longer says who the client was; without an address it would pass for this machine's."""
+
+    class Reset:
+        def getpeername(self) -> Any:
+            raise OSError("not connected")
+
+        def getsockname(self) -> Any:
+            return "127.0.0.1", 8080
+
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return {"socket": Reset(), "peername": ("10.0.0.5", 7)}.get(name, default)
+
+    async def client() -> Any:
+        config = uvicorn.Config(FastAPI(), log_config=None)
+        how = {"config": config, "server_state": ServerState(), "app_state": {}}
+        made = protocol.LimitedProtocol(protocol.ConnectionLimits(1, 16), {}, **how)
+        made.connection_made(Transport())
+        return made.client
+
+    assert asyncio.run(client()) == ("10.0.0.5", 7)
 
 
 def test_a_trusted_proxy_is_an_address() -> None:

@@ -9,7 +9,9 @@ import socket
 import ssl
 import stat
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +20,8 @@ from waiting import WATCHDOG
 
 import hotset
 from hotset.server.app import create_app
-from hotset.server.listen import Server, check_certificate, listening, unix_socket
+from hotset.server.listen import Server, bound_socket, check_certificate, listening, unix_socket
+from hotset.server.protocol import Handshakes, ListeningSocket
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
@@ -66,15 +69,44 @@ def test_https(path: Path, certificate: tuple[Path, Path]) -> None:
     settings = ServerSettings(port=0, tls_cert=str(cert), tls_key=str(key))
     trusted = ssl.create_default_context(cafile=str(cert))
     ports: list[int] = []
+    pending: dict[int, Any] = {1: None}
 
-    def client_of(bound: socket.socket) -> httpx.AsyncClient:
+    def client_of(bound: ListeningSocket) -> httpx.AsyncClient:
+        nonlocal pending
+        assert bound.handshakes is not None
+        pending = bound.handshakes._begun
         ports.append(bound.getsockname()[1])
         url = f"https://127.0.0.1:{ports[0]}"
         return httpx.AsyncClient(base_url=url, verify=trusted, trust_env=False, timeout=WATCHDOG)
 
     reported, last = asyncio.run(answered(path, settings, client_of))
     assert reported == f"https://127.0.0.1:{ports[0]}"
+    assert not pending, "its handshake is over"
     assert last == "data: [DONE]"
+
+
+def test_connections_in_their_handshake_have_a_limit() -> None:
+    with bound_socket("127.0.0.1", 0) as bound, ExitStack() as stack:
+        handshakes = bound.handshakes = Handshakes(2, 10)
+
+        def client() -> tuple[socket.socket, socket.socket]:
+            made = socket.create_connection(bound.getsockname(), timeout=WATCHDOG)
+            return stack.enter_context(made), stack.enter_context(bound.accept()[0])
+
+        first, done = client(), client()
+        handshakes.end(done[1].fileno())
+        second, third = client(), client()
+        assert first[0].recv(1) == b"", "the oldest of three is shut down"
+        gone = client()
+        gone[1].close()
+        assert second[0].recv(1) == b""
+        handshakes.check()
+        assert list(handshakes._begun) == [third[1].fileno()]
+        handshakes._seconds = -1
+        handshakes.check()
+        assert third[0].recv(1) == b"", "it took too long"
+        done[1].sendall(b"x")
+        assert done[0].recv(1) == b"x"
 
 
 @needs_unix
@@ -91,6 +123,16 @@ def test_a_unix_socket(path: Path, tmp_path: Path) -> None:
     assert reported == f"http+unix://{where}"
     assert last == "data: [DONE]"
     assert not where.exists(), "it is removed"
+
+
+@needs_unix
+def test_a_server_that_ends_leaves_the_socket_of_another(tmp_path: Path) -> None:
+    where = tmp_path / "s"
+    with listening(ServerSettings(socket=str(where))):
+        where.unlink()
+        newer = unix_socket(where)
+    with newer:
+        assert where.is_socket()
 
 
 @needs_unix

@@ -38,6 +38,7 @@ from hotset.server.mcp.limits import Limits, McpServerError
 from hotset.server.service import Service
 
 SCRIPT = ROOT / "tests" / "support" / "mcp_stdio.py"
+TOO_MUCH = "sent a message with too many values, or nested too deeply, and was ended"
 SMALL = Limits(message_bytes=1 << 17, minute_bytes=1 << 20, stop_seconds=0.5)
 
 
@@ -200,11 +201,13 @@ def test_calls_that_are_cancelled_or_too_many() -> None:
 
 
 def test_processes_that_are_hostile() -> None:
-    hows = ("many", "odd", "pages", "endless", "flood", "lines", "fails")
+    hows = ("many", "odd", "pages", "endless", "flood", "lines", "talks", "wide", "nested", "fails")
     with clients_of(*(process(how, how) for how in hows), McpServer(name="no", command="no-such")) as clients:
         said = {status.name: (status.state, status.problem) for status in clients.statuses}
         assert said["endless"] == ("failed", "sent a message of more than 131072 bytes and was ended")
-        for how in ("flood", "lines"):
+        for how in ("wide", "nested"):
+            assert said[how] == ("failed", TOO_MUCH)
+        for how in ("flood", "lines", "talks"):
             assert said[how] == ("failed", "sent more than 1048576 bytes in a minute and was ended")
         assert said["fails"] == ("failed", "ended (exit code 2): no licence \\x1b[31mfound")
         hint = "; install it, or give its full path as `command`"
@@ -332,6 +335,17 @@ def hostile_app() -> Starlette:
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
+    async def wide(_: Request) -> Response:
+        return Response(b'{"a": [{}' + b",{}" * 9000 + b"]}", media_type="application/json")
+
+    async def hidden(_: Request) -> Response:
+        """An open string in a line that is no data, and another event, hide nothing."""
+        body = b'id: "\ndata: "\n\rdata: [{}' + b",{}" * 9000 + b"]\n\n"
+        return Response(body, media_type="text/event-stream")
+
+    async def utf16(_: Request) -> Response:
+        return Response(b"{}", headers={"content-type": "application/json; charset=utf-16"})
+
     async def denied(_: Request) -> Response:
         return Response("no", 401)
 
@@ -341,7 +355,7 @@ def hostile_app() -> Starlette:
     async def away(_: Request) -> Response:
         return Response(status_code=307, headers={"location": "http://127.0.0.1:1/mcp"})
 
-    pages = (large, packed, flood, event, denied, text, away)
+    pages = (large, packed, flood, event, wide, hidden, utf16, denied, text, away)
     return Starlette(
         routes=[Route(f"/{one.__name__}", one, methods=["GET", "POST", "DELETE"]) for one in pages]
     )
@@ -351,7 +365,9 @@ def test_servers_at_an_address() -> None:
     with ExitStack() as stack:
         good = stack.enter_context(served(sdk_server()))
         bad = stack.enter_context(served(hostile_app()))
-        names = ("large", "packed", "flood", "event", "denied", "text", "away")
+        names = (
+            "large", "packed", "flood", "event", "wide", "hidden", "utf16", "denied", "text", "away",
+        )  # fmt: skip
         servers = [McpServer(name=one, url=f"{bad}/{one}") for one in names]
         servers += [
             McpServer(name="sdk", url=f"{good}/mcp"),
@@ -370,6 +386,9 @@ def test_servers_at_an_address() -> None:
             "packed": "compresses what it sends, which it was not asked to",
             "flood": "sent more than 1048576 bytes in a minute and was ended",
             "event": "sent a message of more than 131072 bytes",
+            "wide": TOO_MUCH,
+            "hidden": TOO_MUCH,
+            "utf16": "sends text that is not UTF-8",
             "denied": "refuses (status 401): give it a key among its headers",
             "text": "refuses: Unexpected content type: text/plain; charset=utf-8",
             "away": said["away"],

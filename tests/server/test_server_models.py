@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import signal
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,8 +26,9 @@ from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
 from hotset.server.model_settings import ModelsFile, duration
 from hotset.server.models import Models
+from hotset.server.pulls import Pulls
 from hotset.server.settings import ServerSettings
-from hotset.server.slots import bytes_of
+from hotset.server.slots import LoadError, bytes_of
 from hotset.settings import LoadSettings
 from hotset.storage import aliases, store
 
@@ -291,6 +293,8 @@ def test_a_load_that_fails_leaves_the_others(folder: Path, facts: dict[str, Any]
                     assert (reply.status_code, error["code"]) == (500, "model_load_failed"), reply.text
                     assert f"the model '{name}' could not be loaded" in error["message"]
                     assert said in error["message"]
+                    assert str(tmp_path) not in error["message"]
+            assert str(tmp_path) not in (await client.get("/models")).text
             chat = await client.post("/api/chat", json={"model": "torn", "messages": MESSAGES})
             assert "could not be loaded" in chat.json()["error"]
             assert states(models)["one"] == "loaded", "nothing made room for what cannot be loaded"
@@ -459,6 +463,9 @@ def test_pinned_models_and_settings_of_each(folder: Path, facts: dict[str, Any],
                     assert (await answer(client, name)).status_code == 200
             assert states(models)["three"] == "loaded"
             assert models._slots["three"].expires is None
+            reply = await client.post("/api/generate", json={"model": "big", "keep_alive": 0})
+            assert reply.json()["done_reason"] == "load"
+            assert states(models)["three"] == "loaded", "a pinned one stays"
             short = await client.post("/v1/completions", json={"model": "GPT-4o", "prompt": "hello"})
             assert short.json()["model"] == "three"
             assert short.json()["usage"]["completion_tokens"] == 3
@@ -543,11 +550,14 @@ def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[str, A
             for where in asked:
                 assert await status(client, where) == 404
                 assert await status(client, where, origin="https://page.example") == 403
-                assert await status(client, where, **{"x-forwarded-for": "10.0.0.5"}) == 403
-            transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+                for by_proxy in ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "via"):
+                    assert await status(client, where, **{by_proxy: "10.0.0.5"}) == 403
+            for address in (("10.0.0.5", 7), None):  # None: the client had reset the connection
+                transport = httpx.ASGITransport(client._transport.app, client=address)  # type: ignore[attr-defined, arg-type]
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+                    for where in asked:
+                        assert await status(remote, where) == 403
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
-                for where in asked:
-                    assert await status(remote, where) == 403
                 assert (await remote.get("/v1/models")).status_code == 200
         async with serving(folder, budget, settings={"api_keys": ("secret",)}) as (client, _):
             transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
@@ -689,6 +699,66 @@ def test_pull(facts: dict[str, Any], home: Path, folder: Path, monkeypatch: pyte
             assert "no such repository" in failed.json()["error"]
             failed = await client.post("/api/pull", json={"name": "hf:owner/none"})
             assert json.loads(failed.text.splitlines()[-1]) == {"error": "there is no such repository"}
+
+    run(work)
+
+
+def test_a_message_of_a_load_has_no_folders() -> None:
+    path = Path("/a b/models/x.gguf")
+    error = hotset.FormatError(
+        f"{path} and '/etc/other/y.json' are cut short; see https://a.b/c/d, and/or C:/z/e"
+    )
+    said = "x.gguf and 'y.json' are cut short; see https://a.b/c/d, and/or e"
+    assert str(LoadError.of("x", path, error)) == f"the model 'x' could not be loaded: {said}"
+
+
+def test_memory_for_an_adapter_goes_with_its_model(folder: Path, facts: dict[str, Any]) -> None:
+    """Another model is unloaded for it, and meanwhile its own one is."""
+
+    async def work() -> None:
+        async with serving(folder, room_for(facts, "one", "two")) as (client, models):
+            for name in ("one", "two"):
+                assert (await answer(client, name)).status_code == 200
+            one, unload = models._slots["one"], models._unload
+            assert one.service is not None
+            model = weakref.ref(one.service.model)
+
+            async def unload_both(slot: Any, reason: str) -> None:
+                await unload(slot, reason)
+                await unload(one, reason)
+
+            models._unload = unload_both  # type: ignore[method-assign]
+            await models._grow(one, model, 1000)
+            assert (one.state, one.n_bytes, models._slots["two"].n_bytes) == ("unloaded", 0, 0)
+
+    run(work)
+
+
+def test_a_pull_that_was_cancelled_takes_no_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    calls: list[str] = []
+
+    def pull(name: str, *, progress: Any) -> None:
+        calls.append(name)
+        goes_on.wait()
+        progress.say("Choosing it.")
+
+    monkeypatch.setattr("hotset.storage.fetch.pull", pull)
+
+    async def work() -> None:
+        pulls = Pulls()
+        first = pulls.states("it")
+        await anext(first)
+        await first.aclose()  # type: ignore[attr-defined]
+        second = pulls.states("it")
+        state = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        assert len(calls) == 1
+        goes_on.set()
+        assert (await state)["status"]
+        async for _ in second:
+            pass
+        assert len(calls) == 2, "it was fetched anew"
 
     run(work)
 

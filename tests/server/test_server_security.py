@@ -108,6 +108,25 @@ def test_pages_of_other_origins_may_not_ask(origin: str):
     assert "access-control-allow-origin" not in reply.headers
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_pages_of_other_sites_may_link_to_its_page_alone(site: str):
+    """A browser sends the GET of an image without an Origin."""
+    image, link = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors"}, {"sec-fetch-site": site}
+    link["sec-fetch-mode"] = "navigate"
+    reply = asked(app_of(), path="/props?model=tiny", headers=image)
+    assert reply.status_code == 403
+    assert reply.json()["error"]["code"] == "origin_not_allowed"
+    assert asked(app_of(), path="/", headers=image).status_code == 403
+    assert asked(app_of(), path="/", headers=link).status_code == 200
+    assert asked(app_of(), path="/props", headers=link).status_code == 403
+    named = {"origin": "https://chat.example"}
+    allowed = app_of(cors_origins=("https://chat.example",))
+    assert asked(allowed, headers=named | image).status_code == PASSED
+    assert asked(allowed, headers=image).status_code == 403
+    for own in ("same-origin", "none"):
+        assert asked(app_of(), headers={"sec-fetch-site": own}).status_code == PASSED
+
+
 def test_its_own_page_may_ask_and_pages_that_were_named():
     own = {"origin": "http://127.0.0.1:8080"}
     assert asked(app_of(), headers=own).status_code == PASSED

@@ -89,12 +89,12 @@ def test_what_is_wrong_is_said(path: Path, tmp_path: Path) -> None:
             assert reply.status_code == status
             assert str(tmp_path) not in reply.text
         assert (await client.post("/slots/0", json={"filename": "x"})).status_code == 400
-        (tmp_path / "damaged").write_bytes(b"hotsetKV" * 40)
+        await act(client, "save", filename="good")
+        whole = (tmp_path / "good").read_bytes()
+        (tmp_path / "damaged").write_bytes(whole[:120] + b"\0" + whole[121:])
         reply = await act(client, "restore", filename="damaged")
         assert reply.status_code == 400
         assert reply.json()["error"]["message"] == "damaged is damaged."
-        await act(client, "save", filename="good")
-        whole = (tmp_path / "good").read_bytes()
         (tmp_path / "good").write_bytes(whole[:-1])
         assert (await act(client, "restore", filename="good")).json()[
             "n_restored"
@@ -179,6 +179,15 @@ def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
                 assert reply.status_code == status, reply.text
 
     run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
+
+
+def test_without_keys_slots_are_for_this_machine(path: Path, tmp_path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
+            assert [(await act(one, "erase")).status_code for one in (client, remote)] == [200, 403]
+
+    run(path, work, slot_save_path=str(tmp_path))
 
 
 def test_without_a_folder_nothing_is_saved(path: Path) -> None:

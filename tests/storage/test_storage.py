@@ -20,6 +20,7 @@ from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_hub import FakeHub
@@ -1444,3 +1445,19 @@ def test_a_model_of_a_repository_by_its_quantisation(home: Path, hub: FakeHub) -
     for kind in ("Q4_K", "Q2_K", "Q4"):
         with pytest.raises(ModelNotFoundError, match=f"has no file {kind}; its GGUF files: "):
             resolve(f"hf:owner/repo:{kind}")
+
+
+def test_a_file_that_cannot_be_read_hides_no_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store.models_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("good", "locked", "part-00001-of-00002"):  # whose second part is missing
+        (folder / f"{name}.gguf").write_bytes(b"GGUF")
+    opened = Path.open
+
+    def refuse(path: Path, *how: Any, **more: Any) -> Any:
+        if path.stem == "locked":
+            raise PermissionError
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert [model.name for model in store.list_models()] == ["good", "locked"]

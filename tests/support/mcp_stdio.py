@@ -134,6 +134,11 @@ def main(how: str) -> None:
             time.sleep(1000)
         while how == "endless":
             sys.stdout.write("x" * 65536)
+        while how == "talks":
+            sys.stderr.write("x" * 65536)
+        while how in ("wide", "nested"):
+            print('{"a": ' + ("[{}" + ",{}" * 9000 + "]" if how == "wide" else "[" * 99 + "]" * 99) + "}")
+            sys.stdout.flush()
         while how == "flood":
             send(method="notifications/message", params={"level": "info", "data": "x" * 1000})
     while how == "stays":

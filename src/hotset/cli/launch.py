@@ -8,6 +8,8 @@ next launch.
 from __future__ import annotations
 
 import contextlib
+import http.client
+import ipaddress
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +42,7 @@ _URL = "http://127.0.0.1:8080"
 _ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
 _LARGEST = 8 << 20  # bytes of such an answer
 _LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
-_KEY = "HOTSET_API_KEY"
+_KEY, _NO_KEY = "HOTSET_API_KEY", "none"
 
 
 def launch(
@@ -63,7 +66,8 @@ def launch(
     if url is not None and not url.startswith(("http://", "https://")):
         raise typer.BadParameter("it begins with http:// or https://.", param_hint="--url")
     with contextlib.ExitStack() as stack:
-        found = _running((url or _URL).rstrip("/"), model)
+        at = (url or _URL).rstrip("/")
+        found = _running(at, model, _key() if url is not None or _is_hotset(at) else _NO_KEY)
         if found is None and url is not None:
             raise HotsetError(
                 f"No server answers at {url}: start it with 'hotset serve', or leave out --url."
@@ -89,19 +93,23 @@ def launch(
 
 
 def _key() -> str:
-    return os.environ.get(_KEY) or "none"
+    return os.environ.get(_KEY) or _NO_KEY
 
 
-def _running(url: str, model: str | None) -> Server | None:
+def _running(url: str, model: str | None, key: str) -> Server | None:
     """The server at an address; None where none answers there. Raises HotsetError for one that does not
     fit."""
     try:
-        models = _asked(f"{url}/v1/models").get("data") or []
+        models = _models(url, key)
     except urllib.error.HTTPError as error:
         error.close()
-        what = "wants an API key: name it in HOTSET_API_KEY" if error.code == 401 else f"answers {error.code}"
+        what = f"answers {error.code}"
+        if error.code == 401:
+            what = "wants an API key: name it in HOTSET_API_KEY"
+            if key == _NO_KEY != _key():
+                what = "does not say that it is hotset and gets no API key: name it with --url"
         raise HotsetError(f"The server at {url} {what}.") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     by_name = {one["id"]: one for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)}
     if not by_name:
@@ -117,17 +125,48 @@ def _running(url: str, model: str | None) -> Server | None:
             "name one of them, or stop it."
         )
     say(f"The server at {url} answers, with {name}.")
-    return Server(url=url, model=name, n_ctx=by_name[name].get("max_model_len"), key=_key())
+    return Server(url=url, model=name, n_ctx=by_name[name].get("max_model_len"), key=key)
 
 
-def _asked(url: str) -> Any:
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """They would get the key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _opened(url: str, headers: dict[str, str]) -> Any:
+    """Raises urllib's HTTPError and OSError."""
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
+    if _is_loopback(urllib.parse.urlsplit(url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))  # none, whatever the environment says
+    request = urllib.request.Request(url, headers=headers)
+    return urllib.request.build_opener(*handlers).open(request, timeout=_ANSWER_SECONDS)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _models(url: str, key: str) -> list[Any]:
     """Raises urllib's HTTPError, OSError, and ValueError for an answer that is none."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {_key()}"})
-    with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as response:
+    with _opened(f"{url}/v1/models", {"Authorization": f"Bearer {key}"}) as response:
         found = json.loads(response.read(_LARGEST))
     if not isinstance(found, dict):
         raise ValueError("no object")
-    return found
+    return found.get("data") or []
+
+
+def _is_hotset(url: str) -> bool:
+    """Whether a server that says so is ready there: others get no key that was not meant for them."""
+    try:
+        with _opened(f"{url}/health", {}) as response:
+            return bool(response.headers.get("server") == "hotset")
+    except (OSError, ValueError, http.client.HTTPException):  # HTTPError is an OSError: it loads its model
+        return False
 
 
 @contextlib.contextmanager
@@ -145,13 +184,13 @@ def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
         # A group of its own: Ctrl-C is the tool's.
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **_OWN_GROUP)
         try:
-            while not _is_ready(url):
+            while not _is_hotset(url):
                 if server.poll() is not None:
                     log.seek(0)
                     said = log.read().decode(errors="replace").strip().splitlines()
                     raise HotsetError(f"The server did not start: {said[-1] if said else 'it said nothing'}")
                 time.sleep(_LOOK_SECONDS)
-            found = _running(url, None)
+            found = _running(url, None, _key())
             assert found is not None
             yield found
         finally:
@@ -164,14 +203,6 @@ _OWN_GROUP: dict[str, Any] = (
     if sys.platform == "win32"
     else {"start_new_session": True}
 )
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        _asked(f"{url}/health")
-    except (OSError, ValueError):  # HTTPError is an OSError: it loads its model
-        return False
-    return True
 
 
 # ---- the tool ----

@@ -89,8 +89,8 @@ def _files(folder: Path) -> list[Path]:
     raise ModelNotFoundError(f"{folder} holds none of {', '.join((*INDICES, *SINGLE_FILES))}")
 
 
-def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
-    """The tensors of a file where they lie, and the mapping. Errors as of Checkpoint.
+def map_safetensors(path: Path, header_bytes: int = SMALL_FILE) -> tuple[dict[str, np.ndarray], MappedFile]:
+    """The tensors of a file where they lie, and the mapping. header_bytes: at most. Errors as of Checkpoint.
 
     Format: u64 header length, JSON header, raw little-endian values.
     """
@@ -100,7 +100,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
             if length > size - 8:
                 raise FormatError(f"{path} is cut short inside its header; download it again")
-            if length > SMALL_FILE:
+            if length > header_bytes:
                 raise FormatError(f"{path} has a header of {length} bytes, more than any model needs")
             header = json.loads(file.read(length))
             mapped = MappedFile(path, file.fileno())

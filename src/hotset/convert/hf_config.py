@@ -44,17 +44,18 @@ from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_rwkv import HFRwkv
 from hotset.convert.hf_values import flag, integer, number, positive
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError, did_you_mean
-from hotset.files import read_small_text
+from hotset.files import SMALL_FILE, read_small_text
 from hotset.model.activation import DRELU, FFNActivation, parse_activation
 from hotset.model.architectures import ARCHITECTURES, REFUSED
 from hotset.model.keys import EPSILON_KEYS, FATRELU_THRESHOLD_KEY, MAX_CONV_KERNEL, UP_ACTIVATION_KEY
 from hotset.parameters import shown
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelNotFoundError or FormatError where there is none."""
+def read_json(path: Path, limit: int = SMALL_FILE) -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes; ModelNotFoundError or FormatError where there is
+    none."""
     try:
-        value = json.loads(read_small_text(path))
+        value = json.loads(read_small_text(path, limit))
     except FileNotFoundError:
         raise ModelNotFoundError(f"{path} does not exist: name the folder of a checkpoint") from None
     except (ValueError, RecursionError) as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from hotset.parameters import shown
 CONFIG = "adapter_config.json"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MOST_ALPHA = 1e30
+_MOST_PAIRS = 4096  # of matrices, and as many patterns
+_CONFIG_BYTES, _HEADER_BYTES = 1 << 20, 16 << 20
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 # What a conversion does to matrices beyond the order of rows of q and k: adapters would need it done too.
 _CHANGED = (
@@ -48,13 +51,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def open_peft_adapter(folder: Path, architecture: str, head_dim: int) -> AdapterFile:
-    """An adapter for a model of an architecture, with heads of so many channels.
+def open_peft_adapter(
+    folder: Path, architecture: str, head_dim: int, check: Callable[[], object] = lambda: None
+) -> AdapterFile:
+    """An adapter for a model of an architecture, with heads of so many channels. check: called before each
+    tensor; what it raises ends the reading.
 
     Raises ModelNotFoundError for missing files, FormatError for damaged ones, UnsupportedModelError for other
     kinds of adapters, and models whose matrices a conversion changes otherwise.
     """
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG, _CONFIG_BYTES)
     if config.get("peft_type") != "LORA":
         raise UnsupportedModelError(
             f"the adapter {folder} is of the kind {clause(shown(config.get('peft_type')))}; LORA is supported"
@@ -64,11 +70,15 @@ def open_peft_adapter(folder: Path, architecture: str, head_dim: int) -> Adapter
             raise UnsupportedModelError(
                 f"the adapter {folder} has {entry} {clause(shown(value))}, which is not supported"
             )
+    alphas = _Alphas(config, folder)
     names = _Names(folder, architecture)
     halves: dict[tuple[str, str], StoredMatrix] = {}
     modules: dict[str, str] = {}
     tensors, mapped = _tensors(folder)
+    if len(tensors) > 2 * _MOST_PAIRS:
+        raise FormatError(f"{folder} has {len(tensors)} tensors; at most {2 * _MOST_PAIRS} are supported")
     for name, values in tensors.items():
+        check()
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise UnsupportedModelError(
@@ -81,7 +91,7 @@ def open_peft_adapter(folder: Path, architecture: str, head_dim: int) -> Adapter
         halves[target, half] = _matrix(values, permuted, folder, name)
         modules[target] = match[1]
     return AdapterFile.of(
-        folder, None, halves, lambda target, rank: _factor(config, modules[target], rank, folder), mapped
+        folder, None, halves, lambda target, rank: alphas.factor(modules[target], rank), mapped
     )
 
 
@@ -130,7 +140,8 @@ def _target(module: str, hf: HFClass) -> str | None:
 
 
 def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
-    for name, mapped in (("adapter_model.safetensors", map_safetensors), ("adapter_model.bin", map_torch)):
+    map_bounded = partial(map_safetensors, header_bytes=_HEADER_BYTES)
+    for name, mapped in (("adapter_model.safetensors", map_bounded), ("adapter_model.bin", map_torch)):
         if (folder / name).exists():
             return mapped(folder / name)
     raise ModelNotFoundError(f"{folder} holds no adapter_model.safetensors; the adapter is not complete")
@@ -158,23 +169,41 @@ def _matrix(values: np.ndarray, permuted: int | None, folder: Path, name: str) -
     return StoredMatrix(kinds[values.dtype], values.shape, read)
 
 
-def _factor(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:
-    """By which what is added is multiplied: alpha over the rank, or over its root."""
-    alpha: Any = config.get("lora_alpha", 8)
-    pattern = config.get("alpha_pattern") or {}
-    if not isinstance(pattern, dict):
-        raise FormatError(f"{folder / CONFIG}: alpha_pattern is {clause(shown(pattern))}, and no object")
-    for names, value in pattern.items():
-        if _LITERAL.fullmatch(names) is None:
-            raise UnsupportedModelError(
-                f"{folder / CONFIG}: alpha_pattern has the pattern {clause(names)}; plain names are supported"
+class _Alphas:
+    """By what the products of pairs are multiplied: alpha over the rank, or over its root."""
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        pattern = config.get("alpha_pattern") or {}
+        if not isinstance(pattern, dict):
+            raise FormatError(f"{folder / CONFIG}: alpha_pattern is {clause(shown(pattern))}, and no object")
+        if len(pattern) > _MOST_PAIRS:
+            raise FormatError(
+                f"{folder / CONFIG}: alpha_pattern has {len(pattern)} patterns; at most {_MOST_PAIRS} are "
+                "supported"
             )
-        if module == names or module.endswith(f".{names}"):
-            alpha = value
-            break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MOST_ALPHA:
-        raise FormatError(f"{folder / CONFIG}: lora_alpha is {clause(shown(alpha))}, and no number")
-    by_root = config.get("use_rslora")
-    if by_root is not None and not isinstance(by_root, bool):
-        raise FormatError(f"{folder / CONFIG}: use_rslora is true or false, not {clause(shown(by_root))}")
-    return alpha / (math.sqrt(rank) if by_root else rank)
+        for names in pattern:
+            if _LITERAL.fullmatch(names) is None:
+                raise UnsupportedModelError(
+                    f"{folder / CONFIG}: alpha_pattern has the pattern {clause(names)}; plain names are "
+                    "supported"
+                )
+        by_root = config.get("use_rslora")
+        if by_root is not None and not isinstance(by_root, bool):
+            raise FormatError(f"{folder / CONFIG}: use_rslora is true or false, not {clause(shown(by_root))}")
+        alphas = {names: self._checked(value, folder) for names, value in pattern.items()}
+        self._default = self._checked(config.get("lora_alpha", 8), folder)
+        self._by_root = bool(by_root)
+        self._patterns = {names: (i, alpha) for i, (names, alpha) in enumerate(alphas.items())}
+
+    def _checked(self, alpha: Any, folder: Path) -> float:
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MOST_ALPHA:
+            raise FormatError(f"{folder / CONFIG}: lora_alpha is {clause(shown(alpha))}, and no number")
+        return alpha
+
+    def factor(self, module: str, rank: int) -> float:
+        """Of the patterns that the module's name ends with, the first of the file counts."""
+        parts = module.split(".")
+        suffixes = (".".join(parts[i:]) for i in range(len(parts)))
+        found = [self._patterns[suffix] for suffix in suffixes if suffix in self._patterns]
+        alpha = min(found)[1] if found else self._default
+        return alpha / (math.sqrt(rank) if self._by_root else rank)

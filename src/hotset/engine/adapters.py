@@ -42,12 +42,15 @@ class Adapters:
     """Those of one model. Every method may be called from any thread.
 
     thread: that drives the engine. architecture: of the model. open_file: the file of an adapter, by its
-    path. change_memory: is given the bytes that an adapter is about to take, or, negative, has left; by
-    default any. It raises OutOfMemoryError.
+    path; it calls what it is given beside the path again and again. change_memory: is given the bytes that
+    an adapter is about to take, or, negative, has left; by default any. It raises OutOfMemoryError.
     """
 
     def __init__(
-        self, thread: EngineThread, architecture: str, open_file: Callable[[str], AdapterFile]
+        self,
+        thread: EngineThread,
+        architecture: str,
+        open_file: Callable[[str, Callable[[], object]], AdapterFile],
     ) -> None:
         self._thread, self._architecture, self._open = thread, architecture, open_file
         self._ids = itertools.count()
@@ -76,7 +79,7 @@ class Adapters:
         """
         backend = taking_adapters(self._thread.engine.backend)
         scale = checked_scale(scale)
-        with self._open(path) as file:
+        with self._open(path, check) as file:
             file.check_model(self._architecture, backend.adapters.matrices)
             self._check_new(None, name)  # before anything is unloaded for it
             self.change_memory(file.nbytes)  # before it is read

@@ -163,6 +163,13 @@ def is_of_blocks(file: BinaryIO) -> bool:
     return file.read(len(_MAGIC)) in (b"", _MAGIC)
 
 
+def identity_at_start(file: BinaryIO) -> bytes | None:
+    """What the first record says whose it is, before anything is checked; the file is at its start again."""
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    return _HEAD.unpack(head)[1] if len(head) == HEAD_BYTES and head.startswith(_MAGIC) else None
+
+
 def read_record(file: BinaryIO, name: Path, most: int) -> Record:
     """The next record of a file. most: bytes of contents at most. Raises FormatError for what is none, and
     for one that is damaged or cut short; EOFError at the end."""

@@ -20,6 +20,7 @@ from hotset.engine.blocks import (
     Kind,
     Prefix,
     encoded,
+    identity_at_start,
     in_memory,
     is_of_blocks,
     keys_of,
@@ -31,6 +32,7 @@ from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import SMALL_FILE, open_regular, replacing
 
 _FORMAT, _VERSION = "hotset.session", 1
+_BYTES_PER_TOKEN, _FIRST_BYTES = 16, 64 << 10  # of the first record without `about`, at most
 NO_PREFIX = Prefix(())
 
 
@@ -96,11 +98,17 @@ class SessionFiles:
                 n_pages = block.index + 1
         return Saved(n_pages * PAGE_SIZE, n_bytes)
 
-    def read(self, path: Path) -> SavedPrefix:
-        """Raises FileNotFoundError, and FormatError for what is no session or whose beginning is damaged."""
+    def read(self, path: Path, about_bytes: int = SMALL_FILE) -> SavedPrefix:
+        """about_bytes: of `about` at most; 0: it is not needed, and a file of another model is not read.
+
+        Raises FileNotFoundError, and FormatError for what is no session or whose beginning is damaged."""
+        most = about_bytes + _BYTES_PER_TOKEN * self.thread.engine.n_ctx + _FIRST_BYTES
         with open_regular(path) as file:
+            identity = identity_at_start(file)
+            if not about_bytes and identity not in (None, self.identity.digest):
+                return SavedPrefix({}, NO_PREFIX, Blocks(), HEAD_BYTES, False)
             try:
-                head = read_record(file, path, SMALL_FILE)
+                head = read_record(file, path, most)
                 first = json.loads(head.contents) if head.kind == Kind.session else None
             except (EOFError, ValueError, RecursionError):
                 first = None

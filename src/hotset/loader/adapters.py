@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +29,11 @@ def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
     return adapters
 
 
-def open_adapter(decided: Decided, path: str | os.PathLike[str]) -> AdapterFile:
-    """An adapter for a model: a GGUF file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
-    UnsupportedModelError."""
+def open_adapter(
+    decided: Decided, path: str | os.PathLike[str], check: Callable[[], object] = lambda: None
+) -> AdapterFile:
+    """An adapter for a model: a GGUF file, or a folder of PEFT's. check: as of Adapters.load. Raises
+    ModelNotFoundError, FormatError, UnsupportedModelError."""
     found = expanded(path).absolute()
     try:
         is_folder, is_there = found.is_dir(), found.exists()
@@ -52,7 +55,7 @@ def open_adapter(decided: Decided, path: str | os.PathLike[str]) -> AdapterFile:
             f"the adapter {found} is a folder of PEFT's, which is not read for models with recurrent layers; "
             "convert it to GGUF with llama.cpp's convert_lora_to_gguf.py"
         )
-    return open_peft_adapter(found, decided.config.architecture, decided.config.head_dim)
+    return open_peft_adapter(found, decided.config.architecture, decided.config.head_dim, check)
 
 
 def adapter_bytes(settings: LoadSettings) -> int:

@@ -129,7 +129,7 @@ class Front:
         self._check()
         if not await self._places.all():
             raise NotReadyError("no replica answers; try again in a moment", retry_after=2)
-        return JsonReply({"status": "ok"})
+        return JsonReply({"status": "ok"}, headers={"server": "hotset"})
 
     async def _metrics(self) -> Response:
         found = {"front": generate_latest(self.metrics.registry).decode()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from hotset.server.streams import host_of
 
@@ -13,7 +13,8 @@ router = APIRouter()
 
 @router.get("/health")
 @router.get("/v1/health", include_in_schema=False)  # as llama-server has it
-async def health(http: Request) -> dict[str, Any]:
+async def health(http: Request, response: Response) -> dict[str, Any]:
     """200 once it answers; 503 while it loads and when it ends."""
     host_of(http).check_ready()
+    response.headers["server"] = "hotset"  # whom `hotset launch` may send a key
     return {"status": "ok"}

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hotset.escaping import clause
+from hotset.parameters import shown
 from hotset.server.errors import RequestError
 from hotset.server.keys import NamedKey
 
 _SECONDS = 60.0
+_NAMES_SHOWN = 8  # in a message
 
 
 class Bucket:
@@ -69,12 +72,20 @@ class Holder:
     def may_ask(self, model: str) -> bool:
         return not self.models or model.lower() in self.models
 
-    def check_model(self, name: str) -> None:
-        """Raises RequestError (403) for a model that is not the key's."""
-        if not self.may_ask(name):
-            raise RequestError(
-                f"the key {self.name!r} may not ask the model {name!r}",
-                403,
-                param="model",
-                code="model_not_allowed",
-            )
+    def not_served(self, name: str) -> RequestError:
+        """Of a model that the key may not use, and of one that does not exist: which of the two it is, and
+        which other models there are, the holder does not learn."""
+        return RequestError(
+            f"the model {clause(shown(name))} is not served to the key {self.name!r}, which may use "
+            f"{self.shown}",
+            404,
+            param="model",
+            code="model_not_found",
+        )
+
+    @property
+    def shown(self) -> str:
+        """Its models, for a message."""
+        names = sorted(self.models)
+        more = len(names) - _NAMES_SHOWN
+        return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,9 @@ from hotset.server.protocol import (
     BACKLOG,
     ConnectionLimits,
     LimitedProtocol,
+    ListeningSocket,
     check_connections,
+    handshakes_of,
     most_connections,
 )
 from hotset.server.service import Host
@@ -56,7 +58,7 @@ def listen(service: Host, report: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def listening(settings: ServerSettings) -> Iterator[socket.socket]:
+def listening(settings: ServerSettings) -> Iterator[ListeningSocket]:
     """What the server listens on. Raises InvalidRequestError, also for a certificate that cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_certificate(settings.tls_cert, settings.tls_key)
@@ -66,10 +68,13 @@ def listening(settings: ServerSettings) -> Iterator[socket.socket]:
         return
     path = Path(settings.socket)
     with unix_socket(path) as bound:
+        made = path.lstat()
         try:
             yield bound
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                if os.path.samestat(path.lstat(), made):  # else it is another server's by now
+                    path.unlink()
 
 
 def check_certificate(cert: str, key: str) -> None:
@@ -85,12 +90,12 @@ def check_certificate(cert: str, key: str) -> None:
         ) from None
 
 
-def unix_socket(path: Path) -> socket.socket:
+def unix_socket(path: Path) -> ListeningSocket:
     """A listening Unix socket, for this user alone; one that a dead server left is replaced. Raises
     InvalidRequestError."""
     if not hasattr(socket, "AF_UNIX"):
         raise InvalidRequestError("this system has no Unix sockets; use --host and --port")
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = ListeningSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_dead(path):
             path.unlink()
@@ -120,14 +125,14 @@ def _is_dead(path: Path) -> bool:
     return False
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> ListeningSocket:
     """A listening socket. Raises InvalidRequestError where it cannot be had."""
     host = host.strip("[]")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind, proto)
+        bound = ListeningSocket(family, kind, proto)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
@@ -160,10 +165,13 @@ class Server(uvicorn.Server):
     """uvicorn's, which bounds connections and lets the service end its answers when a signal comes."""
 
     def __init__(
-        self, service: Served, bound: socket.socket, report: Callable[[str], None], app: ASGIApp
+        self, service: Served, bound: ListeningSocket, report: Callable[[str], None], app: ASGIApp
     ) -> None:
         settings = service.settings
-        limits = ConnectionLimits(settings.max_head_seconds, most_connections())
+        n, self._handshakes = most_connections(), None
+        if settings.tls_cert is not None:
+            self._handshakes = bound.handshakes = handshakes_of(settings.max_head_seconds, n)
+        limits = ConnectionLimits(settings.max_head_seconds, n, self._handshakes)
         trusted = list(settings.trusted_proxies)
         protocol: Any = partial(LimitedProtocol, limits, {})
         super().__init__(
@@ -227,6 +235,8 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
             connections = [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
+            if self._handshakes is not None:
+                self._handshakes.check()
             check_connections(connections, now, min(seconds, _LAST_SECONDS) if self.should_exit else seconds)
 
     def handle_exit(self, _: int, __: FrameType | None) -> None:

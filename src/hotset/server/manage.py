@@ -31,10 +31,13 @@ from hotset.server.openai.schema import Body
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
 from hotset.server.shapes import JSON_LINES
-from hotset.server.streams import HOLDER, file_of, host_of, listed, while_connected
+from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, listed, while_connected
 from hotset.storage import aliases, created, store
 
-_FORWARDED = ("x-forwarded-for", "forwarded")
+# What a reverse proxy adds: behind one, every request comes from this machine.
+_FORWARDED = (
+    "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via",
+)  # fmt: skip
 
 
 def models_of(http: Request) -> Models:
@@ -46,6 +49,14 @@ def models_of(http: Request) -> Models:
 def check_manager(http: Request) -> None:
     """Raises RequestError (403) where the request has no key and is not this machine's own."""
     check_allowed(http, "models are managed", "manage models")
+
+
+def may_manage(http: Request) -> bool:
+    try:
+        check_manager(http)
+    except RequestError:
+        return False
+    return True
 
 
 def check_allowed(http: Request, done: str, do: str) -> None:
@@ -66,10 +77,17 @@ def check_allowed(http: Request, done: str, do: str) -> None:
         )
 
 
+def _check_target(http: Request, name: str) -> None:
+    """Raises RequestError for the name of a model, or of what is made of one, that is not the key's."""
+    holder, offered = limited_holder(http), models_of(http).catalogue.find(name)
+    if holder is not None and not holder.may_ask(name if offered is None else offered.name):
+        raise holder.not_served(name)
+
+
 def _is_loopback(http: Request) -> bool:
     """Whether a request comes from this machine: from a loopback address, or through a Unix socket."""
-    if http.client is None:
-        return True
+    if http.client is None:  # also of a connection whose address the server could not find out
+        return host_of(http).settings.socket is not None
     try:
         return ipaddress.ip_address(http.client.host).is_loopback
     except ValueError:
@@ -189,14 +207,16 @@ async def models(http: Request) -> dict[str, Any]:
 @router.post("/models/load", dependencies=_managed)
 async def load(body: ModelBody, http: Request) -> dict[str, bool]:
     """Begins to load a model, and does not wait for it: /models/events and /v1/models say how far it is."""
-    await models_of(http).load(body.model)
+    _, name, _ = await file_of(http, body.model)
+    await models_of(http).load(name)
     return {"success": True}
 
 
 @router.post("/models/unload", dependencies=_managed)
 async def unload(body: ModelBody, http: Request) -> dict[str, bool]:
     """Unloads a model once the requests that use it are answered."""
-    await while_connected(http, models_of(http).unload(body.model))
+    _, name, _ = await file_of(http, body.model)
+    await while_connected(http, models_of(http).unload(name))
     return {"success": True}
 
 
@@ -278,8 +298,10 @@ def pulls_of(http: Request) -> Pulls:
 async def copy(body: CopyBody, http: Request) -> Response:
     """Gives a model one more name, an alias: its file is not copied."""
     host = models_of(http)
-    _, source, _ = await host.file_of(body.source)
+    _, source, _ = await file_of(http, body.source)
     alias = aliases.check_alias(body.destination.removesuffix(":latest"))
+    if host.catalogue.find(alias) is not None:  # an alias, which gets another model
+        _check_target(http, alias)
     if alias.lower() in {model.name.lower() for model in host.catalogue.models}:
         raise RequestError(
             f"a model is called {alias!r} already; choose another name", 409, param="destination"
@@ -298,7 +320,9 @@ async def create(body: CreateBody, http: Request) -> Response:
     # Of a model that the key may ask: the new one has another name.
     _, base, path = await file_of(http, modelfile.base.removesuffix(":latest"))
     old = await asyncio.to_thread(created.find, name)
-    if old is None and name.lower() in {model.name.lower() for model in host.catalogue.models}:
+    if old is not None:
+        _check_target(http, name)
+    elif name.lower() in {model.name.lower() for model in host.catalogue.models}:
         raise RequestError(f"a model is called {name!r} already; choose another name", param="model")
 
     def kept() -> None:
@@ -322,6 +346,7 @@ async def create(body: CreateBody, http: Request) -> Response:
 async def delete(body: OllamaModelBody, http: Request) -> Response:
     """Deletes an alias, or a model of the store with its files, once no request uses it."""
     host, name = models_of(http), body.named().removesuffix(":latest")
+    _check_target(http, name)
     if await asyncio.to_thread(aliases.remove, name):
         await host.scan(now=True)
         return Response()
@@ -331,7 +356,7 @@ async def delete(body: OllamaModelBody, http: Request) -> Response:
         await asyncio.to_thread(created.remove, name)
         await host.scan(now=True)
         return Response()
-    await host.file_of(name)  # or it is not known
+    await file_of(http, name)  # or it is not known
     offered = host.catalogue.find(name)
     if offered is None or not offered.is_stored or offered.name.lower() != name.lower():
         raise _not_deleted(name, offered)

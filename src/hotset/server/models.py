@@ -337,10 +337,13 @@ class Models:
             slot.failure, slot.starts = None, True
             self._want(slot)
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
         """Unloads a model once its requests are answered, and waits for that; new ones wait until it has been
-        loaded again. Raises RequestError."""
-        slot = self._slots.get((await self._found(name)).name)
+        loaded again. spares_pinned: False for a pinned one, which stays. Raises RequestError."""
+        offered = await self._found(name)
+        if spares_pinned and offered.settings.pinned:
+            return False
+        slot = self._slots.get(offered.name)
         if slot is None:
             return True
         slot.n_unloading += 1
@@ -474,16 +477,18 @@ class Models:
             self._reopen(slot)  # requests may have come in the meantime
             self._changed()
             return
-        if not isinstance(error, HotsetError):
-            log.error("%s could not be loaded", slot.name, exc_info=error)
         if isinstance(error, NotReadyError):  # the server ends
             self._refuse(slot, lambda: error)
             return
-        failure = LoadError.of(slot.name, error)
+        if not isinstance(error, HotsetError):
+            log.error("%s could not be loaded", slot.name, exc_info=error)
+        elif not slot.starts:
+            log.warning("%s could not be loaded: %s", slot.name, error)
+        failure = LoadError.of(slot.name, slot.offered.path, error)
         slot.failure = failure, asyncio.get_running_loop().time() + _FAILED_SECONDS
         self._loads.labels(slot.name, "failed").inc()
         if slot.starts:
-            self._report(str(failure))
+            self._report(f"the model {slot.name!r} could not be loaded: {error}")
         self._refuse(slot, failure.again)
 
     async def _unload(self, slot: Slot, reason: str) -> None:
@@ -580,9 +585,11 @@ class Models:
     async def _grow(self, slot: Slot, model: weakref.ref[Model], n_bytes: int) -> None:
         """Keeps more memory for a loaded model, or less. Idle models are unloaded for it; OutOfMemoryError
         where the others answer, or are pinned."""
-        if slot.service is None or not slot.service.is_ready or slot.service.model is not model():
-            return  # it was unloaded, and all of its memory with it
-        while n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
+
+        def is_loaded() -> bool:  # else it was unloaded, and all of its memory with it
+            return slot.service is not None and slot.service.is_ready and slot.service.model is model()
+
+        while is_loaded() and n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
             idle = [one for one in self._victims(slot, lacking) if not one.holds]
             if not idle and any(one.state == "unloading" for one in self._slots.values()):
                 await self._change.wait()
@@ -594,8 +601,9 @@ class Models:
                 )
             for one in idle:
                 await self._unload(one, "memory")
-        slot.n_bytes += n_bytes
-        self._changed()
+        if is_loaded():  # while others were unloaded it may have been, too
+            slot.n_bytes += n_bytes
+            self._changed()
 
     def _taken(self, but: Slot | None = None) -> int:
         return sum(one.n_bytes for one in self._slots.values() if one is not but)

@@ -47,6 +47,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.catalogue import FileFacts
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
+from hotset.server.manage import may_manage
 from hotset.server.openai.embeddings import MAX_TEXTS
 from hotset.server.openai.schema import (
     MAX_TOOLS,
@@ -485,16 +486,23 @@ async def _answered(
 
 async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     """The answer to a request for nothing, by which clients have a model loaded; or unloaded, by a
-    `keep_alive` of 0."""
-    reason, name = "load", body.model.removesuffix(_ANY_TAG)
+    `keep_alive` of 0. Of those who may not manage models that ends no model that others use: it is unloaded
+    once it is idle, as after any request with this keep_alive."""
     is_over = body.keep_alive is not None and str(body.keep_alive).rstrip("smh") in ("0", "0.0")
-    if is_over and await while_connected(http, host_of(http).unload(name)):
+    reason = "load"
+    if is_over and may_manage(http) and await _unloaded(http, body.model.removesuffix(_ANY_TAG)):
         reason = "unload"
     else:
         await _named(http, body)
     shape, said = _shape("", chat=chat)
     head = {"model": body.model, "created_at": _time(time.time())}
     return JsonReply(shape.written(**head, **said, done=True, done_reason=reason))
+
+
+async def _unloaded(http: Request, name: str) -> bool:
+    """Whether it was; False where models stay."""
+    _, name, _ = await file_of(http, name)
+    return await while_connected(http, host_of(http).unload(name, spares_pinned=True))
 
 
 @router.post("/api/embed", responses={200: {"model": shapes.OllamaEmbedReply}})

@@ -7,8 +7,11 @@ memory until a client chose to stop, before any key is checked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
+import socket
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,14 +31,63 @@ _BYTES_PER_BODY_BYTE = 8  # that chunks may add to a body: each has a line with 
 BACKLOG = 256  # connections that are accepted together
 _DESCRIPTORS_KEPT = 512  # for those, the model's files and whatever else the process has open
 _MOST_CONNECTIONS = 4096
+_MOST_HANDSHAKES = 256
+
+
+class Handshakes:
+    """Connections that were accepted and exchange keys (TLS): the library counts a connection after that.
+
+    The oldest is shut down when there are more than `most`, and each after `seconds`.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._begun: dict[int, tuple[socket.socket, float]] = {}  # by descriptor, the oldest first
+
+    def begin(self, connection: socket.socket) -> None:
+        self._begun.pop(connection.fileno(), None)  # of one that was closed
+        self._begun[connection.fileno()] = connection, time.monotonic()
+        if len(self._begun) > self._most:
+            self._shut(next(iter(self._begun)))
+
+    def end(self, descriptor: int) -> None:
+        self._begun.pop(descriptor, None)
+
+    def check(self) -> None:
+        """Is called every second."""
+        now = time.monotonic()
+        for descriptor, (connection, since) in list(self._begun.items()):
+            if connection.fileno() < 0:
+                del self._begun[descriptor]
+            elif now - since > self._seconds:
+                self._shut(descriptor)
+
+    def _shut(self, descriptor: int) -> None:
+        connection, _ = self._begun.pop(descriptor)
+        with contextlib.suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)  # the event loop closes it
+
+
+class ListeningSocket(socket.socket):
+    """handshakes: get the connections that are accepted."""
+
+    handshakes: Handshakes | None = None
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if self.handshakes is not None:
+            self.handshakes.begin(connection)
+        return connection, address
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """head_seconds: in which a request's head must have arrived. connections: open at once."""
+    """head_seconds: in which a request's head must have arrived, and a handshake. connections: open at
+    once. handshakes: of a server with TLS."""
 
     head_seconds: float
     connections: int
+    handshakes: Handshakes | None = None
 
 
 def most_connections() -> int:
@@ -51,6 +103,10 @@ def most_connections() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     usable = wanted if soft == resource.RLIM_INFINITY else soft
     return max(16, min(_MOST_CONNECTIONS, max(usable - _DESCRIPTORS_KEPT, usable // 4)))
+
+
+def handshakes_of(head_seconds: float, connections: int) -> Handshakes:
+    return Handshakes(min(_MOST_HANDSHAKES, connections // 4), head_seconds)
 
 
 class _RefusedError(Exception):
@@ -78,6 +134,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._limits.handshakes is not None:
+            self._limits.handshakes.end(transport.get_extra_info("socket").fileno())
+        # The library asks the socket, which no longer knows the address once the client has reset the
+        # connection; this is what `accept` returned.
+        peer = transport.get_extra_info("peername")
+        if self.client is None and isinstance(peer, tuple):
+            self.client = str(peer[0]), int(peer[1])
         self._head_since = self.loop.time()
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from hotset.errors import HotsetError, InvalidRequestError, QueueFullError
@@ -31,7 +32,7 @@ class _Pull(Reporter):
     def __init__(self, name: str) -> None:
         self.state: dict[str, Any] = {"status": "pulling manifest"}
         self.n_clients = 0
-        self._name, self._is_cancelled = name, False
+        self._name, self.is_cancelled = name, False
         self.task = asyncio.create_task(asyncio.to_thread(fetch.pull, name, progress=self))
 
     def say(self, text: str) -> None:
@@ -44,10 +45,10 @@ class _Pull(Reporter):
         self.state = {"status": f"pulling {label}", "digest": label, "total": total, "completed": done}
 
     def cancel(self) -> None:
-        self._is_cancelled = True
+        self.is_cancelled = True
 
     def _check(self) -> None:
-        if self._is_cancelled:
+        if self.is_cancelled:
             raise _CancelledError(f"the fetch of {self._name} was cancelled")
 
 
@@ -61,12 +62,13 @@ class Pulls:
         """What a fetch is doing, whenever that changes, until it is done. Raises what it fails with, and
         QueueFullError where too many run."""
         name = full_name(name)
-        pull = self._running.get(name)
+        while (pull := self._running.get(name)) is not None and pull.is_cancelled:
+            await asyncio.wait([pull.task])  # the next one goes on from there
         if pull is None:
             if len(self._running) >= MAX_PULLS:
                 raise QueueFullError(len(self._running), 60.0)
             pull = self._running[name] = _Pull(name)
-            pull.task.add_done_callback(lambda _: self._running.pop(name, None))
+            pull.task.add_done_callback(partial(self._done, name))
         pull.n_clients += 1
         last = None
         try:
@@ -80,6 +82,11 @@ class Pulls:
             pull.n_clients -= 1
             if not pull.n_clients and not pull.task.done():
                 pull.cancel()
+
+    def _done(self, name: str, task: asyncio.Task[Any]) -> None:
+        del self._running[name]
+        if not task.cancelled():
+            task.exception()  # without a client, nothing else reads it
 
     def cancel(self) -> None:
         """Ends all; the server ends."""

@@ -25,11 +25,11 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import entries
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
-from hotset.server.key_limits import Holder
+from hotset.server.manage import check_allowed
 from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import SlotReply
-from hotset.server.streams import HOLDER, serving
+from hotset.server.streams import serving
 from hotset.units import human_size
 
 router = APIRouter(route_class=BodyRoute)
@@ -55,9 +55,8 @@ async def slots(
     body: SlotBody = SlotBody(),  # noqa: B008
 ) -> Response:
     """action: save, restore or erase. A file that is damaged gives what comes before the damage."""
-    holder: Holder | None = http.scope.get(HOLDER)
-    if holder is not None and not holder.manages:  # slots and files are those of all keys
-        raise RequestError("this key may not save, restore or erase slots", 403, code="not_a_manager")
+    # Slots and files are those of all clients.
+    check_allowed(http, "slots are saved, restored and erased", "save, restore or erase slots")
     service = await serving(http, body.model, required=False)
     model, folder = service.model, service.settings.slot_save_path
     if folder is None:
@@ -137,7 +136,7 @@ class _Slot:
     def restore(self, path: Path) -> dict[str, Any]:
         begun = time.perf_counter()
         try:
-            saved = self._files.read(path)
+            saved = self._files.read(path, about_bytes=0)
         except FileNotFoundError:
             raise RequestError(f"there is no saved slot {path.name!r}", 404, param="filename") from None
         except HotsetError as error:

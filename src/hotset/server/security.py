@@ -100,6 +100,7 @@ class Names:
             try:
                 self._check_host(headers.getlist("host"))
                 self._check_origin(headers.get("origin"), headers.get("host"))
+                self._check_site(headers, scope["path"])
             except RequestError as error:
                 await _refuse(error, scope, receive, send)
                 return
@@ -131,6 +132,15 @@ class Names:
             403,
             code="origin_not_allowed",
         )
+
+    def _check_site(self, headers: Headers, path: str) -> None:
+        """A page of another site may ask for an image of this address, whose GET has no Origin and would load
+        a model. It may link to the server's own page."""
+        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):  # not by a page, or its own
+            return
+        is_link = path == "/" and headers.get("sec-fetch-mode") == "navigate"
+        if not is_link and not self._any_origin and "origin" not in headers:  # else that was checked
+            raise RequestError("pages of other sites may not ask this server", 403, code="origin_not_allowed")
 
 
 class HeadRequests:

@@ -111,7 +111,7 @@ class Host(Protocol):
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
         """How long a model stays after its requests, as one of them says; None: it says nothing."""
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:
         """Unloads a model once it is idle; False where models stay. Raises RequestError."""
 
     async def listed(self) -> list[ListedModel]:
@@ -249,7 +249,7 @@ class Service:
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
         """The model was loaded when the server began, and stays."""
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str, *, spares_pinned: bool = False) -> bool:  # noqa: ARG002
         self.check_name(name)
         return False
 

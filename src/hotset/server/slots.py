@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hotset.api import Model
@@ -25,6 +28,8 @@ from hotset.server.service import Service
 State = Literal["unloaded", "queued", "loading", "loaded", "unloading"]
 
 _TOKENIZER_BYTES = 800  # for each entry of a vocabulary
+# Of an absolute path; not within an address, nor a lone slash.
+_FOLDERS = re.compile(r"(?<![\w:/\\.~-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
 _PROGRESS_SECONDS = 0.1  # between two reports of a load
 
 
@@ -32,9 +37,11 @@ class LoadError(RequestError):
     """A model that a request named could not be loaded."""
 
     @classmethod
-    def of(cls, name: str, error: Exception) -> LoadError:
-        """Of an unexpected error a client gets the kind alone."""
-        why = str(error) if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
+    def of(cls, name: str, path: Path, error: Exception) -> LoadError:
+        """Of an unexpected error a client gets the kind alone, and of files their names. path: of the
+        model."""
+        said = _FOLDERS.sub("", str(error).replace(f"{path.parent}{os.sep}", ""))
+        why = said if isinstance(error, HotsetError) else f"it failed with {type(error).__name__}"
         message = f"the model {name!r} could not be loaded: {why}"
         if isinstance(error, OutOfMemoryError):
             return cls(message, 503, code="out_of_memory")

@@ -78,13 +78,12 @@ async def serving(
     host, held = host_of(http), http.scope.setdefault(HELD, [])
     adapter = None
     if takes_adapter and name and ":" in name:
-        name, adapter = await _without_adapter(host, name)
-    if name and HOLDER in http.scope:  # before it is loaded
-        await file_of(http, name)
+        name, adapter = await _without_adapter(http, name)
+    if (holder := limited_holder(http)) is not None:  # before a model is loaded, or kept loaded
+        name = await _name_for(http, holder, name, required)
     service = host.at_once(name, held, required=required)
     if service is None:
         service = await while_connected(http, host.when_loaded(name, held))
-    _check_model(http, service.name)
     if adapter is not None:
         try:
             http.scope[ADAPTER] = service.model.adapters.find(adapter).name
@@ -96,14 +95,38 @@ async def serving(
     return service
 
 
-async def _without_adapter(host: Host, name: str) -> tuple[str, str | None]:
+async def _name_for(http: Request, holder: Holder, name: str | None, required: bool) -> str:
+    """The model that a request of a key with limited models gets. Raises RequestError."""
+    if name:
+        return (await file_of(http, name))[1]
+    served = [] if required else [one for one in sorted(holder.models) if await _is_served(http, one)]
+    if len(served) != 1:
+        raise RequestError(
+            f"model is missing; the key {holder.name!r} may use {holder.shown}",
+            param="model",
+            code="missing_required_parameter",
+        )
+    return served[0]
+
+
+async def _is_served(http: Request, name: str) -> bool:
+    try:
+        await file_of(http, name)
+    except RequestError as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
+
+
+async def _without_adapter(http: Request, name: str) -> tuple[str, str | None]:
     """The model of a name, and the adapter behind it, unless a model is called so. Raises RequestError."""
     try:
-        await host.file_of(name)
+        await file_of(http, name)
     except RequestError:
         model, _, adapter = name.rpartition(":")
         try:
-            await host.file_of(model)
+            await file_of(http, model)
         except RequestError as error:
             if error.status != 404:  # it is loading
                 raise
@@ -115,9 +138,16 @@ async def _without_adapter(host: Host, name: str) -> tuple[str, str | None]:
 
 async def file_of(http: Request, name: str) -> tuple[Service | None, str, Path]:
     """`Host.file_of`, of a model that the request's key may ask."""
-    found = await host_of(http).file_of(name)
-    _check_model(http, found[1])
-    return found
+    holder = limited_holder(http)
+    try:
+        found = await host_of(http).file_of(name)
+    except RequestError as error:
+        if holder is None or error.status != 404:
+            raise
+    else:
+        if holder is None or holder.may_ask(found[1]):
+            return found
+    raise holder.not_served(name)
 
 
 async def listed(http: Request) -> list[ListedModel]:
@@ -126,11 +156,10 @@ async def listed(http: Request) -> list[ListedModel]:
     return [one for one in found if holder is None or holder.may_ask(one.name)]
 
 
-def _check_model(http: Request, name: str) -> None:
-    """Raises RequestError where the key is not for this model."""
+def limited_holder(http: Request) -> Holder | None:
+    """Who holds the key of a request, where it is a key for some models only."""
     holder: Holder | None = http.scope.get(HOLDER)
-    if holder is not None:
-        holder.check_model(name)
+    return holder if holder is not None and holder.models else None
 
 
 class ClientGoneError(Exception):

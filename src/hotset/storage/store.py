@@ -12,6 +12,7 @@ There is no index beside the files: what lies in the folder is what there is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -107,12 +108,16 @@ def list_models() -> list[StoredModel]:
     if not folder.is_dir():
         return []
     files = [path for path in sorted(folder.glob("*.gguf")) if path.is_file()]
-    models = [describe(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
+    named = [(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
     for child in sorted(p for p in folder.iterdir() if p.is_dir()):
         paths = complete_models(child)
         base = child.name.replace("--", "/", 1)
         for path in paths:
             name = base if len(paths) == 1 else f"{base}:{path.relative_to(child).as_posix()}"
+            named.append((path, name))
+    models = []
+    for path, name in named:
+        with contextlib.suppress(OSError):  # a part is missing, or it is deleted meanwhile
             models.append(describe(path, name))
     return sorted(models, key=lambda model: model.name.lower())
 
@@ -128,8 +133,10 @@ def sidecars(path: Path) -> list[Path]:
 
 def describe(path: Path, name: str, source: str = "") -> StoredModel:
     """A model by its (first) file, which is read at its beginning alone."""
-    with path.open("rb") as file:
-        dialect = "powerinfer" if file.read(4) == b"PWRI" else "gguf"
+    magic = b""
+    with contextlib.suppress(PermissionError), path.open("rb") as file:  # what loads it says so
+        magic = file.read(4)
+    dialect = "powerinfer" if magic == b"PWRI" else "gguf"
     size = sum(part.stat().st_size for part in shards(path))
     relu = dialect == "powerinfer" or bool(_RELU_NAME.search(name) or _RELU_NAME.search(path.name))
     return StoredModel(name, path, size, dialect, relu, source)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotset.errors import HotsetError
+from hotset.server.errors import RequestError
+from hotset.server.json_limits import check_json
 from hotset.server.key_limits import Bucket
 
 
@@ -15,9 +17,9 @@ class Limits:
     call. write_seconds: until it has read a message. stop_seconds: between the end of its input and SIGTERM,
     and from there to SIGKILL.
 
-    message_bytes: of one message. minute_bytes: of all messages in a minute. tools: that are taken of it;
-    listing_bytes: of their descriptions and schemas; schema_bytes, schema_nesting: of one schema.
-    description_chars: of a tool. result_chars: of a result. calls: at once.
+    message_bytes, message_nesting: of one message. minute_bytes: of all messages in a minute.
+    tools: that are taken of it; listing_bytes: of their descriptions and schemas; schema_bytes,
+    schema_nesting: of one schema. description_chars: of a tool. result_chars: of a result. calls: at once.
     """
 
     start_seconds: float = 60.0
@@ -25,6 +27,7 @@ class Limits:
     write_seconds: float = 30.0
     stop_seconds: float = 2.0
     message_bytes: int = 4 << 20
+    message_nesting: int = 64
     minute_bytes: int = 32 << 20
     tools: int = 256
     listing_bytes: int = 1 << 20
@@ -37,6 +40,17 @@ class Limits:
 
 class McpServerError(HotsetError):
     """What an MCP server did wrong; the message goes on behind its name."""
+
+
+def check_message(data: bytes, limits: Limits) -> None:
+    """Raises McpServerError for a message that would take long to parse, during which no other thread of
+    Python runs; its bytes are bounded already."""
+    try:
+        check_json(data, limits.message_nesting)
+    except RequestError:
+        raise McpServerError(
+            "sent a message with too many values, or nested too deeply, and was ended"
+        ) from None
 
 
 def meter_of(limits: Limits) -> Callable[[int], None]:

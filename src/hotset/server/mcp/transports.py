@@ -29,7 +29,7 @@ from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse, jsonrpc_mes
 
 from hotset.escaping import clause
 from hotset.server.mcp.file import McpServer
-from hotset.server.mcp.limits import Limits, McpServerError, meter_of
+from hotset.server.mcp.limits import Limits, McpServerError, check_message, meter_of
 
 _KEPT_STDERR = 4096  # bytes, of which the last line says why a server ended
 _LOOK_SECONDS = 0.01
@@ -109,10 +109,13 @@ class StdioTransport:
                 line = await self._process.stdout.readuntil(b"\n")
                 self._count(len(line) + _HEAD_BYTES)
                 await asyncio.sleep(0)  # of lines that are there already none is waited for
+                if not line.lstrip().startswith(b"{"):
+                    continue  # a line that it should have written on stderr
+                check_message(line, self._limits)
                 try:
                     message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
-                    continue  # a line that it should have written on stderr
+                    continue  # another one
                 self._n_open += isinstance(message, JSONRPCRequest)
                 if self._n_open > _MOST_OPEN:
                     raise McpServerError(f"sent more than {_MOST_OPEN} requests at once and was ended")
@@ -160,8 +163,13 @@ class StdioTransport:
 
     async def _keep_stderr(self) -> None:
         assert self._process.stderr is not None
-        while piece := await self._process.stderr.read(_KEPT_STDERR):
-            self._stderr = (self._stderr + piece)[-_KEPT_STDERR:]
+        try:
+            while piece := await self._process.stderr.read(_KEPT_STDERR):
+                self._count(len(piece))
+                self._stderr = (self._stderr + piece)[-_KEPT_STDERR:]
+                await asyncio.sleep(0)  # as of lines
+        except McpServerError as error:
+            self._end(str(error))
 
     # ---- its end ----
 
@@ -260,13 +268,17 @@ class HttpTransport:
                 raise McpServerError(f"refuses (status {status}): give it a key among its headers")
             if response.headers.get("content-encoding", "identity").lower() != "identity":
                 raise McpServerError("compresses what it sends, which it was not asked to")
+            if (response.charset_encoding or "utf-8").lower().replace("_", "-") not in ("utf-8", "utf8"):
+                raise McpServerError("sends text that is not UTF-8")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         has_events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
         response.stream = _Body(response.stream, self._bounded(response.stream, has_events))
 
     async def _bounded(self, stream: httpx2.AsyncByteStream, has_events: bool) -> AsyncIterator[bytes]:
-        """What a reply brings: a message, or events, each a message, with a blank line behind each."""
+        """What a reply brings: a message, or events, each a message, with a blank line behind each. A message
+        is passed on when it is complete and was checked."""
         most, size, tail = self._limits.message_bytes, 0, b""
+        held: list[bytes] = []
         async for piece in stream:
             seen = tail + piece
             ends = [found.end() for found in _EVENT_END.finditer(seen)] if has_events else []
@@ -276,7 +288,29 @@ class HttpTransport:
                     raise McpServerError(f"sent a message of more than {most} bytes")
             size = len(seen) - ends[-1] if ends else size + len(piece)
             tail = seen[-2:]
-            yield piece
+            held.append(piece)
+            if ends:
+                whole = b"".join(held)
+                complete, held = whole[: len(whole) - size], [whole[len(whole) - size :]]
+                with self._noting():
+                    self._check_events(complete)
+                yield complete
+        rest = b"".join(held)
+        with self._noting():
+            if has_events:
+                self._check_events(rest)
+            else:
+                check_message(rest, self._limits)
+        yield rest
+
+    def _check_events(self, events: bytes) -> None:
+        data: list[bytes] = []
+        for line in (*events.splitlines(), b""):
+            if line.startswith(b"data:"):
+                data.append(line.removeprefix(b"data:"))
+            elif not line and data:
+                check_message(b"\n".join(data), self._limits)
+                data.clear()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
