@@ -17,7 +17,6 @@ from hotset.cli.console import print_choice, print_json, print_memory, print_tab
 from hotset.cli.progress import ProgressBar
 from hotset.engine.pooling import Pooling, pooling_of
 from hotset.files import check_target, replacing
-from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -125,7 +124,7 @@ def _in_pieces(texts: list[str], bar: ProgressBar) -> Iterator[tuple[int, list[s
 
 
 def _loaded(model: str, settings: LoadSettings, bar: ProgressBar) -> Model:
-    loaded = hotset.load(resolve(model, progress=bar), settings, progress=bar)
+    loaded = hotset.load(model, settings, progress=bar)
     print_choice(loaded)
     print_memory(loaded)
     return loaded

@@ -562,16 +562,37 @@ class ScaleOptions:
     ray: RayAddress = None
 
     def load(self, model: str, path: Path, settings: LoadSettings, progress: Reporter) -> Model:
-        """The model at a path, or its stages, which each machine opens by the name that was given."""
+        """The model at a path, or its stages, which each machine opens by the name that was given. A created
+        model is loaded by its name, with what it was created with."""
         if self.stages is None:
             if self.ray is not None:
                 raise typer.BadParameter("it is where --stages are; name these too.", param_hint="--ray")
             from hotset.api import load
 
-            return load(path, settings, progress=progress)
+            return load(loaded_by(model, path), settings, progress=progress)
         from hotset.scale.stages import load_staged
 
+        check_not_created(model, "--stages")
         return load_staged(name_everywhere(model, path), settings, self.stages, self.ray)
+
+
+def loaded_by(model: str, path: Path) -> str | Path:
+    """What `load` takes: the name of a created model, which has settings; of any other one the file."""
+    from hotset.storage import find_created
+
+    return path if find_created(model) is None else model
+
+
+def check_not_created(model: str, option: str) -> None:
+    """Wrong usage for a created model, which other machines do not know."""
+    from hotset.storage import find_created
+
+    if (found := find_created(model)) is not None:
+        raise typer.BadParameter(
+            f"'{found[0]}' is a created model, which other machines do not know: name '{found[1].base}', of "
+            "which it is made.",
+            param_hint=option,
+        )
 
 
 def name_everywhere(model: str, path: Path) -> str:

@@ -21,7 +21,7 @@ from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.settings import ServerSettings
-from hotset.storage import catalogue, on_this_machine, resolve, store
+from hotset.storage import catalogue, find_created, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -237,8 +237,11 @@ def _serve_one(
     bar = ProgressBar()
     with bar:
         path = resolve(model, progress=bar)
-    names = (*alias, model_name(path))
+    names = (*alias, model_name(path, model))
+    if scale.stages is not None:
+        options.check_not_created(model, "--stages")
     if server.replicas is not None or server.max_replicas is not None:
+        options.check_not_created(model, "--replicas")
         if server.mcp is not None:
             raise typer.BadParameter(
                 "replicas are asked through a front that calls no tools; leave it out.", param_hint="--mcp"
@@ -300,7 +303,7 @@ def _serve_several(
     file = ModelsFile.read(server.models_file) if server.models_file is not None else ModelsFile()
     file = with_aliases(file, _aliases(alias))
     folder = _folder(given)
-    named = {} if folder is not None else _named(given)
+    named, first = ({}, []) if folder is not None else _named(given)
     if not given and not file.models and not store.list_models():
         with ProgressBar() as bar:
             resolve(catalogue.DEFAULT, progress=bar)
@@ -317,7 +320,7 @@ def _serve_several(
         load=settings,
         budget=budget,
         keep_alive=KEEP_ALIVE_SECONDS if keep is None else keep,
-        first=tuple(named),
+        first=tuple(first),
         report=say,
     )
     listen(models, lambda where: say(f"listening on {where}"))
@@ -335,9 +338,11 @@ def _folder(given: list[str] | None) -> Path | None:
     return path if path.is_dir() and len(store.complete_models(path)) > 1 else None
 
 
-def _named(given: list[str]) -> dict[str, Path]:
-    """The files of models that were given, by name; what is not here is fetched."""
+def _named(given: list[str]) -> tuple[dict[str, Path], list[str]]:
+    """The files of models that were given, by name, and the names that were given: a created model has its
+    own. What is not here is fetched."""
     found: dict[str, Path] = {}
+    first = []
     with ProgressBar() as bar:
         for model in given:
             path = resolve(model, progress=bar)
@@ -347,7 +352,8 @@ def _named(given: list[str]) -> dict[str, Path]:
                     "--models-file.",
                     param_hint="MODEL",
                 )
-    return found
+            first.append(model_name(path, model))
+    return found, first
 
 
 def _aliases(given: list[str]) -> dict[str, str]:
@@ -368,7 +374,10 @@ def check_installed(
         raise HotsetError(f"{what} {', '.join(missing)}; install it with: {install_command(extra)}")
 
 
-def model_name(path: Path) -> str:
-    """What a model is called: as in the store, or as its file."""
+def model_name(path: Path, given: str | None = None) -> str:
+    """What a model is called: as it was created, as in the store, or as its file. given: its name on the
+    command line."""
+    if given is not None and (made := find_created(given)) is not None:
+        return made[0]
     stored = (model.name for model in on_this_machine() if model.path == path)
     return next(stored, path.stem)
