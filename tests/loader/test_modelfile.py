@@ -82,8 +82,8 @@ def test_what_is_no_modelfile(text: str, problem: str) -> None:
     [
         ("PARAMETER heat 1", "there is no PARAMETER 'heat'; there are frequency_penalty"),
         ("PARAMETER top_k many", "PARAMETER top_k is a whole number, not 'many'"),
-        ("PARAMETER top_p 7", "PARAMETER: top_p"),
-        ("PARAMETER num_ctx 0", "PARAMETER: n_ctx"),
+        ("PARAMETER top_p 7", "PARAMETER top_p must"),
+        ("PARAMETER num_ctx 0", "PARAMETER num_ctx must"),
         ("TEMPLATE {{ .Prompt }}", "TEMPLATE is a template of Go"),
         ("ADAPTER ./lora", "ADAPTER is a whole path on the server, not './lora'"),
         ("ADAPTER /no/lora", "there is no adapter /no/lora"),

@@ -117,9 +117,11 @@ def rerank(
 def _in_pieces(texts: list[str], bar: ProgressBar) -> Iterator[tuple[int, list[str]]]:
     """Some of the texts at a time, and how many are before them; the bar shows how many are done."""
     for start in range(0, len(texts), _AT_ONCE):
-        bar.advance("texts", start, len(texts), "texts")
+        if len(texts) > 1:
+            bar.advance("texts", start, len(texts), "texts")
         yield start, texts[start : start + _AT_ONCE]
-    bar.advance("texts", len(texts), len(texts), "texts")
+    if len(texts) > 1:
+        bar.advance("texts", len(texts), len(texts), "texts")
     bar.clear()
 
 

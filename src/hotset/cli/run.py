@@ -25,6 +25,7 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
+from hotset.files import expanded
 from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
@@ -65,7 +66,10 @@ def run(  # noqa: PLR0913 - options of a subcommand
     gc.set_threshold(_COLLECTED)
     name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
     params = sampling.params()
+    loading.check_cache_disk()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
+    if session is not None:
+        check_session(session)
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
@@ -91,6 +95,15 @@ def run(  # noqa: PLR0913 - options of a subcommand
         if kept is not None:
             said = [] if isinstance(asked, str) else [*asked, {"role": "assistant", "content": answer}]
             kept.save(said)
+
+
+def check_session(path: Path) -> None:
+    """Wrong usage where a session could not be written at the end."""
+    folder = expanded(path).absolute().parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {folder} to write it in.", param_hint="--session")
+    if not os.access(folder, os.W_OK):
+        raise typer.BadParameter(f"nothing may be written in the folder {folder}.", param_hint="--session")
 
 
 def _open_session(model: Model, path: Path) -> Session:

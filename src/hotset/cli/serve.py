@@ -17,6 +17,7 @@ from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.escaping import clause
 from hotset.files import expanded
+from hotset.loader.adapters import check_adapter
 from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.mcp.file import McpServer, read_servers
@@ -103,7 +104,10 @@ class ServerOptions:
         _option("--max-memory", "GiB of all loaded models together; default: 0.9 of free memory.", min=0),
     ] = None
     keep_alive: Annotated[
-        str | None, _option("--keep-alive", "Idle models are unloaded after this; -1: never.", metavar="TIME")
+        str | None,
+        _option(
+            "--keep-alive", "Idle models are unloaded after this; default: 5m; -1: never.", metavar="TIME"
+        ),
     ] = None
     models_file: Annotated[
         Path | None,
@@ -207,6 +211,7 @@ def serve(
     check_installed()
     if (named := loading.named(models[0] if models else None)) is not None and not models:
         models = [named]
+    loading.check_cache_disk("--cache-dir or --slot-save-path", has_folder=server.slot_save_path is not None)
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     is_scaled = any(
@@ -234,6 +239,13 @@ def _serve_one(
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
+    if pairs := [one for one in alias if "=" in one]:
+        raise typer.BadParameter(
+            f"one model is served: write its name alone, not '{pairs[0]}'. NAME=MODEL is of several models.",
+            param_hint="--alias",
+        )
+    for adapter, _ in settings.loras:
+        check_adapter(adapter)
     bar = ProgressBar()
     with bar:
         path = resolve(model, progress=bar)
@@ -313,7 +325,7 @@ def _serve_several(
     memory = server.max_memory if server.max_memory is not None else file.max_memory
     keep = duration(server.keep_alive) if server.keep_alive is not None else file.keep_alive
     budget = int(free_memory() * _SHARE_OF_FREE) if memory is None else int(memory * 2**30)
-    say(f"{_count(len(found.models), 'model')}, of which loaded ones have {human_size(budget)} together")
+    say(f"{_count(len(found.models), 'model')}; memory limit for loaded models: {human_size(budget)}")
     models = Models(
         found,
         server_settings,

@@ -99,7 +99,11 @@ class SessionFiles:
     def read(self, path: Path) -> SavedPrefix:
         """Raises FileNotFoundError, and FormatError for what is no session or whose beginning is damaged."""
         with open_regular(path) as file:
+            is_own = is_of_blocks(file)
+            file.seek(0)
             try:
+                if not is_own:
+                    raise ValueError
                 head = read_record(file, path, SMALL_FILE)
                 first = json.loads(head.contents) if head.kind == Kind.session else None
             except (EOFError, ValueError, RecursionError):
