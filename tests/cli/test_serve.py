@@ -68,6 +68,11 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
     assert models._keep_alive == 3600
 
 
+def test_a_server_says_how_much_memory_its_models_have(folder: Path, begun: list[Any]) -> None:
+    done = inside("serve", str(folder / "one.gguf"), str(folder / "two.gguf"), "--max-memory", "1")
+    assert "2 models; memory limit for loaded models: 1.1 GB" in done.stderr
+
+
 def test_several_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
     models = served(begun, folder / "one.gguf", folder / "two.gguf", "-a", "gpt-4o=two", "--keep-alive", "-1")
     assert names(models) == ["one", "two"], "the store's are not"
