@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @taking(LoadSettings)
 def load(model: ModelPath, settings: LoadSettings) -> Model:
-    """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
+    """Opens a model: a GGUF file, a name (stored, created, catalogue), or "hf:owner/repository[:file]".
 
     How is said by LoadSettings, or by keywords, which are its fields; it describes them. Raises
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the smallest
@@ -111,8 +111,7 @@ class Model:
         self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
         self.n_ctx, self.kv_type = decided.n_ctx, decided.settings.kv_type
-        self.sparsity = decided.choice
-        self.notes = decided.notes
+        self.sparsity, self.notes = decided.choice, decided.notes
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
         speculator = open_speculator(decided, backend, lambda: self.tokenizer)
         self.engine = Engine(
@@ -207,7 +206,7 @@ class Model:
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
         """Answers several prompts side by side; each answer is the same as from `generate`."""
-        checked = sampling_params(params)
+        checked = sampling_params(params, self.decided.sampling)
         generations = [self.prepare(self.encode(prompt), checked, reuse_prefix) for prompt in prompts]
         with self._explained(), ExitStack() as running:
             for generation in generations:
@@ -221,7 +220,8 @@ class Model:
 
         Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
         """
-        return self._stream(self.prepare(self.encode(prompt), sampling_params(params), reuse_prefix))
+        checked = sampling_params(params, self.decided.sampling)
+        return self._stream(self.prepare(self.encode(prompt), checked, reuse_prefix))
 
     @overload
     def chat(

@@ -18,12 +18,15 @@ from hotset.engine.reranking import RankedDocument
 from hotset.engine.sampler import Sampling, SamplingParams
 from hotset.engine.sequence import Event
 from hotset.generation import ChatMessage, Chunk, Completion, Generation, Messages, Prompt, sampling_params
+from hotset.loader.decide import Decided
 
 Tools = list[dict[str, Any]] | None
 
 
 class LoadedModel(Protocol):
     """What is used of a hotset.Model."""
+
+    decided: Decided
 
     def encode(self, prompt: Prompt) -> list[int]: ...
 
@@ -59,13 +62,14 @@ class AsyncModel:
         self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> Completion:
         """As Model.generate."""
-        return await self._finished(prompt, sampling_params(params), reuse_prefix)
+        checked = sampling_params(params, self.model.decided.sampling)
+        return await self._finished(prompt, checked, reuse_prefix)
 
     async def generate_many(
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Unpack[Sampling]
     ) -> list[Completion]:
         """As Model.generate_many; where one fails the others are cancelled."""
-        checked = sampling_params(params)
+        checked = sampling_params(params, self.model.decided.sampling)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._finished(one, checked, reuse_prefix)) for one in prompts]
         return [task.result() for task in tasks]
@@ -75,7 +79,8 @@ class AsyncModel:
     ) -> AsyncGenerator[Chunk, None]:
         """As Model.stream. Leaving the loop early cancels the rest when the generator is closed, which
         `contextlib.aclosing` does at once."""
-        async with aclosing(self._chunks(prompt, sampling_params(params), reuse_prefix)) as chunks:
+        checked = sampling_params(params, self.model.decided.sampling)
+        async with aclosing(self._chunks(prompt, checked, reuse_prefix)) as chunks:
             async for chunk, _ in chunks:
                 yield chunk
 

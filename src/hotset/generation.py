@@ -276,14 +276,15 @@ class Generation:
         )
 
 
-def sampling_params(params: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """defaults: of the model, for what is left out."""
     known = [field.name for field in fields(SamplingParams)]
     for name in params:
         if name not in known:
             raise InvalidRequestError(
                 f"there is no parameter {name!r}; the parameters are {', '.join(known)}"
             )
-    return SamplingParams(**params)
+    return SamplingParams(**{**defaults, **params})
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
     assert done.stdout.rstrip("\n") == result["text"].rstrip("\n")
     assert re.search(
         r"\[prompt \d+ tokens, [\d.]+ t/s \| answer 6 tokens, [\d.]+ t/s \| "
-        r"[\d.]+ kB read per token \| cut at -n\]",
+        r"[\d.]+ kB read per token \| truncated at \d+ tokens\]",
         done.stderr,
     )
 
@@ -188,11 +188,30 @@ def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
 def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     print_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
     assert capsys.readouterr().err == "error: the cache has no room; lower -c, or use -ctk q8_0. -t too.\n"
+    print_error("repetition_penalty must be at least 0; keep_alive is a number, and cache_disk is GiB")
+    said = "--repeat-penalty must be at least 0; --keep-alive is a number, and --cache-disk is GiB"
+    assert capsys.readouterr().err.replace("\n", " ") == f"error: {said}. "
+    for of_a_file in (
+        "m.toml: models.a.load has no 'n_cttx' (did you mean n_ctx?)", "[models.b] n_ctx must be 1",
+        "PARAMETER top_k is a whole number",
+    ):  # fmt: skip
+        print_error(of_a_file)
+        assert capsys.readouterr().err == f"error: {of_a_file}.\n"
     for name in (
         "There is no model 'n_ctx'", "n_ctx.gguf is empty", "a/n_ctx/b has no file", "my-n_ctx-2 is old",
     ):  # fmt: skip
         print_error(name)
         assert capsys.readouterr().err == f"error: {name}.\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(("-ctk", "q4"), "--cache-type:"), (("-ctk", "q8_0", "-ctv", "q4"), "--cache-type-v:")],
+)
+def test_the_option_with_a_wrong_type_is_named(model: Path, options: tuple[str, ...], named: str) -> None:
+    done = inside("run", model, "Hello", *options)
+    assert done.returncode == 2
+    assert f"{named} 'q4' is none of f16, q8_0 and q4_0." in done.stderr
 
 
 def test_activation_overrides_the_file(model: Path) -> None:
@@ -237,7 +256,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "turbosparse-mistral-7b", "hi"], 1, "hotset convert FOLDER OUT.gguf"),
         (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: temperature must be at least 0"),
         (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
-        (["run", "MODEL", "hi", "--cache-type", "q4"], 1, "q4"),
+        (["run", "MODEL", "hi", "--cache-type", "q4"], 2, "'q4' is none of f16, q8_0 and q4_0"),
         (["run", "MODEL", "hi", "--temp", "warm"], 2, "'warm' is not a number."),
         (["run", "MODEL", "hi", "--seed", "1.5"], 2, "'1.5' is not a whole number."),
         (["run", "MODEL", "hi", "-t", "0"], 2, "it must be at least 1, not 0."),
@@ -871,7 +890,7 @@ def test_options_of_llama_cpp_are_taken_or_answered(model: Path):
     ]
     assert mixed[0] == mixed[1]
     done = inside("run", "-m", model, "-p", "Hello", "-ctv", "q5_1")
-    assert (done.returncode, "not 'f16/q5_1'" in done.stderr) == (1, True)
+    assert (done.returncode, "--cache-type-v: 'q5_1' is none of" in done.stderr) == (2, True)
     for options, named in (
         (("-fa", "off"), "--flash-attn"),
         (("--cpu-moe",), "--vram-budget"),

@@ -187,12 +187,12 @@ def test_a_narrow_terminal_breaks_lines_between_words(model: Path, home: Path, t
     chat.wait_for(PROMPT)
     columns_of(chat, 24)
     chat.type("hi\r")
-    told = chat.wait_for(r"(?s)hi\r*\n(.*cut\s+at\s+-n\])")[1].replace("\r", "")
+    told = chat.wait_for(r"(?s)hi\r*\n(.*truncated\s+at\s+34\s+tokens\])")[1].replace("\r", "")
     lines = told.split("\n")
     assert max(map(len, lines)) <= 24
     words = " ".join(lines).split()
     assert words[: len(answer.split())] == answer.split()
-    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ t/s \| answer \d+ tokens, .* \| cut at -n\]",
+    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ t/s \| answer \d+ tokens, .* \| truncated at .*\]",
                         " ".join(words[len(answer.split()) :]))  # fmt: skip
     chat.leave()
 

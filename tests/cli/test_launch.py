@@ -15,6 +15,9 @@ from cli_runs import hotset, inside, needs_core
 from tiny_server import Serving, write_model
 
 from hotset.cli.launch_tools import TOOLS, backup_of, without_comments, zed_settings
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.storage import created
 
 # Says what it was given, and what it reads.
 PROGRAM = """#!{python}
@@ -305,6 +308,29 @@ def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: p
         assert _Other.keys == ["Bearer secret"], "a redirect is not followed"
         other.shutdown()
         thread.join()
+
+
+@needs_core
+def test_what_a_started_server_would_have(
+    tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotset.cli.launch._URL", "http://127.0.0.1:9")  # where none answers
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    path = write_model(tmp_path / "own.gguf")
+    shown = launched("zed", "-m", path, "--print")
+    with open_gguf(path) as gguf:
+        n_ctx = config_from_gguf(gguf).n_ctx_train
+    assert f'"max_tokens": {n_ctx},' in shown  # what the model was trained for
+    assert "http://127.0.0.1:PORT/v1" in shown
+    assert f"the context is {n_ctx} tokens; coding agents often need 32768" in " ".join(shown.split())
+    assert '"name": "own"' in shown
+    shown = launched("zed", "-m", "qwen3-4b", "--print")  # not here
+    assert '"max_tokens": 32768,' in shown
+    assert "warning" not in shown
+    created.add("agent", created.Created(base=str(path), load={"n_ctx": 96}))
+    shown = launched("opencode", "-m", "agent", "--print")
+    assert '"context": 96' in shown
+    assert "There is no model 'nope'" in launched("claude", "-m", "nope", "--print", code=1)
 
 
 @needs_core

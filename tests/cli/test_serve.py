@@ -68,6 +68,11 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
     assert models._keep_alive == 3600
 
 
+def test_a_server_says_how_much_memory_its_models_have(folder: Path, begun: list[Any]) -> None:
+    done = inside("serve", str(folder / "one.gguf"), str(folder / "two.gguf"), "--max-memory", "1")
+    assert "2 models; memory limit for loaded models: 1.1 GB" in done.stderr
+
+
 def test_several_are_served_with_aliases(folder: Path, begun: list[Any]) -> None:
     models = served(begun, folder / "one.gguf", folder / "two.gguf", "-a", "gpt-4o=two", "--keep-alive", "-1")
     assert names(models) == ["one", "two"], "the store's are not"
@@ -117,13 +122,17 @@ def test_mcp_servers_are_named_by_a_file(
     [
         (("{folder}", "-a", "mine"), "write mine=MODEL"),
         (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
-        (("{folder}", "--keep-alive", "soon"), "keep_alive"),
+        (("{folder}", "--keep-alive", "soon"), "--keep-alive is a number"),
         (("{folder}", "--lora", "style.gguf"), "for one model"),
         (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
         (("{folder}", "--alias", "x=none"), "no model that is here"),
         (("{folder}/one.gguf", "{folder}/../again/one.gguf"), "both called"),
         (("{folder}/one.gguf", "--mcp", "{folder}/one.gguf"), "no JSON|UTF-8|larger"),
+        (("{folder}/one.gguf", "-a", "a=one"), "one model is served: write its name alone"),
+        (("{folder}/one.gguf", "--lora", "nope.gguf"), "there is no adapter"),
+        (("{folder}/one.gguf", "--lora", "{folder}"), "has no adapter_config.json"),
+        (("{folder}/one.gguf", "--cache-disk", "1G"), "name that by --cache-dir or|name that by"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], said: str, folder: Path, begun: list[Any]) -> None:

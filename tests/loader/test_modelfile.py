@@ -3,6 +3,7 @@ the messages."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hotset.formats.gguf import open_gguf
 from hotset.loader.modelfile import Modelfile, made_of, with_messages
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.storage import created, resolve
+from hotset.storage import aliases, created, find_created, resolve
 
 WHOLE = '''# a comment
 FROM model.gguf
@@ -81,8 +82,8 @@ def test_what_is_no_modelfile(text: str, problem: str) -> None:
     [
         ("PARAMETER heat 1", "there is no PARAMETER 'heat'; there are frequency_penalty"),
         ("PARAMETER top_k many", "PARAMETER top_k is a whole number, not 'many'"),
-        ("PARAMETER top_p 7", "PARAMETER: top_p"),
-        ("PARAMETER num_ctx 0", "PARAMETER: n_ctx"),
+        ("PARAMETER top_p 7", "PARAMETER top_p must"),
+        ("PARAMETER num_ctx 0", "PARAMETER num_ctx must"),
         ("TEMPLATE {{ .Prompt }}", "TEMPLATE is a template of Go"),
         ("ADAPTER ./lora", "ADAPTER is a whole path on the server, not './lora'"),
         ("ADAPTER /no/lora", "there is no adapter /no/lora"),
@@ -139,6 +140,13 @@ def test_created_models_are_kept_found_and_deleted(model: Path) -> None:
     assert made.load == {"n_ctx": 128}
     assert resolve("brief") == model
     assert "created from" in inside("list").stdout
+    aliases.add("short", "brief")
+    assert resolve("SHORT:latest") == model
+    assert find_created("short") == ("brief", made)
+    assert "alias of brief" in inside("list").stdout
+    assert json.loads(inside("show", "short", "--json").stdout)["path"] == str(model)
+    assert "an alias; brief stays" in inside("rm", "short").stderr
+    assert aliases.read() == {}
     rows = json.loads(inside("list", "--json").stdout)
     assert [row["name"] for row in rows if row["source"].startswith("created from")] == ["brief"]
     file.write_text("FROM brief")
@@ -223,3 +231,108 @@ def test_run_has_the_parameters_and_the_messages(model: Path) -> None:
     )
     longer = json.loads(hotset("run", "brief", "Why?", "-n", 3, "--json", env=home).stdout)
     assert len(longer["tokens"]) == 3  # an option overrides the parameter
+
+
+def test_who_is_left_without_a_model_is_named(model: Path) -> None:
+    base = model.parent / "home" / "models" / "base.gguf"
+    base.parent.mkdir(parents=True)
+    base.write_bytes(model.read_bytes())
+    created.add("made", created.Created(base="base"))
+    created.add("other", created.Created(base=str(model)))
+    aliases.add("short", "made")
+    done = inside("rm", "base")
+    assert done.returncode == 0
+    assert "Made of it, and without a file now: made, short." in " ".join(done.stderr.split())
+    assert not base.exists()
+
+
+@pytest.fixture
+def brief(model: Path) -> str:
+    """A created model of that name."""
+    file = model.parent / "Modelfile"
+    file.write_text(
+        "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"
+        "PARAMETER num_predict 7\nPARAMETER num_ctx 96"
+    )
+    assert inside("create", "brief", "-f", file).returncode == 0
+    return "brief"
+
+
+def test_the_library_has_the_parameters_and_the_messages(model: Path, brief: str) -> None:
+    asked = [{"role": "user", "content": "Why?"}]
+    with library.load(model, backend="reference", n_ctx=96) as plain:
+        expected = plain.chat(
+            [{"role": "system", "content": "Be brief."}, *asked], temperature=0, max_tokens=7
+        )
+    with library.load(brief, backend="reference") as made:
+        assert made.n_ctx == 96
+        assert made.chat(asked).content == expected.content
+        asynchronous = asyncio.run(library.AsyncModel(made).generate("Why?"))
+        assert len(asynchronous.tokens) == len(made.generate("Why?").tokens) == 7
+        assert len(made.generate("Why?", max_tokens=3).tokens) == 3
+    with library.load(brief, backend="reference", n_ctx=64) as smaller:
+        assert smaller.n_ctx == 64
+
+
+def test_a_server_of_one_created_model(brief: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))
+    assert inside("serve", "BRIEF", "--backend", "reference").returncode == 0
+    (service,) = begun
+    assert service.name == "brief"
+
+    async def loaded() -> None:
+        service.start()
+        await service.loaded()
+        assert service.sampling == {"temperature": 0.0, "max_tokens": 7}
+        assert service.model.n_ctx == 96
+        assert "Be brief." in service.model.chat_template.source
+        await service.close()
+
+    asyncio.run(loaded())
+
+
+def test_a_server_of_several_has_a_created_one(
+    model: Path, brief: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr("hotset.server.listen.listen", lambda host, _: begun.append(host))
+    assert inside("serve", brief, "--keep-alive", "5m").returncode == 0
+    (models,) = begun
+    assert [one.name for one in models.catalogue.models] == ["model", "brief"]
+    assert models._first == ("brief",)
+
+
+def test_a_batch_of_a_created_model(model: Path, brief: str) -> None:
+    line = {
+        "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+        "body": {"model": "brief", "messages": [{"role": "user", "content": "Why?"}]},
+    }  # fmt: skip
+    requests, output = model.parent / "in.jsonl", model.parent / "out.jsonl"
+    requests.write_text(json.dumps(line) + "\n")
+    done = inside("batch", requests, "-o", output, "-m", brief, "--backend", "reference")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(output.read_text())["response"]["body"]
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == ("brief", 7)
+
+
+def test_tools_of_a_created_model(model: Path, brief: str) -> None:
+    calls = [
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+        for name, arguments in (("chat", {"prompt": "Why?"}), ("list_models", {}))
+    ]
+    given = "".join(f"{json.dumps(one)}\n" for one in calls)
+    done = inside("mcp", brief, "--backend", "reference", stdin=given)
+    chat, models = (json.loads(line)["result"]["structuredContent"] for line in done.stdout.splitlines())
+    assert chat["tokens"] == 7
+    assert {"name": "brief", "size": None, "is_default": True} in models["models"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("run", "brief", "Why?", "--stages", "auto"), ("serve", "brief", "--replicas", "2")],
+)
+def test_other_machines_do_not_know_created_models(brief: str, words: tuple[str, ...]) -> None:
+    done = inside(*words)
+    assert done.returncode == 2
+    assert "'brief' is a created model" in " ".join(done.stderr.split())

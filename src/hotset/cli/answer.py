@@ -57,7 +57,11 @@ def closing_line(model: Model, last: Chunk) -> str:
         parts.append("interrupted")
     elif last.finish_reason == "length":
         full = timings.prompt_tokens + timings.predicted_tokens >= model.n_ctx
-        parts.append(f"the context of {model.n_ctx} tokens is full" if full else "cut at -n")
+        parts.append(
+            f"the context of {model.n_ctx} tokens is full"
+            if full
+            else f"truncated at {timings.predicted_tokens} tokens"
+        )
     return "[" + " | ".join(parts) + "]"
 
 

@@ -49,6 +49,7 @@ def batch(  # noqa: PLR0913 - options of a subcommand
         from hotset.scale.batch import batch_on_ray
 
         name = model or catalogue.DEFAULT
+        options.check_not_created(name, "--ray")
         with ProgressBar() as bar:
             path = resolve(name, progress=bar)
         names = (*(alias or ()), model_name(path))
@@ -75,12 +76,12 @@ def batch(  # noqa: PLR0913 - options of a subcommand
             say(f"{output} has {work.n_done} of {len(work.file)} answers")
         if work.n_left:
             with ProgressBar() as bar:
-                path = resolve(model or catalogue.DEFAULT, progress=bar)
-            names = (*(alias or ()), model_name(path))
+                path = resolve(name := model or catalogue.DEFAULT, progress=bar)
+            names = (*(alias or ()), model_name(path, name))
 
             def load() -> Model:
                 with bar:
-                    loaded = hotset.load(path, settings, progress=bar)
+                    loaded = hotset.load(options.loaded_by(name, path), settings, progress=bar)
                 print_choice(loaded)
                 print_memory(loaded)
                 return loaded

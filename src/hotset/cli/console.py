@@ -25,8 +25,27 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
 # Settings that error messages name as Python has them, and the options that they are here.
-_OPTIONS = {"n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk"}
+_OPTIONS = {
+    "n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk", "max_sequences": "-np",
+    "repetition_penalty": "--repeat-penalty", "penalty_last_n": "--repeat-last-n",
+    "dry_sequence_breakers": "--dry-sequence-breaker", "top_n_sigma": "--top-nsigma",
+    "typical_p": "--typical", "dynatemp_exponent": "--dynatemp-exp", "mirostat_tau": "--mirostat-ent",
+    "mirostat_eta": "--mirostat-lr", "log_form": "--log-form", "tls_cert": "--tls-cert",
+    "tls_key": "--tls-key", "max_seconds": "--timeout", "grace_seconds": "--grace",
+} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        "keep_alive", "cache_dir", "cache_disk", "ram_budget", "vram_budget", "draft_max", "gpu_index",
+        "n_gpu_layers", "max_queue", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+        "logit_bias", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+        "xtc_probability", "xtc_threshold", "dynatemp_range", "json_schema", "ignore_eos",
+    )
+}  # fmt: skip
 _SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")
+# A message on a file of models or a Modelfile, which have these names themselves.
+_OF_A_FILE = re.compile(
+    r"\[(models\.|default\])|\b(models\..+|default)\.(load|sampling)\b|\.toml\b|^PARAMETER\b"
+)
 
 
 def say(text: str, *, dim: bool = False, column: int = 0) -> None:
@@ -42,7 +61,8 @@ def warn(text: str) -> None:
 
 def print_error(message: str) -> None:
     """A message on stderr. It may begin with a name, whose case is its own; settings become options."""
-    message = _SETTING.sub(lambda found: _OPTIONS[found[0]], message)
+    if not _OF_A_FILE.search(message):
+        message = _SETTING.sub(lambda found: _OPTIONS[found[0]], message)
     typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
     say(message if message.endswith((".", "!", "?")) else message + ".", column=len(prefix))
 

@@ -17,7 +17,6 @@ from hotset.cli.console import print_choice, print_json, print_memory, print_tab
 from hotset.cli.progress import ProgressBar
 from hotset.engine.pooling import Pooling, pooling_of
 from hotset.files import check_target, replacing
-from hotset.storage import resolve
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -118,14 +117,16 @@ def rerank(
 def _in_pieces(texts: list[str], bar: ProgressBar) -> Iterator[tuple[int, list[str]]]:
     """Some of the texts at a time, and how many are before them; the bar shows how many are done."""
     for start in range(0, len(texts), _AT_ONCE):
-        bar.advance("texts", start, len(texts), "texts")
+        if len(texts) > 1:
+            bar.advance("texts", start, len(texts), "texts")
         yield start, texts[start : start + _AT_ONCE]
-    bar.advance("texts", len(texts), len(texts), "texts")
+    if len(texts) > 1:
+        bar.advance("texts", len(texts), len(texts), "texts")
     bar.clear()
 
 
 def _loaded(model: str, settings: LoadSettings, bar: ProgressBar) -> Model:
-    loaded = hotset.load(resolve(model, progress=bar), settings, progress=bar)
+    loaded = hotset.load(model, settings, progress=bar)
     print_choice(loaded)
     print_memory(loaded)
     return loaded

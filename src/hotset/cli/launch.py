@@ -30,15 +30,26 @@ from typing import Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import say
+from hotset.cli.console import say, warn
 from hotset.cli.launch_tools import TOOLS, Server, Setup, backup_of, tool_of, with_arguments
-from hotset.cli.serve import check_installed
-from hotset.errors import HotsetError
+from hotset.cli.progress import ProgressBar
+from hotset.cli.serve import check_installed, model_name
+from hotset.errors import HotsetError, ModelNotFoundError
 from hotset.escaping import clause
 from hotset.files import write_whole
-from hotset.storage import catalogue
+from hotset.formats.gguf import open_gguf
+from hotset.loader.decide import DEFAULT_N_CTX
+from hotset.memory import free_memory
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.supported import read_config
+from hotset.storage import catalogue, find_created, resolve
 
 _URL = "http://127.0.0.1:8080"
+_FREE = "http://127.0.0.1:PORT"  # what --print shows for a server that would be started
+_CONTEXT = 32768  # tokens of a server that is started, for prompts of agents
+_SHORT_CONTEXT = 16384  # fewer are warned about
+_SHARE_OF_FREE = 0.5  # of the memory beside the model, that a context may have which was not asked for
 _ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
 _LARGEST = 8 << 20  # bytes of such an answer
 _LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
@@ -52,7 +63,16 @@ def launch(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
     url: Annotated[str | None, typer.Option("--url", help=f"A server that runs; default: {_URL}.")] = None,
-    ctx_size: options.ContextSize = None,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx-size",
+            "-c",
+            min=1,
+            help="Tokens of the context of a server that is started; default: 32768, or as many as the model "
+            "and the memory allow.",
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--print", help="Show what would be set, and start nothing.")] = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Change files of the tool without asking.")
@@ -72,10 +92,20 @@ def launch(
             raise HotsetError(
                 f"No server answers at {url}: start it with 'hotset serve', or leave out --url."
             )
+        name = model or catalogue.DEFAULT
         if found is None and show:
-            found = Server(url=_URL, model=model or catalogue.DEFAULT, n_ctx=ctx_size, key=_key())
+            n_ctx = ctx_size or _context(name, _known(name))
+            say(f"No server runs: one of {name} would be started on a free port (PORT), with -c {n_ctx}.")
+            found = Server(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=_key())
         if found is None:
-            found = stack.enter_context(_started(model or catalogue.DEFAULT, ctx_size))
+            with ProgressBar() as bar:
+                path = resolve(name, progress=bar)
+            found = stack.enter_context(_started(name, ctx_size or _context(name, path)))
+        if found.n_ctx is not None and found.n_ctx < _SHORT_CONTEXT:
+            warn(
+                f"the context is {found.n_ctx} tokens; coding agents often need {_CONTEXT}. Choose a model "
+                f"with a longer one, or start the server with -c {_CONTEXT}."
+            )
         setup = chosen.setup(found)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotset-launch-")))
         command = with_arguments(setup, arguments or [], folder)
@@ -90,6 +120,39 @@ def launch(
 
 
 # ---- the server ----
+
+
+def _known(name: str) -> Path | None:
+    """The file of a model, None for one that would be fetched. Raises ModelNotFoundError for a name that is
+    neither."""
+    entry = catalogue.find(name)
+    try:
+        return resolve(name, download=False)
+    except ModelNotFoundError:
+        if entry is not None or catalogue.canonical(name).startswith("hf:"):
+            return None
+        raise
+
+
+def _served_name(name: str) -> str:
+    path = _known(name)
+    return name if path is None else model_name(path, name)
+
+
+def _context(name: str, path: Path | None) -> int:
+    """Tokens of a context for agents: what the model was created with, or was trained for, as far as its
+    cache fits beside it. path: None for a model that is not here."""
+    made = find_created(name)
+    if path is None or (made is not None and made[1].load.get("n_ctx")):
+        return _CONTEXT if made is None else int(made[1].load["n_ctx"])
+    with open_gguf(path) as gguf:
+        config = read_config(gguf)
+        per_token = Cost(describe(config, gguf.tensors), gguf.tensors).kv_bytes_per_token("f16")
+        room = _SHARE_OF_FREE * max(free_memory() - gguf.nbytes, 0)
+    n = min(_CONTEXT, config.n_ctx_train)
+    while n > DEFAULT_N_CTX and n * per_token > room:
+        n = max(n // 2, DEFAULT_N_CTX)
+    return n
 
 
 def _key() -> str:
@@ -169,6 +232,10 @@ def _is_hotset(url: str) -> bool:
         return False
 
 
+def _with(ctx_size: int | None) -> str:
+    return "" if ctx_size is None else f" with -c {ctx_size}"
+
+
 @contextlib.contextmanager
 def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
     """A server of a model on a free port of this machine, until the tool has ended."""
@@ -177,8 +244,8 @@ def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    more = () if ctx_size is None else ("--ctx-size", str(ctx_size))
-    say(f"No server runs: starting one of {model} at {url} ...")
+    more = () if ctx_size is None else ("--ctx-size", str(ctx_size), "--contexts", "1")
+    say(f"No server runs: starting one of {model} at {url}{_with(ctx_size)} ...")
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "hotset.cli.main", "serve", model, "--port", str(port), *more]
         # A group of its own: Ctrl-C is the tool's.

@@ -20,7 +20,7 @@ from hotset.cli import options
 from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import shown, text, whole_number
-from hotset.storage import catalogue, on_this_machine, resolve
+from hotset.storage import catalogue, created, find_created, on_this_machine, resolve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,7 @@ TOOLS: list[dict[str, Any]] = [
     },
     {
         "name": "embed",
-        "description": "Texts as vectors of length 1, whose products say how near the texts are.",
+        "description": "A vector of length 1 for each text; the dot product of two is their similarity.",
         "inputSchema": {
             "type": "object",
             "properties": {
@@ -99,7 +99,7 @@ class Models:
 
     def __init__(self, name: str, path: Path, settings: LoadSettings) -> None:
         self._default, self._path, self._settings = name, path, settings
-        self._loaded: tuple[Path, Model] | None = None
+        self._loaded: tuple[str | Path, Model] | None = None  # by what it is loaded by
 
     def __enter__(self) -> Models:
         return self
@@ -114,9 +114,16 @@ class Models:
 
     def list(self) -> list[dict[str, Any]]:
         """Each model, and whether it is the one that is used where none is named."""
+        made = find_created(self._default)
+        here = on_this_machine()
         found = [
-            {"name": one.name, "size": one.size, "is_default": one.path == self._path}
-            for one in on_this_machine()
+            {"name": one.name, "size": one.size, "is_default": made is None and one.path == self._path}
+            for one in here
+        ]
+        sizes = {one.name: one.size for one in here}
+        found += [
+            {"name": name, "size": sizes.get(one.base), "is_default": made is not None and made[0] == name}
+            for name, one in created.read().items()
         ]
         if not any(one["is_default"] for one in found):
             found.insert(0, {"name": self._default, "size": self._path.stat().st_size, "is_default": True})
@@ -124,17 +131,18 @@ class Models:
 
     def get(self, name: str | None) -> Model:
         """Raises InvalidRequestError for a name that is not listed: a client names no file."""
-        path = self._path
+        wanted = options.loaded_by(self._default, self._path)
         if name is not None and name.lower() != self._default.lower():
-            paths = {one.name.lower(): one.path for one in on_this_machine()}
+            paths: dict[str, str | Path] = {one.lower(): one for one in created.read()}
+            paths |= {one.name.lower(): one.path for one in on_this_machine()}
             if name.lower() not in paths:
                 raise InvalidRequestError(f"there is no model {shown(name)}; list_models gives the names")
-            path = paths[name.lower()]
-        if self._loaded is None or self._loaded[0] != path:
+            wanted = paths[name.lower()]
+        if self._loaded is None or self._loaded[0] != wanted:
             from hotset.api import load
 
             self._close()
-            self._loaded = path, load(path, self._settings)
+            self._loaded = wanted, load(wanted, self._settings)
         return self._loaded[1]
 
 
@@ -248,9 +256,9 @@ class Server:
         messages = [{"role": "user", "content": text("prompt", prompt)}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": text("system", system)})
-        params = {"max_tokens": 1024} | params
         pieces, n_tokens, last = [], 0, None
         loaded = self._models.get(model)
+        params = {"max_tokens": 1024, **loaded.decided.sampling, **params}
         with closing(loaded.stream(loaded.encode_chat(messages), **params)) as stream:  # type: ignore[type-var]
             for last in stream:
                 if id in self._cancelled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +14,9 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
-from hotset.errors import ModelNotFoundError
+from hotset.errors import HotsetError, ModelNotFoundError
 from hotset.report.bars import percent
-from hotset.storage import catalogue, created, elsewhere, on_this_machine, resolve, store
+from hotset.storage import aliases, catalogue, created, elsewhere, on_this_machine, resolve, store
 from hotset.storage.store import StoredModel
 from hotset.units import human_count, human_size
 
@@ -73,9 +74,10 @@ def list_command(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the models on this machine, ReLU models marked, or the supported architectures.
+    """List the models on this machine with their kinds, or the supported architectures.
 
-    They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place.
+    They are those of the store, and of Ollama, LM Studio and the Hugging Face cache, which run in place,
+    created models, and aliases (POST /api/copy).
     """
     if architectures:
         _list_architectures(json)
@@ -100,7 +102,7 @@ def list_command(
             item["name"],
             human_size(item["size"]) if item["size"] else "?",
             "?" if item["fits"] is None else "yes" if item["fits"] else "no",
-            "ReLU" if item["relu"] else "dense",
+            item["kind"],
             _where(item)
             if item["local"]
             else ("not here yet" if not item["unsupported"] else "cannot run yet"),
@@ -114,7 +116,7 @@ def list_command(
 
 
 def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, Any]]:
-    """The models of this machine, and those that were created of them."""
+    """The models of this machine, those that were created of them, and aliases."""
     items: list[dict[str, Any]] = [
         {
             "name": model.name,
@@ -124,17 +126,23 @@ def _local_items(local: Sequence[StoredModel], memory: int) -> list[dict[str, An
             "path": str(model.path),
             "dialect": model.dialect,
             "relu": model.relu,
+            "kind": catalogue.kind_of(model.name, relu=model.relu),
             "fits": store.fits(model.size, memory),
             "needs": None,
             "unsupported": None,
         }
         for model in local
     ]
-    nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
-    return items + [
-        {"name": name, "local": True, "source": f"created from {one.base}", "relu": False} | nothing
-        for name, one in created.read().items()
-    ]
+    by_name = {item["name"].lower(): item for item in items}
+    made = [(name, one.base, "created from") for name, one in created.read().items()]
+    made += [(name, model, "alias of") for name, model in aliases.read().items()]
+    for name, base, how in made:
+        of = by_name.get(base.lower(), {})
+        nothing = dict.fromkeys(("size", "path", "dialect", "fits", "needs", "unsupported"))
+        item = {"name": name, "local": True, "source": f"{how} {base}", "relu": of.get("relu", False)}
+        items.append(item | {"kind": of.get("kind") or catalogue.kind_of(base)} | nothing)
+        by_name.setdefault(name.lower(), items[-1])
+    return items
 
 
 def _catalogue_items(here: set[str], memory: int) -> list[dict[str, Any]]:
@@ -148,6 +156,7 @@ def _catalogue_items(here: set[str], memory: int) -> list[dict[str, Any]]:
             "repository": entry.repo,
             "file": entry.file,
             "relu": entry.relu,
+            "kind": catalogue.kind_of(entry.name),
             "fits": store.fits(entry.size, memory) if entry.size else None,
             "quantisation": entry.quant or None,
             "licence": entry.licence or None,
@@ -177,25 +186,59 @@ def _list_architectures(json: bool) -> None:
 
 
 def rm(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models of the store.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Models of the store, created models, aliases.")
+    ],
     json: options.Json = False,
 ) -> None:
-    """Delete models from the store."""
-    deleted = []
+    """Delete models from the store, created models, or aliases."""
+    deleted: list[dict[str, Any]] = []
     for name in names:
-        if store.find_local(name) is None and created.remove(name):
-            deleted.append({"name": name, "files": [], "freed": 0})
+        if store.find_local(name) is None and (what := _forgotten(name)) is not None:
+            deleted.append({"name": name, "files": [], "freed": 0, "dependents": []})
             if not json:
-                say(f"Deleted {name}, which was created; the model that it is made of stays.")
+                say(f"Deleted {name}, {what} stays.")
             continue
         if store.find_local(name) is None and (other := elsewhere.find(name)) is not None:
             raise ModelNotFoundError(f"'{name}' is a model of {other.source}: delete it there.")
+        dependents = _dependents(name)
         files, freed = store.remove(name)
-        deleted.append({"name": name, "files": [str(path) for path in files], "freed": freed})
+        paths = [str(path) for path in files]
+        deleted.append({"name": name, "files": paths, "freed": freed, "dependents": dependents})
         if not json:
             say(f"Deleted {name}: {len(files)} file{'s' if len(files) != 1 else ''}, {human_size(freed)}.")
+            if dependents:
+                say(
+                    f"Made of it, and without a file now: {', '.join(dependents)}. Fetch or copy the model "
+                    "again, or delete these names too."
+                )
     if json:
         print_json(deleted)
+
+
+def _forgotten(name: str) -> str | None:
+    """Deletes a created model or an alias. What it was and what stays, in words; None: it is neither."""
+    if created.remove(name):
+        return "which was created; the model that it is made of"
+    model = aliases.find(name)
+    if model is None:
+        return None
+    aliases.remove(name.removesuffix(":latest"))
+    return f"an alias; {model}"
+
+
+def _dependents(name: str) -> list[str]:
+    """Created models and aliases that lead to the file of a stored model."""
+    found = store.find_local(name)
+    if found is None:
+        return []
+    led = [(known, one.base) for known, one in created.read().items()] + list(aliases.read().items())
+    names = {found.name.lower()}
+    for known, base in led:
+        with suppress(HotsetError):  # several are called so
+            if base.lower() in names or store.local_path(base) == found.path:
+                names.add(known.lower())
+    return [known for known, _ in led if known.lower() in names - {found.name.lower()}]
 
 
 def show(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -60,7 +60,12 @@ Threads = Annotated[
 ]
 ContextSize = Annotated[
     int | None,
-    _option("--ctx-size -c", "Size of the context: tokens of prompt and answer together.", _ENGINE, min=1),
+    _option(
+        "--ctx-size -c",
+        "Tokens of prompt and answer together; default: the model's, 4096 at most.",
+        _ENGINE,
+        min=1,
+    ),
 ]
 LONGEST = 512  # tokens of a sequence that is watched
 OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
@@ -143,7 +148,8 @@ CacheDir = Annotated[
     ),
 ]
 CacheDisk = Annotated[
-    str, _option("--cache-disk", "Size of that directory at most: 500M, 20G.", _CACHE, metavar="SIZE")
+    str | None,
+    _option("--cache-disk", "Most bytes in that directory: 500M; default: 20G.", _CACHE, metavar="SIZE"),
 ]
 Session = Annotated[
     Path | None,
@@ -202,7 +208,7 @@ HfFile = Annotated[
 FlashAttention = Annotated[
     str | None, _option("--flash-attn -fa", "on or auto: attention is always fused.", _LLAMA)
 ]
-Jinja = Annotated[bool, _option("--jinja", "Chat templates always are.", _LLAMA)]
+Jinja = Annotated[bool, _option("--jinja", "No effect: chat templates are always Jinja's.", _LLAMA)]
 CpuMoe = Annotated[bool, _option("--cpu-moe -cmoe", "Refused: see --vram-budget.", _LLAMA)]
 NCpuMoe = Annotated[int | None, _option("--n-cpu-moe -ncmoe", "Refused: see --vram-budget.", _LLAMA)]
 OverrideTensor = Annotated[
@@ -268,7 +274,13 @@ FrequencyPenalty = Annotated[
 ]
 _DRY, _MORE = "Sampling against repetition (DRY)", "More samplers"
 RepeatLastN = Annotated[
-    int | None, _option("--repeat-last-n", "Recent are so many tokens; -1: all, 0: none.", _SAMPLING, min=-1)
+    int | None,
+    _option(
+        "--repeat-last-n",
+        "How many recent tokens the penalties look at; -1: all, 0: none.",
+        _SAMPLING,
+        min=-1,
+    ),
 ]
 DryMultiplier = Annotated[
     float | None, _option("--dry-multiplier", "Penalty on repeated sequences; 0: off, usual: 0.8.", _DRY)
@@ -312,7 +324,7 @@ DynatempRange = Annotated[
     float | None, _option("--dynatemp-range", "The temperature moves so far both ways; 0: off.", _MORE)
 ]
 DynatempExponent = Annotated[
-    float | None, _option("--dynatemp-exp", "How it depends on the entropy; 1.", _MORE)
+    float | None, _option("--dynatemp-exp", "Exponent of the entropy in that temperature; default: 1.", _MORE)
 ]
 MirostatVersion = Annotated[
     int | None, _option("--mirostat", "Mirostat 1 or 2, in place of top-k, top-p and others; 0: off.", _MORE)
@@ -458,10 +470,18 @@ class PromptCacheOptions(LoadOptions):
     """Where the cache of finished answers is kept."""
 
     cache_dir: CacheDir = None
-    cache_disk: CacheDisk = "20G"
+    cache_disk: CacheDisk = None
 
     def fields(self) -> dict[str, Any]:
-        return super().fields() | {"cache_dir": self.cache_dir, "cache_disk": self.cache_disk}
+        size = {} if self.cache_disk is None else {"cache_disk": self.cache_disk}
+        return super().fields() | {"cache_dir": self.cache_dir} | size
+
+    def check_cache_disk(self, folder: str = "--cache-dir", *, has_folder: bool = False) -> None:
+        """Wrong usage for a size of no directory. folder: the options that name one."""
+        if self.cache_disk is not None and self.cache_dir is None and not has_folder:
+            raise typer.BadParameter(
+                f"it is of a directory; name that by {folder}.", param_hint="--cache-disk"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,6 +501,13 @@ class BenchOptions(SpeculationOptions, LoraOptions, GPUOptions, SparsityOptions)
 
 def kv_type(keys: str, values: str | None) -> str:
     """The setting of that name: of keys and values alike, or of both."""
+    from hotset.model.cost import KVType
+
+    known, one = "f16, q8_0 and q4_0", [name for name in get_args(KVType) if "/" not in name]
+    if keys not in one and (values is not None or set(keys.split("/")) - set(one)):
+        raise typer.BadParameter(f"'{keys}' is none of {known}.", param_hint="--cache-type")
+    if values is not None and values not in one:
+        raise typer.BadParameter(f"'{values}' is none of {known}.", param_hint="--cache-type-v")
     return keys if values in (None, keys) else f"{keys}/{values}"
 
 
@@ -562,16 +589,37 @@ class ScaleOptions:
     ray: RayAddress = None
 
     def load(self, model: str, path: Path, settings: LoadSettings, progress: Reporter) -> Model:
-        """The model at a path, or its stages, which each machine opens by the name that was given."""
+        """The model at a path, or its stages, which each machine opens by the name that was given. A created
+        model is loaded by its name, with what it was created with."""
         if self.stages is None:
             if self.ray is not None:
                 raise typer.BadParameter("it is where --stages are; name these too.", param_hint="--ray")
             from hotset.api import load
 
-            return load(path, settings, progress=progress)
+            return load(loaded_by(model, path), settings, progress=progress)
         from hotset.scale.stages import load_staged
 
+        check_not_created(model, "--stages")
         return load_staged(name_everywhere(model, path), settings, self.stages, self.ray)
+
+
+def loaded_by(model: str, path: Path) -> str | Path:
+    """What `load` takes: the name of a created model, which has settings; of any other one the file."""
+    from hotset.storage import find_created
+
+    return path if find_created(model) is None else model
+
+
+def check_not_created(model: str, option: str) -> None:
+    """Wrong usage for a created model, which other machines do not know."""
+    from hotset.storage import find_created
+
+    if (found := find_created(model)) is not None:
+        raise typer.BadParameter(
+            f"'{found[0]}' is a created model, which other machines do not know: name '{found[1].base}', of "
+            "which it is made.",
+            param_hint=option,
+        )
 
 
 def name_everywhere(model: str, path: Path) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,8 @@ from hotset.cli.console import (
 )
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
-from hotset.storage import catalogue, created, on_this_machine, resolve, store
+from hotset.files import expanded
+from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hotset.cli.session import Session
     from hotset.generation import Chunk, Timings
     from hotset.offload.cache_stats import CacheStats
-    from hotset.settings import LoadSettings
     from hotset.sparsity.stats import StatsSummary
 
 # What a model is made of are hundreds of thousands of objects in no circle: to look for circles among them
@@ -66,13 +65,11 @@ def run(  # noqa: PLR0913 - options of a subcommand
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
     name, text = _arguments(model, prompt, loading.named(model_option), prompt_option, file)
-    made = created.find(name) if name else None
-    params = {**(made.sampling if made else {}), **sampling.params()}
-    if made and ctx_size is None:
-        ctx_size = made.load.get("n_ctx")
+    params = sampling.params()
+    loading.check_cache_disk()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=1)
-    if made and loading.lora is None:
-        settings = replace(settings, lora=made.load.get("lora"))
+    if session is not None:
+        check_session(session)
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
@@ -80,8 +77,9 @@ def run(  # noqa: PLR0913 - options of a subcommand
     path = _find(name, interactive, bar)
 
     with bar:
-        loaded = _loaded(name, path, settings, scale, bar)
+        loaded = scale.load(name or str(path), path, settings, bar)
     with loaded:
+        params = {**loaded.decided.sampling, **params}
         print_choice(loaded)
         print_memory(loaded)
         kept = None if session is None else _open_session(loaded, session)
@@ -99,27 +97,19 @@ def run(  # noqa: PLR0913 - options of a subcommand
             kept.save(said)
 
 
+def check_session(path: Path) -> None:
+    """Wrong usage where a session could not be written at the end."""
+    folder = expanded(path).absolute().parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {folder} to write it in.", param_hint="--session")
+    if not os.access(folder, os.W_OK):
+        raise typer.BadParameter(f"nothing may be written in the folder {folder}.", param_hint="--session")
+
+
 def _open_session(model: Model, path: Path) -> Session:
     from hotset.cli.session import Session
 
     return Session(model, path)
-
-
-def _loaded(
-    name: str | None, path: Path, settings: LoadSettings, scale: options.ScaleOptions, progress: ProgressBar
-) -> Model:
-    """The model, with the template that it was created with."""
-    made = created.find(name) if name else None
-    if made is None or made.template is None:
-        return scale.load(name or str(path), path, settings, progress)
-    if scale.stages is not None:
-        raise typer.BadParameter("a created model runs on one machine.", param_hint="--stages")
-    from hotset.api import load_opened
-    from hotset.loader.build import open_model
-
-    opened = open_model(path, replace(settings, progress=progress))
-    opened.gguf.metadata["tokenizer.chat_template"] = made.template
-    return load_opened(opened)
 
 
 def _arguments(
@@ -194,7 +184,7 @@ def _choose() -> str:
                 name,
                 human_size(size),
                 "yes" if store.fits(size, memory) else "no",
-                "ReLU" if relu else "dense",
+                catalogue.kind_of(name, relu=relu),
                 "here" if is_here else "to be fetched",
             ]
             for i, (name, size, relu, is_here) in enumerate(choices, 1)

@@ -17,11 +17,12 @@ from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, install_command
 from hotset.escaping import clause
 from hotset.files import expanded
+from hotset.loader.adapters import check_adapter
 from hotset.memory import free_memory
 from hotset.server.keys import read_keys
 from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.settings import ServerSettings
-from hotset.storage import catalogue, on_this_machine, resolve, store
+from hotset.storage import catalogue, find_created, on_this_machine, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ class ServerOptions:
         _option("--max-memory", "GiB of all loaded models together; default: 0.9 of free memory.", min=0),
     ] = None
     keep_alive: Annotated[
-        str | None, _option("--keep-alive", "Idle models are unloaded after this; -1: never.", metavar="TIME")
+        str | None,
+        _option(
+            "--keep-alive", "Idle models are unloaded after this; default: 5m; -1: never.", metavar="TIME"
+        ),
     ] = None
     models_file: Annotated[
         Path | None,
@@ -207,6 +211,7 @@ def serve(
     check_installed()
     if (named := loading.named(models[0] if models else None)) is not None and not models:
         models = [named]
+    loading.check_cache_disk("--cache-dir or --slot-save-path", has_folder=server.slot_save_path is not None)
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     is_scaled = any(
@@ -234,11 +239,21 @@ def _serve_one(
     scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
+    if pairs := [one for one in alias if "=" in one]:
+        raise typer.BadParameter(
+            f"one model is served: write its name alone, not '{pairs[0]}'. NAME=MODEL is of several models.",
+            param_hint="--alias",
+        )
+    for adapter, _ in settings.loras:
+        check_adapter(adapter)
     bar = ProgressBar()
     with bar:
         path = resolve(model, progress=bar)
-    names = (*alias, model_name(path))
+    names = (*alias, model_name(path, model))
+    if scale.stages is not None:
+        options.check_not_created(model, "--stages")
     if server.replicas is not None or server.max_replicas is not None:
+        options.check_not_created(model, "--replicas")
         if server.mcp is not None:
             raise typer.BadParameter(
                 "replicas are asked through a front that calls no tools; leave it out.", param_hint="--mcp"
@@ -300,7 +315,7 @@ def _serve_several(
     file = ModelsFile.read(server.models_file) if server.models_file is not None else ModelsFile()
     file = with_aliases(file, _aliases(alias))
     folder = _folder(given)
-    named = {} if folder is not None else _named(given)
+    named, first = ({}, []) if folder is not None else _named(given)
     if not given and not file.models and not store.list_models():
         with ProgressBar() as bar:
             resolve(catalogue.DEFAULT, progress=bar)
@@ -310,14 +325,14 @@ def _serve_several(
     memory = server.max_memory if server.max_memory is not None else file.max_memory
     keep = duration(server.keep_alive) if server.keep_alive is not None else file.keep_alive
     budget = int(free_memory() * _SHARE_OF_FREE) if memory is None else int(memory * 2**30)
-    say(f"{_count(len(found.models), 'model')}, of which loaded ones have {human_size(budget)} together")
+    say(f"{_count(len(found.models), 'model')}; memory limit for loaded models: {human_size(budget)}")
     models = Models(
         found,
         server_settings,
         load=settings,
         budget=budget,
         keep_alive=KEEP_ALIVE_SECONDS if keep is None else keep,
-        first=tuple(named),
+        first=tuple(first),
         report=say,
     )
     listen(models, lambda where: say(f"listening on {where}"))
@@ -335,9 +350,11 @@ def _folder(given: list[str] | None) -> Path | None:
     return path if path.is_dir() and len(store.complete_models(path)) > 1 else None
 
 
-def _named(given: list[str]) -> dict[str, Path]:
-    """The files of models that were given, by name; what is not here is fetched."""
+def _named(given: list[str]) -> tuple[dict[str, Path], list[str]]:
+    """The files of models that were given, by name, and the names that were given: a created model has its
+    own. What is not here is fetched."""
     found: dict[str, Path] = {}
+    first = []
     with ProgressBar() as bar:
         for model in given:
             path = resolve(model, progress=bar)
@@ -347,7 +364,8 @@ def _named(given: list[str]) -> dict[str, Path]:
                     "--models-file.",
                     param_hint="MODEL",
                 )
-    return found
+            first.append(model_name(path, model))
+    return found, first
 
 
 def _aliases(given: list[str]) -> dict[str, str]:
@@ -368,7 +386,10 @@ def check_installed(
         raise HotsetError(f"{what} {', '.join(missing)}; install it with: {install_command(extra)}")
 
 
-def model_name(path: Path) -> str:
-    """What a model is called: as in the store, or as its file."""
+def model_name(path: Path, given: str | None = None) -> str:
+    """What a model is called: as it was created, as in the store, or as its file. given: its name on the
+    command line."""
+    if given is not None and (made := find_created(given)) is not None:
+        return made[0]
     stored = (model.name for model in on_this_machine() if model.path == path)
     return next(stored, path.stem)

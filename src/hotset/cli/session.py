@@ -37,9 +37,7 @@ class Session:
         self.messages = _messages(saved.about.get("messages"), self._path)
         self._prefix = saved.prefix
         n_tokens = self._files.restore(saved)
-        found = (
-            f"{n_tokens} tokens of its cache" if n_tokens else "nothing of its cache: it is computed again"
-        )
+        found = "with their cache" if n_tokens else "without a cache: they are computed again"
         say(f"({self._path}: {len(self.messages)} messages, {found})", dim=True)
 
     @property

@@ -108,6 +108,8 @@ class SessionFiles:
             if not about_bytes and identity not in (None, self.identity.digest):
                 return SavedPrefix({}, NO_PREFIX, Blocks(), HEAD_BYTES, False)
             try:
+                if identity is None:
+                    raise ValueError
                 head = read_record(file, path, most)
                 first = json.loads(head.contents) if head.kind == Kind.session else None
             except (EOFError, ValueError, RecursionError):

@@ -29,24 +29,37 @@ def open_adapters(decided: Decided, thread: EngineThread) -> Adapters:
     return adapters
 
 
-def open_adapter(
-    decided: Decided, path: str | os.PathLike[str], check: Callable[[], object] = lambda: None
-) -> AdapterFile:
-    """An adapter for a model: a GGUF file, or a folder of PEFT's. check: as of Adapters.load. Raises
-    ModelNotFoundError, FormatError, UnsupportedModelError."""
+def check_adapter(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of an adapter: a file, or a folder of PEFT's. Raises ModelNotFoundError, FormatError,
+    UnsupportedModelError where it is neither."""
     found = expanded(path).absolute()
     try:
         is_folder, is_there = found.is_dir(), found.exists()
     except OSError as error:
         raise FormatError(f"the adapter {found} cannot be read ({error.strerror})") from None
-    if not is_folder:
-        if not is_there:
-            raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
-        if found.suffix == ".safetensors":
-            raise UnsupportedModelError(
-                f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
-                "(those of 'hotset sparsify' become part of a model with its --adapters)"
+    if is_folder:
+        if not (found / "adapter_config.json").is_file():
+            raise ModelNotFoundError(
+                f"the folder {found} has no adapter_config.json; name the folder of an adapter that PEFT "
+                "saved, or an adapter in GGUF"
             )
+    elif not is_there:
+        raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
+    elif found.suffix == ".safetensors":
+        raise UnsupportedModelError(
+            f"{found} is a file of safetensors; name PEFT's folder that it is in, or an adapter in GGUF "
+            "(those of 'hotset sparsify' become part of a model with its --adapters)"
+        )
+    return found
+
+
+def open_adapter(
+    decided: Decided, path: str | os.PathLike[str], check: Callable[[], object] = lambda: None
+) -> AdapterFile:
+    """An adapter for a model: a GGUF file, or a folder of PEFT's. check: as of Adapters.load. Raises
+    ModelNotFoundError, FormatError, UnsupportedModelError."""
+    found = check_adapter(path)
+    if not found.is_dir():
         return open_gguf_adapter(found)
     from hotset.convert.peft import open_peft_adapter
 

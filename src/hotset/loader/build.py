@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.placement.ram import HostMemory, RamPlan
     from hotset.placement.table import Placement
+    from hotset.storage.created import Created
 
 _MEASURED_STEP = 128  # tokens, of a backend that measures a predictor
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
@@ -75,21 +76,26 @@ _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
-    Devices are looked for first: a model is not fetched for one that is not there. None are used where there
-    are adapters, which the CPU computes. Raises DeviceError,
+    A created model (`hotset create`) has its template and sampling, and its context and adapters where
+    settings have none. Devices are looked for first: a model is not fetched for one that is not there. None
+    are used where there are adapters, which the CPU computes. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
+    path, made = Path(model), None
+    if not path.is_file():
+        from hotset.storage import find_created, resolve
+
+        if (found := find_created(model)) is not None:
+            made = found[1]
+            settings = _with_created(settings, made)
     on_cpu = settings.backend != "auto" or settings.lora is not None
     devices, unused = ((), None) if on_cpu else detect.wanted_devices(settings)
     if settings.on_vulkan:
         _free(settings)
     if unused is not None:
         _warn(unused)
-    path = Path(model)
     if not path.is_file():
-        from hotset.storage import resolve
-
-        path = resolve(model)
+        path = resolve(model, progress=settings.progress)
     gguf = open_gguf(path)
     try:
         if copy := next((name for name in gguf.tensors if name.endswith("_c.blocks")), None):
@@ -100,7 +106,17 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     except BaseException:
         gguf.close()
         raise
-    return Opened(settings, gguf, config, devices)
+    if made is not None and made.template is not None:
+        gguf.metadata["tokenizer.chat_template"] = made.template
+    return Opened(settings, gguf, config, devices, {} if made is None else made.sampling)
+
+
+def _with_created(settings: LoadSettings, made: Created) -> LoadSettings:
+    """With what a created model is loaded with, where the settings leave it out."""
+    return replace(
+        settings,
+        **{name: value for name, value in made.load.items() if getattr(settings, name) is None},
+    )
 
 
 def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOTHING_RESERVED) -> Decided:

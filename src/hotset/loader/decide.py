@@ -6,8 +6,8 @@ Nothing is opened, measured or written here: build.py gathers the facts and acts
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.backends.base import PAGE_SIZE
@@ -43,12 +43,14 @@ _SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where its leng
 
 @dataclass(frozen=True)
 class Opened:
-    """A model file and the facts of its architecture. devices: to place it on; none: the CPU alone."""
+    """A model file and the facts of its architecture. devices: to place it on; none: the CPU alone.
+    sampling: fields of SamplingParams that a created model has for requests that leave them out."""
 
     settings: LoadSettings
     gguf: GGUFFile
     config: ModelConfig
     devices: tuple[str | Card, ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def with_settings(self, **changes: Any) -> Opened:
         """The same file, to be loaded otherwise: where settings depend on what is in it."""
@@ -96,7 +98,7 @@ class Decided:
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     limit: bytes of memory for the model; None: its files are mapped. ram: what of these is for what. stored:
     the weights that were read then, once it is built. channels: what leaving out the zeros of thresholds is
-    expected to gain. reserved: memory for what is loaded beside it.
+    expected to gain. reserved: memory for what is loaded beside it. sampling: as of Opened.
     """
 
     settings: LoadSettings
@@ -117,6 +119,7 @@ class Decided:
     stored: StoredWeights | None = None
     channels: ChannelPlan | None = None
     reserved: Reserved = NOTHING_RESERVED
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_sparse(self) -> bool:
@@ -175,7 +178,7 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
-        predictor=prepared.predictor, reserved=machine.reserved,
+        predictor=prepared.predictor, reserved=machine.reserved, sampling=opened.sampling,
     )  # fmt: skip
     if limit is not None and settings.n_ctx is None and not opened.devices:
         n_ctx = _context_beside_rows(decided, limit - machine.program)

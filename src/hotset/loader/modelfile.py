@@ -244,7 +244,9 @@ def _settings(parameters: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Any]
         SamplingParams(**sampling)
         LoadSettings(**load)
     except HotsetError as error:
-        raise InvalidRequestError(f"PARAMETER: {error}") from None
+        fields = {field_name: name for name, (field_name, _) in _SAMPLING.items()} | {"n_ctx": "num_ctx"}
+        field_name, _, rest = str(error).partition(" ")
+        raise InvalidRequestError(f"PARAMETER {fields.get(field_name, field_name)} {rest}") from None
     return sampling, load
 
 

@@ -5,7 +5,7 @@ A request never names a file: what it says is looked up in this list and nowhere
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -160,17 +160,18 @@ class Catalogue:
             yield Offered(name=name, path=path, settings=settings, is_stored=is_stored)
         here = {name.lower(): path for name, path in reversed(found)}
         for name, one in created.read().items():
-            if (base := here.get(one.base.lower()) or self._base(one.base)) is not None:
+            if (base := here.get(one.base.lower()) or self._base(one.base, here.values())) is not None:
                 made = ModelSettings(template=one.template, load=one.load, sampling=one.sampling)
                 settings = made.over(own.get(name.lower(), self.file.default))
                 yield Offered(name=name, path=base, settings=settings)
 
-    def _base(self, name: str) -> Path | None:
-        """The file of a model that another one was created from, where the store's models are offered."""
+    def _base(self, name: str, offered: Collection[Path]) -> Path | None:
+        """The file of a model that another one was created from, where it is offered, or the store's are."""
         try:
-            return store.local_path(name) if self._with_store else None
+            path = store.local_path(name)
         except HotsetError:  # several are called so
             return None
+        return path if self._with_store or path in offered else None
 
     def _path(self, model: str) -> Path | None:
         beside = self.file.folder / model

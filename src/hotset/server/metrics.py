@@ -24,79 +24,106 @@ from hotset.server.vectors import Vectors
 
 # What the engine counts (engine/counters.py): name → its field, what it is.
 ENGINE_COUNTERS = {
-    "hotset_steps": ("steps", "Batches that were computed."),
-    "hotset_step_seconds": ("step_seconds", "Time that they took."),
-    "hotset_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were computed."),
-    "hotset_cached_prompt_tokens": ("reused_tokens", "Tokens of prompts that were found in the cache."),
+    "hotset_steps": ("steps", "Steps (batches of tokens) that the engine computed."),
+    "hotset_step_seconds": ("step_seconds", "Seconds that the engine's steps took."),
+    "hotset_prompt_tokens": ("prompt_tokens", "Prompt tokens that were computed."),
+    "hotset_cached_prompt_tokens": ("reused_tokens", "Prompt tokens that were found in the prefix cache."),
     "hotset_restored_prompt_tokens": (
         "restored_tokens",
-        "Tokens of prompts that were read from the prompt cache on disk.",
+        "Prompt tokens that were read from the prompt cache on disk.",
     ),
-    "hotset_generated_tokens": ("generated_tokens", "Generated tokens."),
+    "hotset_generated_tokens": ("generated_tokens", "Tokens of answers that were generated."),
     "hotset_answer_steps": ("answer_steps", "Steps in which an answer got tokens, summed over answers."),
     "hotset_drafted_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
-    "hotset_accepted_tokens": ("accepted_tokens", "Those of them that were right."),
-    "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
-    "hotset_refused": ("refused", "Requests that found the queue full."),
+    "hotset_accepted_tokens": ("accepted_tokens", "Drafted tokens that were accepted."),
+    "hotset_preemptions": (
+        "preemptions",
+        "Sequences that were preempted: their KV cache blocks were freed, and are computed again.",
+    ),
+    "hotset_refused": ("refused", "Requests that were refused because the queue was full."),
 }
 PROMPT_CACHE_COUNTERS = {  # with a prompt cache on disk
     "hotset_prompt_cache_blocks_read": (
         "blocks_read",
         "Blocks that were read from the prompt cache on disk.",
     ),
-    "hotset_prompt_cache_read_bytes": ("bytes_read", "Their bytes."),
-    "hotset_prompt_cache_blocks_written": ("blocks_written", "Blocks that were written there."),
-    "hotset_prompt_cache_written_bytes": ("bytes_written", "Their bytes."),
-    "hotset_prompt_cache_blocks_evicted": ("blocks_evicted", "Blocks that were deleted for their room."),
-    "hotset_prompt_cache_blocks_damaged": ("blocks_damaged", "Blocks that were damaged, and were deleted."),
+    "hotset_prompt_cache_read_bytes": ("bytes_read", "Bytes that were read from the prompt cache on disk."),
+    "hotset_prompt_cache_blocks_written": (
+        "blocks_written",
+        "Blocks that were written to the prompt cache on disk.",
+    ),
+    "hotset_prompt_cache_written_bytes": (
+        "bytes_written",
+        "Bytes that were written to the prompt cache on disk.",
+    ),
+    "hotset_prompt_cache_blocks_evicted": (
+        "blocks_evicted",
+        "Blocks of the prompt cache on disk that were deleted to free space.",
+    ),
+    "hotset_prompt_cache_blocks_damaged": (
+        "blocks_damaged",
+        "Blocks of the prompt cache on disk that were damaged, and were deleted.",
+    ),
     "hotset_prompt_cache_sequences_dropped": (
         "sequences_dropped",
-        "Answers that were not stored, since too many waited for the disk.",
+        "Answers that were not stored in the prompt cache on disk, because too many waited.",
     ),
-    "hotset_prompt_cache_write_errors": ("write_errors", "Answers that the disk did not take."),
+    "hotset_prompt_cache_write_errors": (
+        "write_errors",
+        "Answers that were not stored in the prompt cache, because writing to the disk failed.",
+    ),
 }
 PROMPT_CACHE_GAUGES = {
     "hotset_prompt_cache_bytes": (
         "bytes",
-        "Size of the directory, of all models, when it was last looked at.",
+        "Size of the prompt cache on disk, of all models, when it was last measured.",
     ),
 }
 DISK_COUNTERS = {  # under a budget of memory
     "hotset_row_hits": ("hits", "Rows of neurons that were in memory when they were needed."),
-    "hotset_row_misses": ("misses", "Rows of neurons that had to be read."),
-    "hotset_disk_read_bytes": ("bytes_read", "Bytes that were read for them."),
-    "hotset_disk_reads": ("n_reads", "Reads that this took."),
-    "hotset_disk_wait_seconds": ("seconds_waited", "Time of waiting for what was read."),
+    "hotset_row_misses": ("misses", "Rows of neurons that were read from the disk."),
+    "hotset_disk_read_bytes": ("bytes_read", "Bytes of neuron rows that were read from the disk."),
+    "hotset_disk_reads": ("n_reads", "Disk reads of neuron rows."),
+    "hotset_disk_wait_seconds": (
+        "seconds_waited",
+        "Seconds that steps waited for neuron rows from the disk.",
+    ),
     "hotset_disk_streamed_bytes": (
         "bytes_streamed",
-        "Bytes of weights that have no room, read in each step.",
+        "Bytes of weights that do not fit in memory, read from the disk in each step.",
     ),
 }
 EXPERT_COUNTERS = {  # of an MoE model with a cache of experts
-    "hotset_expert_hits": ("hits", "Experts of tokens that were in the cache."),
+    "hotset_expert_hits": ("hits", "Experts of tokens that were in the cache of experts."),
     "hotset_experts_streamed": ("streamed", "Experts of tokens that a device fetched and computed."),
     "hotset_experts_on_cpu": ("on_cpu", "Experts of tokens that the CPU computed for a device."),
     "hotset_experts_fetched": ("fetched", "Experts that were copied into a device's memory."),
     "hotset_experts_read": ("misses", "Experts that were read from the disk."),
 }
 ENGINE_GAUGES = {
-    "hotset_sequences_running": ("running", "Sequences that share steps."),
-    "hotset_sequences_waiting": ("waiting", "Sequences that wait for a place."),
-    "hotset_cache_pages": ("pages", "Pages of the KV cache, of 64 tokens."),
-    "hotset_cache_pages_used": ("pages_used", "Those of sequences that run."),
-    "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for later requests."),
+    "hotset_sequences_running": ("running", "Sequences that are running."),
+    "hotset_sequences_waiting": ("waiting", "Sequences that wait in the queue."),
+    "hotset_cache_pages": ("pages", "Blocks of the KV cache, each of 64 tokens."),
+    "hotset_cache_pages_used": ("pages_used", "Blocks of the KV cache that running sequences use."),
+    "hotset_cache_pages_idle": (
+        "pages_cached",
+        "Blocks of the KV cache that hold a prefix for later requests.",
+    ),
 }
-ENGINE_MOST = {"hotset_sequences_most": ("most", "Sequences that may run at once.")}
-STEP_SIZES = "hotset_step_size_seconds", "What a step of so many tokens takes, as far as it was learned."
+ENGINE_MOST = {"hotset_sequences_most": ("most", "Most sequences that run at the same time.")}
+STEP_SIZES = (
+    "hotset_step_size_seconds",
+    "Seconds that a step of n_tokens tokens takes, as measured for speculative decoding.",
+)
 
 # Of a server with several models.
-MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Bytes that loaded models may have together.")
+MODELS_LIMIT = ("hotset_models_memory_limit_bytes", "Memory limit of all loaded models together.")
 MODEL_GAUGES = {
     "hotset_model_loaded": ("loaded", "1 for a model that is loaded."),
     "hotset_model_memory_bytes": ("memory", "Memory of a model: weights, cache and buffers."),
     "hotset_model_requests": ("holds", "Requests that use a model."),
     "hotset_model_requests_waiting": ("waiting", "Requests that wait for a model to be loaded."),
-    "hotset_model_load_progress": ("progress", "Share that is done of what a load does now."),
+    "hotset_model_load_progress": ("progress", "Progress of the current stage of a load, from 0 to 1."),
 }
 MODEL_COUNTERS = {
     "hotset_model_loads": (("model", "result"), "Loads of models, by result: loaded or failed."),

@@ -125,8 +125,8 @@ class Service:
     """A model for the consumers of one event loop.
 
     load: makes the model, in a thread. name: what the model is called. aliases: what else it answers to.
-    ready: called once requests are answered. sampling: of requests that leave it out. metrics: where it
-    counts; by default its own.
+    ready: called once requests are answered. sampling: of requests that leave it out, over that of a created
+    model. metrics: where it counts; by default its own.
     Call `start` in the event loop and `close` when it is over.
     """
 
@@ -178,6 +178,7 @@ class Service:
             model = await self.in_thread(self._opened)
             model.thread.max_waiting = self.settings.max_queue
             self.preparation.limit(model.engine.max_sequences + self.settings.max_queue)
+            self.sampling = {**model.decided.sampling, **self.sampling}
             self._model = model
             self._ready()
         except Exception as error:

@@ -43,6 +43,13 @@ def read() -> dict[str, str]:
     return found
 
 
+def find(name: str) -> str | None:
+    """The name that an alias stands for, case does not matter, with `:latest` or without; None for any other
+    name."""
+    wanted = name.lower().removesuffix(":latest")
+    return next((model for alias, model in read().items() if alias.lower() == wanted), None)
+
+
 def add(alias: str, model: str) -> None:
     """Raises InvalidRequestError for a bad name, or too many."""
     with changing(_path()):

@@ -206,6 +206,27 @@ BY_NAME = {entry.name: entry for entry in ENTRIES}
 _ALIASES = {alias: entry.name for entry in ENTRIES for alias in entry.aliases}
 
 
+_KINDS = {
+    "reranker": re.compile(r"rerank", re.IGNORECASE),
+    "embedding": re.compile(r"embed|bert\b|minilm|(^|[/-])(bge|gte|e5)-", re.IGNORECASE),
+    "MoE": re.compile(
+        r"moe|\d+b-?a\d|\d+x\d+b|mixtral|gpt-oss|deepseek2|glm-4\.7-flash|granite-4\.0-h-(tiny|small)"
+        r"|gemma-4-26b",
+        re.IGNORECASE,
+    ),
+}
+
+
+def kind_of(name: str, *, relu: bool = False) -> str:
+    """What kind of model a name says it is, by itself and by the architecture of its entry: ReLU, MoE,
+    embedding, reranker or dense."""
+    entry = find(name) or find_repository(name)
+    if relu or (entry is not None and entry.relu):
+        return "ReLU"
+    text = name if entry is None else f"{name} {entry.architecture}"
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(text)), "dense")
+
+
 def canonical(name: str) -> str:
     """A name as the catalogue and the store have it: the entry's for an alias ("gemma3:4b"),
     hf:owner/repository for hf.co/owner/repository; any other as it is."""

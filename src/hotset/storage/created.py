@@ -48,8 +48,14 @@ def read() -> dict[str, Created]:
 def find(name: str) -> Created | None:
     """The created model of a name, case does not matter, with `:latest` or without; None for any other
     name."""
+    found = find_named(name)
+    return None if found is None else found[1]
+
+
+def find_named(name: str) -> tuple[str, Created] | None:
+    """As `find`, with the name as it was created."""
     wanted = name.lower().removesuffix(_ANY_TAG)
-    return next((one for known, one in read().items() if known.lower() == wanted), None)
+    return next(((known, one) for known, one in read().items() if known.lower() == wanted), None)
 
 
 def add(name: str, created: Created) -> str:

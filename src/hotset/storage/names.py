@@ -7,14 +7,15 @@ from pathlib import Path
 
 from hotset.errors import ModelNotFoundError, UnsupportedModelError
 from hotset.reporter import Reporter
-from hotset.storage import catalogue, created, elsewhere, store
+from hotset.storage import aliases, catalogue, created, elsewhere, store
+from hotset.storage.created import Created
 from hotset.storage.store import StoredModel
 
 
 def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
-    """The file of a model: a path, a stored name, the name of a created one, the name of a model of
-    Ollama's, LM Studio's or the Hugging Face cache, a catalogue name, or hf:owner/repository[:file] (hf.co/
-    for hf: too).
+    """The file of a model: a path, a stored name, the name of a created one, an alias of these, the name of
+    a model of Ollama's, LM Studio's or the Hugging Face cache, a catalogue name, or
+    hf:owner/repository[:file] (hf.co/ for hf: too).
 
     What is not here is fetched when `download` is true, reporting to `progress`.
     Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
@@ -23,6 +24,7 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
     text = given = os.fspath(name)
     local = store.local_path(text)
     if local is None:
+        text = given = _without_alias(text)
         made = created.find(text)
         text = catalogue.canonical(text if made is None else made.base)
         local = store.local_path(text)
@@ -33,7 +35,7 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
         return other.path
     entry = catalogue.find(text)
     if entry is None and not text.startswith("hf:"):
-        raise store.unknown(text)
+        raise store.unknown(text, (*created.read(), *aliases.read()))
     if entry is not None and entry.unsupported:
         raise UnsupportedModelError(f"{entry.unsupported[0].upper()}{entry.unsupported[1:]}.")
     if not download:
@@ -41,6 +43,17 @@ def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Re
     from hotset.storage import fetch  # HTTP is loaded where it is needed
 
     return fetch.pull(text, progress=progress)
+
+
+def find_created(name: str | os.PathLike[str]) -> tuple[str, Created] | None:
+    """The created model that a name or an alias means, with its name; None for any other model."""
+    text = os.fspath(name)
+    return None if store.local_path(text) is not None else created.find_named(_without_alias(text))
+
+
+def _without_alias(name: str) -> str:
+    """The name that an alias stands for, or the given one. A created model hides an alias."""
+    return name if created.find(name) is not None else aliases.find(name) or name
 
 
 def on_this_machine() -> list[StoredModel]:

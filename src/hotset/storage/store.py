@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,8 +234,9 @@ def local_path(name: str) -> Path | None:
     return _only_model(path) if is_folder else None
 
 
-def unknown(name: str) -> ModelNotFoundError:
-    """The message on a name that is neither here nor known, with the nearest names."""
+def unknown(name: str, more: Iterable[str] = ()) -> ModelNotFoundError:
+    """The message on a name that is neither here nor known, with the nearest names. more: names that are
+    known beside those of the store and the catalogue."""
     if "://" in name:
         found = re.match(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)
         hint = f"write hf:{found[1]}" if found else "download the file and give its path"
@@ -250,7 +252,7 @@ def unknown(name: str) -> ModelNotFoundError:
             f"There is no file {name}; for the repository of that name on the hub write hf:{name}."
         )
     return ModelNotFoundError(
-        f"There is no model '{name}'{_suggest(name)}; give a path, a name from 'hotset list --all', "
+        f"There is no model '{name}'{_suggest(name, more)}; give a path, a name from 'hotset list --all', "
         "or hf:owner/repository."
     )
 
@@ -268,8 +270,8 @@ def _only_model(folder: Path) -> Path:
     raise ModelNotFoundError(f"The folder {folder} holds {len(models)} models ({names}): name one of them.")
 
 
-def _suggest(name: str, *, local_only: bool = False) -> str:
-    names = [model.name for model in list_models()]
+def _suggest(name: str, more: Iterable[str] = (), *, local_only: bool = False) -> str:
+    names = [*(model.name for model in list_models()), *more]
     if not local_only:
         names += list(catalogue.BY_NAME)
     meant = did_you_mean(name.lower(), {known.lower(): known for known in names})
