@@ -163,7 +163,7 @@ def test_messages_keep_the_case_of_what_they_quote(model: Path, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     done = inside("show", "empty.gguf")
     assert done.stderr.startswith("error: empty.gguf")
-    for option, name in (("--top-p", "top_p"), ("--min-p", "min_p"), ("--temp", "temperature")):
+    for option, name in (("--top-p", "--top-p"), ("--min-p", "--min-p"), ("--temp", "temperature")):
         done = inside("run", model, "hi", option, "-7", "--backend", "reference")
         assert done.stderr.startswith(f"error: {name} must")
         assert len(done.stderr.splitlines()) == 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import re
 import sys
@@ -151,11 +150,8 @@ def _cost(answer: Answer | Vectors) -> dict[str, Any]:
 
 def _opened(path: Path) -> TextIO:
     check_target(path)
-    try:  # a new file is for this user alone: it has the addresses of clients
-        return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_open_private)
+    try:
+        path.touch(mode=0o600)  # a new file is for this user alone: it has the addresses of clients
+        return path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InvalidRequestError(f"the request log {path} cannot be written ({error.strerror})") from None
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
