@@ -428,6 +428,8 @@ def test_keep_alive(folder: Path, facts: dict[str, Any]) -> None:
             wrong = await client.post("/api/generate", json=stays | {"keep_alive": "soon"})
             assert wrong.status_code == 400
             assert "keep_alive" in wrong.json()["error"]
+            reply = await client.post("/api/generate", json={"model": "two", "keep_alive": "0h0m"})
+            assert reply.json()["done_reason"] == "unload"
             unloads = 'hotset_model_unloads_total{model="one",reason="idle"} 1.0'
             assert unloads in (await client.get("/metrics")).text
 

@@ -48,6 +48,7 @@ from hotset.server.catalogue import FileFacts
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.manage import may_manage
+from hotset.server.model_settings import duration
 from hotset.server.openai.embeddings import MAX_TEXTS
 from hotset.server.openai.schema import (
     MAX_TOOLS,
@@ -488,7 +489,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     """The answer to a request for nothing, by which clients have a model loaded; or unloaded, by a
     `keep_alive` of 0. Of those who may not manage models that ends no model that others use: it is unloaded
     once it is idle, as after any request with this keep_alive."""
-    is_over = body.keep_alive is not None and str(body.keep_alive).rstrip("smh") in ("0", "0.0")
+    is_over = body.keep_alive is not None and duration(body.keep_alive) == 0
     reason = "load"
     if is_over and may_manage(http) and await _unloaded(http, body.model.removesuffix(_ANY_TAG)):
         reason = "unload"
