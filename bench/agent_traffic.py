@@ -71,8 +71,9 @@ class Agent:
 
 
 def ask(url: str, tokens: list[int]) -> Turn:
+    """Asks for one token: a random model's may have no text, and then the end of the reply shows its time."""
     body = {
-        "model": serve_load.MODEL, "prompt": tokens, "max_tokens": _ANSWER, "temperature": 0,
+        "model": serve_load.MODEL, "prompt": tokens, "max_tokens": 1, "temperature": 0,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         "cache_prompt": True, "id_slot": 0,
     }  # fmt: skip
