@@ -49,7 +49,7 @@ struct ExpertSumFacts {
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
 constexpr int kDecodeChunks = 64;           // one token, at most
 constexpr int kSparseChunks = 8;            // for each thread, of neurons here and there: a chunk begins cold
-constexpr int kPieces = 4;                  // for each thread, at least, of products by channel
+constexpr int kPieces = 4;                  // for each thread, at least, of products with input-major copies
 constexpr int kSumChunks = 8;          // for each thread, of a sum: every chunk reads a piece of each expert
 constexpr double kGatherBelow = 0.75;  // share of a chunk's up rows: above it all are read
 constexpr int kPrefetchPieces = 64;    // that a waiting thread fetches of a phase to come,
@@ -451,7 +451,7 @@ class ExpertSum : public Op {
         const int64_t first = panel_chunk(n_out(), chunks, chunk),
                       last = panel_chunk(n_out(), chunks, chunk + 1);
         float* sums = worker.results.as<float>();
-        FfnCounts counts;  // of one token by channel the products have theirs
+        FfnCounts counts;  // with input-major copies multiply() counts one token
         if (n > 1)
             counts.down_rows = int64_t(groups(n, worker).n) * width();
         else if (f_.channels.empty())

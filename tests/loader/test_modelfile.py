@@ -209,16 +209,22 @@ def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.Monke
     assert set(created.read()) == {"one", "two"}
 
 
-@needs_core
-def test_run_has_the_parameters_and_the_messages(model: Path) -> None:
+@pytest.fixture
+def brief(model: Path) -> str:
+    """A created model of that name."""
     file = model.parent / "Modelfile"
     file.write_text(
         "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"
         "PARAMETER num_predict 7\nPARAMETER num_ctx 96"
     )
     assert inside("create", "brief", "-f", file).returncode == 0
+    return "brief"
+
+
+@needs_core
+def test_run_has_the_parameters_and_the_messages(model: Path, brief: str) -> None:
     home = {"HOTSET_HOME": str(model.parent / "home")}
-    made = hotset("run", "brief", "Why?", "--json", env=home)
+    made = hotset("run", brief, "Why?", "--json", env=home)
     same = hotset(
         "run", model, "Why?", "--system", "Be brief.", "--temp", 0, "-n", 7, "-c", 96, "--json", env=home
     )
@@ -229,7 +235,7 @@ def test_run_has_the_parameters_and_the_messages(model: Path) -> None:
         other["prompt_tokens"],
         7,
     )
-    longer = json.loads(hotset("run", "brief", "Why?", "-n", 3, "--json", env=home).stdout)
+    longer = json.loads(hotset("run", brief, "Why?", "-n", 3, "--json", env=home).stdout)
     assert len(longer["tokens"]) == 3  # an option overrides the parameter
 
 
@@ -244,18 +250,6 @@ def test_who_is_left_without_a_model_is_named(model: Path) -> None:
     assert done.returncode == 0
     assert "Made of it, and without a file now: made, short." in " ".join(done.stderr.split())
     assert not base.exists()
-
-
-@pytest.fixture
-def brief(model: Path) -> str:
-    """A created model of that name."""
-    file = model.parent / "Modelfile"
-    file.write_text(
-        "FROM model.gguf\nSYSTEM Be brief.\nPARAMETER temperature 0\n"
-        "PARAMETER num_predict 7\nPARAMETER num_ctx 96"
-    )
-    assert inside("create", "brief", "-f", file).returncode == 0
-    return "brief"
 
 
 def test_the_library_has_the_parameters_and_the_messages(model: Path, brief: str) -> None:

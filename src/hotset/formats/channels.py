@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
 ALIGNMENT = 4096  # of the tensors: a page
+COPY_SUFFIX = "_c.blocks"  # of their names
 LAYOUT = 3  # rises when the layout changes, so that files of another one are built again
 _MOST, _LINE = 4096, 128  # outputs of a tile, and those of a line of codes of four bits
 _K_GROUP = 256
@@ -66,6 +67,11 @@ _FORMATS = {
 
 
 TYPES_BY_CHANNEL = frozenset(_FORMATS)
+
+
+def copy_name(tensor: str) -> str:
+    """Of the input-major copy of a matrix."""
+    return f"{tensor.removesuffix('.weight')}{COPY_SUFFIX}"
 
 
 def can_be_input_major(info: TensorInfo) -> bool:
@@ -133,7 +139,7 @@ def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
             out[expert] = _blocks_of(data, one).reshape(-1).view(np.uint8)
         return out
 
-    writer.add_tensor(f"{tensor.removesuffix('.weight')}_c.blocks", blocks, GGMLType.I8, shape)
+    writer.add_tensor(copy_name(tensor), blocks, GGMLType.I8, shape)
 
 
 def _blocks_of(data: np.ndarray, info: TensorInfo) -> np.ndarray:

@@ -27,6 +27,7 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.escaping import clause
+from hotset.formats.channels import COPY_SUFFIX
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.source import WeightSource
 from hotset.loader.decide import (
@@ -98,7 +99,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         path = resolve(model, progress=settings.progress)
     gguf = open_gguf(path)
     try:
-        if copy := next((name for name in gguf.tensors if name.endswith("_c.blocks")), None):
+        if copy := next((name for name in gguf.tensors if name.endswith(COPY_SUFFIX)), None):
             raise UnsupportedModelError(
                 f"{path} has the tensor {clause(shown(copy))}, a copy that hotset makes itself beside a model"
             )

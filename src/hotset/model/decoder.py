@@ -58,7 +58,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.channels import can_be_input_major, copy_shape
+from hotset.formats.channels import can_be_input_major, copy_name, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, REFUSED_TYPES, GGMLType
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
@@ -1379,7 +1379,7 @@ class _Weights:
 
     def input_major(self, name: str, n_in: int) -> str | None:
         """The input-major copy of a matrix, where it was made."""
-        copy, info = f"{name}_c.blocks", self.tensors.get(f"{name}.weight")
+        copy, info = copy_name(name), self.tensors.get(f"{name}.weight")
         if copy not in self.tensors or info is None or not can_be_input_major(info) or n_in % PLANE_GROUP:
             return None
         return self._ask(copy, copy_shape(info), _BYTES)

@@ -21,7 +21,7 @@ from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.processor import isa
 from hotset.backends.gpu.devices import find_device, synchronize
 from hotset.cores import usable_cores
-from hotset.formats.channels import LAYOUT, copy_bytes, copy_shape
+from hotset.formats.channels import LAYOUT, copy_bytes, copy_name, copy_shape
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
@@ -116,7 +116,7 @@ def _weights(type: GGMLType, width: int, n_matrices: int) -> HeldWeights:
     info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
     for i in range(n_matrices):
         weights.add(f"{i}.weight", info.shape, type, _filled(info.nbytes))
-        weights.add(f"{i}_c.blocks", copy_shape(info), GGMLType.I8, _filled(sum(copy_bytes(info))))
+        weights.add(copy_name(f"{i}.weight"), copy_shape(info), GGMLType.I8, _filled(sum(copy_bytes(info))))
     return weights
 
 
@@ -140,7 +140,7 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
     outs = []
     for i in range(n_matrices):
         out = graph.value(f"out {i}", width)
-        outs.append(graph.add(Linear(out, x, f"{i}.weight", input_major=f"{i}_c.blocks")))
+        outs.append(graph.add(Linear(out, x, f"{i}.weight", input_major=copy_name(f"{i}.weight"))))
     graph.add(SelectOutputs(graph.value("logits", width), outs[-1]))
     codes, scales = copy_bytes(weights.tensors["0.weight"])
     zero = np.zeros(1, np.int32)

@@ -270,7 +270,7 @@ def _open_down(
     progress: Reporter | None,
     copies: bool,
 ) -> list[GGUFFile]:
-    """The sidecars with the down matrices by neuron, where the file has them by output and they can be
+    """The sidecars with the down matrices neuron-major, where the file has them by output and they can be
     converted: planes, or, with copies, input-major ones of experts and of what has no planes."""
     names = [
         f"blk.{i}.{name}"
@@ -280,24 +280,24 @@ def _open_down(
     ]
     found = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
     plain = [info for info in found if _is_by_output(info, gguf)]
-    by_neuron = [info for info in plain if _has_planes(info)]
+    neuron_major = [info for info in plain if _has_planes(info)]
     copied = [
-        info for info in plain if copies and info not in by_neuron and channels.can_be_input_major(info)
+        info for info in plain if copies and info not in neuron_major and channels.can_be_input_major(info)
     ]
-    whole = [info for info in plain if info not in (*by_neuron, *copied)]
+    whole = [info for info in plain if info not in (*neuron_major, *copied)]
     if whole and copies:
         types = ", ".join(sorted({info.type.name for info in whole}))
         why = "cannot be laid out by neuron without changing its values"
         notes.append(f"{len(whole)} down projections stay dense: {types} {why}")
     sidecars = []
     try:
-        if by_neuron:
+        if neuron_major:
 
             def fill(writer: GGUFWriter) -> None:
-                for info in by_neuron:
+                for info in neuron_major:
                     planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
-            contents = sidecar.Contents(fill, sum(info.nbytes for info in by_neuron))
+            contents = sidecar.Contents(fill, sum(info.nbytes for info in neuron_major))
             built = sidecar.open_or_build(gguf, "down", {}, contents, model=model, progress=progress)
             sidecars.append(built.file)
             notes.append(built.note("neuron-major down matrices"))
@@ -378,7 +378,7 @@ def open_channels(
     wanted: which of them; None: all that can be. notes: to which a sentence on each is added.
     """
     names = dict.fromkeys(op.weight for op in thresholded_products(graph))
-    thresholded = [n for n in names if f"{n.removesuffix('.weight')}_c.blocks" not in weights.tensors]
+    thresholded = [n for n in names if channels.copy_name(n) not in weights.tensors]
     possible = [name for name in thresholded if channels.can_be_input_major(weights.tensors[name])]
     if len(possible) < len(thresholded):
         types = sorted({weights.tensors[name].type.name for name in thresholded if name not in possible})
