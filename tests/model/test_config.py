@@ -282,6 +282,7 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], message: str) -> None:
     [
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ({"expert_count": 1025}, "1025 experts, and at most 1024"),
+        ({"expert_count": 200, "expert_used_count": 129}, "129 experts for a token, and at most 128"),
         ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 4}, "expert_gating_func is 4"),
         ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
         ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),

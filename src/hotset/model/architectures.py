@@ -41,7 +41,8 @@ class ExpertDefaults:
     as it is; elsewhere what the experts read. where_routed: of layers those with a router have experts, and
     no key says which. beside: they stand beside the layer's own FFN, which is what all tokens share: each of
     both has norms of its own before and behind it, the router reads the stream through a norm without
-    weights and a scale of each channel, and each expert has a scale (Gemma 4).
+    weights and a scale of each channel, and each expert has a scale (Gemma 4). optional: dense models are
+    published under the same name.
     """
 
     scoring: Scoring = "softmax"
@@ -50,6 +51,7 @@ class ExpertDefaults:
     early: bool = False
     where_routed: bool = False
     beside: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ _ENCODER: dict[str, Any] = {  # as BERT
     "pre_norm": False, "sum_norms": True, "embedding_norm": True, "causal": False, "output_norm": None
 }  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
+    "llama": Architecture(experts=ExpertDefaults(optional=True)),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
     "qwen2": Architecture(rope="neox", biased=_QKV),
     "qwen2moe": Architecture(
         rope="neox", biased=_QKV, experts=ExpertDefaults(normalised=False, gated_share=True)
@@ -284,7 +286,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
-        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True),
+        window_heads=True, experts=ExpertDefaults(where_routed=True, beside=True, optional=True),
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),
@@ -303,7 +305,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hunyuan-dense": Architecture(rope="neox", qk_norm="head", qk_norm_last=True),
     "hunyuan-moe": Architecture(rope="neox", qk_norm="head", qk_norm_last=True, experts=ExpertDefaults()),
-    "mistral3": Architecture(tempered="rope.scaling.original_context_length", experts=ExpertDefaults()),
+    "mistral3": Architecture(
+        tempered="rope.scaling.original_context_length", experts=ExpertDefaults(optional=True)
+    ),
     "qwen2vl": Architecture(rope="neox", biased=_QKV),
     "qwen3vl": Architecture(rope="neox", qk_norm="head"),
     "qwen3vlmoe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
@@ -341,7 +345,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         compared_with="transformers' DeepseekV2, with an FFN without a gate",
     ),
     "mistral4": Architecture(
-        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults()
+        latent_eps=1e-6, tempered="attention.temperature_length", experts=ExpertDefaults(optional=True)
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
@@ -384,12 +388,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope=None, gated=False, activation=RELU2, ffn_norm="attn_norm", state_space=True, one_part=True,
         experts=ExpertDefaults(scoring="sigmoid", normalised=False, where_routed=True), nextn="layer",
     ),
-    "granitehybrid": Architecture(rope_switch=True, state_space=True, experts=ExpertDefaults()),
+    "granitehybrid": Architecture(
+        rope_switch=True, state_space=True, experts=ExpertDefaults(optional=True)
+    ),
     "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
     "mamba": Architecture(rope=None, state_space=True, by_channel=True, attends=False),
     "jamba": Architecture(
         rope=None, state_space=True, by_channel=True,
-        experts=ExpertDefaults(normalised=False, where_routed=True),
+        experts=ExpertDefaults(normalised=False, where_routed=True, optional=True),
     ),
     "rwkv6": Architecture(**_RWKV, rwkv=6),
     "rwkv7": Architecture(**_RWKV, rwkv=7),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hotset.errors import UnsupportedModelError
 from hotset.model.architectures import ExpertDefaults
-from hotset.model.keys import MAX_EXPERTS, SCORINGS, Keys
+from hotset.model.keys import MAX_EXPERTS, MAX_USED_EXPERTS, SCORINGS, Keys
 from hotset.model.operations import Scoring
 
 
@@ -44,6 +44,10 @@ def experts_of(
     if n > MAX_EXPERTS:
         raise UnsupportedModelError(f"the model has {n} experts, and at most {MAX_EXPERTS} are supported")
     n_used = keys.integer("expert_used_count", 1, n)
+    if n_used > MAX_USED_EXPERTS:
+        raise UnsupportedModelError(
+            f"the model uses {n_used} experts for a token, and at most {MAX_USED_EXPERTS} are supported"
+        )
     gating = keys.integer("expert_gating_func", 0, 1 << 8, 0)
     if gating and gating not in SCORINGS:
         raise UnsupportedModelError(

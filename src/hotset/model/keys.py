@@ -38,6 +38,7 @@ NormKind = Literal["rms", "layer"]
 # and kMaxStateHeads (csrc/plan.h), and an int.
 MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_STATE_HEADS, MAX_WINDOW = 512, 256, 64, 1024, (1 << 31) - 1
 MAX_EXPERTS = MAX_LATENT_HEADS = 1024  # kMaxChunks of csrc/threads.h
+MAX_USED_EXPERTS = 128  # kMaxChunks over kRanges of csrc/ops/experts.cpp
 SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",

@@ -51,7 +51,8 @@ def _kind(row: Architecture) -> str:
     }
     named = [name for name, has in attention.items() if has]
     encoder = [] if row.causal else ["encoder"]
-    return ", ".join([*encoder, "dense" if row.experts is None else "MoE", *named])
+    ffn = "dense" if row.experts is None else "dense or MoE" if row.experts.optional else "MoE"
+    return ", ".join([*encoder, ffn, *named])
 
 
 def _sparsity(row: Architecture) -> str:
