@@ -22,7 +22,7 @@ ROOT = Path(hotset.__file__).parent
 ARCHITECTURE = DOCS / "ARCHITECTURE.md"
 # Modules and folders of src/hotset, the lowest layer first.
 LAYERS = (
-    ("errors", "units", "escaping"), ("files", "cores", "memory", "reporter", "parameters"),
+    ("errors", "units", "escaping"), ("files", "cores", "memory", "energy", "reporter", "parameters"),
     ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
     ("placement",), ("engine", "convert", "report"), ("generation", "loader"), ("async_model",),
     ("api",),

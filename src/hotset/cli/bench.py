@@ -33,6 +33,7 @@ from hotset.cli.console import print_choice, print_json, print_memory, print_tab
 from hotset.cli.doctor import package_version
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
+from hotset.energy import EnergyCounters
 from hotset.engine.counters import Counters
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
@@ -104,7 +105,8 @@ class Measurement:
 
     stats: of the steps of the warm-up that generated, or of those of prompts where none did. The same tokens
     give the same counts again, and counting in the repetitions would cost them time. drafted: what became of
-    drafted tokens, of all repetitions. disk: of each repetition under a budget of memory.
+    drafted tokens, of all repetitions. disk: of each repetition under a budget of memory. joules: that the
+    processor took meanwhile.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Measurement:
     stats: list[StepStats] = field(default_factory=list)
     drafted: Drafted | None = None
     disk: list[CacheStats] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
 
 
 def bench(  # noqa: PLR0913 - options of a subcommand
@@ -152,6 +155,10 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         str | None,
         typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8."),
     ] = None,
+    energy: Annotated[
+        bool,
+        typer.Option("--energy", help="Joules per token too, where the processor's counters can be read."),
+    ] = False,
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     *,
@@ -165,6 +172,8 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
     kv_types = _kv_types(cache_type)
     if step_tokens is not None:
+        if energy:
+            raise typer.BadParameter("it is not counted for single steps.", param_hint="--energy")
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
@@ -179,6 +188,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
         path = resolve(name, progress=bar)
     printer = _PRINTERS[output]()
+    counters = _energy_counters() if energy else None
     for i, (n, kv_type) in enumerate(product(n_threads, kv_types)):
         with hotset.load(path, settings, n_threads=n, kv_type=kv_type) as loaded:
             read = _bandwidth_reader(loaded, path, loaded.backend.n_threads or 1)
@@ -190,10 +200,20 @@ def bench(  # noqa: PLR0913 - options of a subcommand
             engine = loaded.engine
             conditions = Conditions(
                 repetitions, batch, engine.collect_stats, engine.thresholded, engine.speculator,
-                _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)),
+                _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)), counters,
             )  # fmt: skip
-            _bench_tests(loaded, _facts(loaded, path, batch), tests, conditions, read, printer)
+            facts = _facts(loaded, path, batch) | ({"joules_per_token": None} if energy else {})
+            _bench_tests(loaded, facts, tests, conditions, read, printer)
     printer.end()
+
+
+def _energy_counters() -> EnergyCounters | None:
+    """None where there is nothing to read, which is said."""
+    try:
+        return EnergyCounters()
+    except OSError as error:
+        say(f"energy is not measured: {error}")
+        return None
 
 
 def _tests(depths: list[int], prompts: list[int], gens: list[int], both: list[str]) -> list[Test]:
@@ -291,7 +311,7 @@ def _mean_depth(test: Test) -> float:
 class Conditions:
     """How a test is measured. batch: tokens of a step at most. collect_stats: the warm-up generates some more
     tokens, and counts which neurons fire. speculator: drafts tokens. text: the tokens of depth and prompt, of
-    which answers are then the likeliest continuation; None: random ones."""
+    which answers are then the likeliest continuation; None: random ones. energy: counters that are read."""
 
     repetitions: int
     batch: int
@@ -299,6 +319,7 @@ class Conditions:
     thresholded: ThresholdedTokens = "none"
     speculator: Speculator | None = None
     text: list[int] | None = None
+    energy: EnergyCounters | None = None
 
 
 def measure(
@@ -328,6 +349,7 @@ def measure(
                 result.bandwidth.append(read_bandwidth())
             before = stored.counts() if stored else None
             result.seconds.append(run.once(test.n_gen))
+            result.joules += run.joules
             if stored is not None and before is not None:
                 result.disk.append(stored.counts() - before)
             on_run(i + 2, repetitions + 1)
@@ -355,6 +377,8 @@ class _Requests:
             thresholded=conditions.thresholded, speculator=conditions.speculator,
         )  # fmt: skip
         self.stats: list[StepStats] = []  # of the steps of the latest request
+        self.joules: list[float] = []  # of its timed part, or none where they are not counted
+        self._energy = conditions.energy
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)
         self._depth = self._draw(test.n_depth) if self._text is None else self._text[: test.n_depth]
@@ -370,8 +394,13 @@ class _Requests:
         else:
             tokens = [*self._depth, *self._draw(test.n_prompt)] or self._draw(1)
         sequence = self._sequence(tokens, n_gen)
+        started = time.perf_counter()
+        if self._energy is not None:
+            self._energy.joules()
         self._thread.submit(sequence)
         self._thread.wait_for_end(sequence)
+        joules = 0.0 if self._energy is None else self._energy.joules()
+        watts = joules / (time.perf_counter() - started)
         events = [self._thread.next_event(sequence)]
         while events[-1].finish_reason is None:
             events.append(self._thread.next_event(sequence))
@@ -386,6 +415,8 @@ class _Requests:
             # The first token came of the prompt: one more is generated, unless the cache ends before it.
             start = events[0].time if len(events) > 1 else sequence.started
             seconds += n_gen * (events[-1].time - start) / max(len(events) - 1, 1)
+        if self._energy is not None:
+            self.joules = [watts * seconds]
         return seconds
 
     def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
@@ -520,6 +551,8 @@ def _entry(
     nanoseconds = [int(seconds * 1e9) for seconds in result.seconds]
     bandwidth = statistics.median(result.bandwidth)
     average = statistics.fmean(speeds)
+    if result.joules:
+        facts = facts | {"joules_per_token": statistics.median(result.joules) / n}
     return facts | {
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
@@ -563,6 +596,7 @@ class _Markdown:
     widths: tuple[int, ...] = (22, 10, 8, 7, 7, 9, 14, 16, 7)
     sparse_columns = ("sparsity", "active")
     sparse_widths = (13, 6)
+    energy_column = "J per token"
 
     def __init__(self) -> None:
         self._started = False
@@ -579,6 +613,9 @@ class _Markdown:
             if sparse:
                 self.columns += self.sparse_columns
                 self.widths += self.sparse_widths
+            if "joules_per_token" in entry:
+                self.columns += (self.energy_column,)
+                self.widths += (len(self.energy_column),)
             self._line(self.columns)
             rules = ["-" * width for width in self.widths]
             print(
@@ -599,6 +636,9 @@ class _Markdown:
         )
         if sparse:
             cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
+        if "joules_per_token" in entry:
+            joules = entry["joules_per_token"]
+            cells += ("" if joules is None else f"{joules:.3g}",)
         self._line(cells)
         if "speculation" in entry:
             say(speculation_line(entry["speculation"], entry["tokens_per_step"]), dim=True)
