@@ -42,7 +42,10 @@ def sizes(d: int, ff: int, layers: int, heads: int, kv_heads: int, **more: Any) 
 GRANITE_LAYERS = ["full_attention" if i in (10, 13, 17, 27) else "linear_attention" for i in range(32)]
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-4.5-0.3b": ("ernie4_5", sizes(1024, 3072, 18, 16, 2, head_dim=128, tie_word_embeddings=True)),
-    "exaone-4-1.2b": ("exaone4-full", sizes(2048, 4096, 16, 32, 8, layer_types=["full_attention"] * 16)),  # of 30 layers
+    "exaone-4-1.2b": (
+        "exaone4-full",
+        sizes(2048, 4096, 16, 32, 8, layer_types=["full_attention"] * 16),
+    ),  # of 30 layers
     "olmo-2-1b": ("olmo2", sizes(2048, 8192, 16, 16, 16)),
     "qwen3-vl-2b": ("qwen3vl", sizes(2048, 6144, 14, 16, 8, head_dim=128)),  # of 28
     "hunyuan-1.8b": ("hunyuan-dense", sizes(2048, 6144, 16, 16, 4, head_dim=128)),  # of 32

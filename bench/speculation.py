@@ -51,11 +51,10 @@ def prompts() -> dict[str, list[str]]:
 
 
 def answer(model: hotset.Model, prompt: str, args: argparse.Namespace) -> hotset.Completion:
-    messages = [{"role": "user", "content": prompt}]
-    message = model.chat(
-        messages, temperature=args.temperature, seed=1, max_tokens=args.n_gen, ignore_eos=True
-    )
-    return message.completion
+    options: dict[str, Any] = {"temperature": args.temperature, "seed": 1, "max_tokens": args.n_gen}
+    if "tokenizer.chat_template" not in model.gguf.metadata:  # a synthetic model
+        return model.generate(prompt, ignore_eos=True, **options)
+    return model.chat([{"role": "user", "content": prompt}], ignore_eos=True, **options).completion
 
 
 def compare(
@@ -93,6 +92,7 @@ def main() -> None:
     parser.add_argument("-n", "--n-gen", type=int, default=128)
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--only", choices=prompts(), help="one kind of work (all)")
     args = parser.parse_args()
     settings: dict[str, Any] = {"n_ctx": 2048, "n_threads": args.threads, "max_sequences": 1}
     entries = []
@@ -102,7 +102,7 @@ def main() -> None:
     ):
         print("| work | t/s without | with | ratio | tokens per step | accepted |\n|---|--:|--:|--:|--:|--:|")
         for kind, texts in prompts().items():
-            for text in texts:
+            for text in texts if args.only in (None, kind) else ():
                 entry = {"work": kind, **compare(plain, drafting, text, args)}
                 entries.append(entry)
                 print(

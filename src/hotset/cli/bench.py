@@ -60,6 +60,16 @@ if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
     from hotset.settings import LoadSettings
 
+_TextFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        "-f",
+        exists=True,
+        dir_okay=False,
+        help="Depth and prompt are this text, and answers the likeliest tokens; default: random tokens.",
+    ),
+]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
 
@@ -141,16 +151,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     cache_type: Annotated[
         str, typer.Option("--cache-type", "--cache-type-k", "-ctk", help="f16, q8_0, q4_0 or KEYS/VALUES.")
     ] = "f16",
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            exists=True,
-            dir_okay=False,
-            help="Depth and prompt are this text, and answers the likeliest tokens; default: random tokens.",
-        ),
-    ] = None,
+    file: _TextFile = None,
     step_tokens: Annotated[
         str | None,
         typer.Option("--step-tokens", help="Instead: what steps of so many tokens take; 1,2,4,8."),
