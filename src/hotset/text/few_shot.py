@@ -92,7 +92,7 @@ class _Sampler:
             raise self._too_few(len(others))
         if self._one_more:  # the question is there several times: the harness draws anew
             return self._random.sample(others, n)
-        # The harness would let the question stay. Nothing is drawn, so that later questions have its examples.
+        # The harness lets the question stay. Nothing is drawn, so that later questions have its examples.
         return [*drawn, *(i for i in others if i not in drawn)][:n]
 
     def _too_few(self, n: int) -> FormatError:
