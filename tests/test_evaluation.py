@@ -326,7 +326,7 @@ def write_piqa(path: Path, goals: str) -> Path:
 
 def test_what_was_asked_is_written(path: Path, tmp_path: Path) -> None:
     data, log = write_piqa(tmp_path / "piqa.jsonl", "abcdefghij"), tmp_path / "log.jsonl"
-    options = ["--shots", 2, "--examples", data, "--backend", "reference", "-o", "json", "--log-samples", log]
+    options = ["--shots", 2, "--examples", data, "--backend", "cpu", "-o", "json", "--log-samples", log]
     done = inside("eval", path, data, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -335,7 +335,7 @@ def test_what_was_asked_is_written(path: Path, tmp_path: Path) -> None:
     assert [row["doc_id"] for row in rows] == list(range(10))
     assert np.mean([row["acc"] for row in rows]) == result["acc"]
     assert np.mean([row["acc_norm"] for row in rows]) == result["acc_norm"]
-    with hotset.load(path, backend="reference") as model:
+    with hotset.load(path, backend="cpu") as model:
         for row in rows:
             *examples, asked = row["context"].split("\n\n")
             assert len(examples) == 2

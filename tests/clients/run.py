@@ -126,7 +126,8 @@ def agents(server: Server) -> list[str]:
 
 
 TINY: dict[str, Callable[[Server], list[str]]] = {
-    "openai-node": openai_node, "ollama": ollama, "llm": llm, "llama-index": llama_index, "schemathesis": schemathesis,
+    "openai-node": openai_node, "ollama": ollama, "llm": llm, "llama-index": llama_index,
+    "schemathesis": schemathesis,
 }  # fmt: skip
 SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"llm-comply": llm_comply, "langchain": langchain}
 SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}

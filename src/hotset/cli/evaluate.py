@@ -28,6 +28,39 @@ if TYPE_CHECKING:
 OUTPUTS = ("table", "json")
 
 
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
+    ),
+]
+NumShots = Annotated[
+    int | None,
+    typer.Option(
+        "--shots",
+        "--num-fewshot",
+        min=0,
+        help="So many answered examples before each question; default: 0, or what the task file says.",
+    ),
+]
+Examples = Annotated[
+    Path | None,
+    typer.Option(
+        "--examples", exists=True, dir_okay=False, help="Where examples are drawn from: a file as FILE."
+    ),
+]
+ExampleLabels = Annotated[
+    Path | None,
+    typer.Option("--example-labels", exists=True, dir_okay=False, help="As --labels, of the examples."),
+]
+LogSamples = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-samples", dir_okay=False, help="Write what was asked and answered, a question a line of JSON."
+    ),
+]
+
+
 def evaluate(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     file: Annotated[
@@ -39,31 +72,10 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
             dir_okay=False,
         ),
     ],
-    labels: Annotated[
-        Path | None,
-        typer.Option(
-            "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
-        ),
-    ] = None,
-    shots: Annotated[
-        int | None,
-        typer.Option(
-            "--shots",
-            "--num-fewshot",
-            min=0,
-            help="So many answered examples before each question; default: 0, or what the task file says.",
-        ),
-    ] = None,
-    examples: Annotated[
-        Path | None,
-        typer.Option(
-            "--examples", exists=True, dir_okay=False, help="Where examples are drawn from: a file as FILE."
-        ),
-    ] = None,
-    example_labels: Annotated[
-        Path | None,
-        typer.Option("--example-labels", exists=True, dir_okay=False, help="As --labels, of the examples."),
-    ] = None,
+    labels: Labels = None,
+    shots: NumShots = None,
+    examples: Examples = None,
+    example_labels: ExampleLabels = None,
     seed: Annotated[
         int, typer.Option("--seed", "-s", help="Which examples are drawn; the harness's is 1234.")
     ] = SEED,
@@ -71,14 +83,7 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
         int | None,
         typer.Option("--limit", "-n", min=1, help="Only so many questions, the first ones; default: all."),
     ] = None,
-    log_samples: Annotated[
-        Path | None,
-        typer.Option(
-            "--log-samples",
-            dir_okay=False,
-            help="Write what was asked and answered, a question a line of JSON.",
-        ),
-    ] = None,
+    log_samples: LogSamples = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     n_ctx: options.ContextSize = None,
@@ -102,24 +107,32 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
     if log_samples is not None:
         check_target(log_samples, [path for path in (file, labels, examples, example_labels) if path])
     settings = loading.settings(n_ctx=n_ctx)
-    with ProgressBar() as bar, ExitStack() as files:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         with hotset.load(path, settings, progress=bar) as loaded:
-            log = None if log_samples is None else files.enter_context(replacing(log_samples))
             print_choice(loaded)
             print_memory(loaded)
-            n_done = 0
-            bar.advance(task.questions[0].task, 0, len(task.questions), "questions")
-            for result in answered(loaded, task.questions):
-                bar.advance(result.task, result.n_done, result.n_questions, "questions")
-                if log is not None:
-                    log.writelines(_json_line(answer) for answer in result.answers[n_done:])
-                n_done = result.n_done
+            result = _answered(loaded, task.questions, log_samples, bar)
             bar.clear()
             if json or output == "json":
                 print_json(_as_json(loaded, result, file) | {"shots": task.n_shots})
             else:
                 _print(loaded, result)
+
+
+def _answered(
+    model: Model, questions: list[Question], log_samples: Path | None, bar: ProgressBar
+) -> EvaluationResult:
+    with ExitStack() as files:
+        log = None if log_samples is None else files.enter_context(replacing(log_samples))
+        n_done = 0
+        bar.advance(questions[0].task, 0, len(questions), "questions")
+        for result in answered(model, questions):
+            bar.advance(result.task, result.n_done, result.n_questions, "questions")
+            if log is not None:
+                log.writelines(_json_line(answer) for answer in result.answers[n_done:])
+            n_done = result.n_done
+    return result
 
 
 def _json_line(answer: Answer) -> bytes:
