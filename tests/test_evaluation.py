@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,17 +62,19 @@ def test_each_format_asks_what_the_harness_asks() -> None:
     (swag,) = read_questions(lines(HELLASWAG), "f")
     context = "Removing ice:  A man. He has snow. The man".replace("  ", " ")
     assert swag == Question(
-        "hellaswag", context, (" starts to dance.", " cleans it up.", " eats.", " is a car."), 1, 1
+        "hellaswag", context, ("starts to dance.", "cleans it up.", "eats.", "is a car."), 1, "f, line 1"
     )
     only_ctx = {"ctx": "A dog", "endings": ["runs", "flies"], "label": "0"}
-    assert read_questions(lines(only_ctx), "f") == [Question("hellaswag", "A dog", (" runs", " flies"), 0, 1)]
+    assert read_questions(lines(only_ctx), "f") == [
+        Question("hellaswag", "A dog", ("runs", "flies"), 0, "f, line 1")
+    ]
     asked = "Question: Which is hot?\nAnswer:"
     assert read_questions([b"", *lines(AI2_ARC, HF_ARC), b"  "], "f") == [
-        Question("arc", asked, (" ice", " fire"), 1, 2),
-        Question("arc", asked, (" fire", " ice", " snow"), 0, 3),
+        Question("arc", asked, ("ice", "fire "), 1, "f, line 2"),
+        Question("arc", asked, ("fire", "ice", "snow"), 0, "f, line 3"),
     ]
     assert read_questions(lines(PIQA), "f") == [
-        Question("piqa", "Question: to cut\nAnswer:", (" use a knife", " use a spoon"), 0, 1)
+        Question("piqa", "Question: to cut\nAnswer:", ("use a knife", "use a spoon"), 0, "f, line 1")
     ]
 
 
@@ -104,9 +108,10 @@ def changed(question: dict[str, Any], **fields: Any) -> bytes:
         (changed(HELLASWAG, label=-1), "has no label"),
         (changed(HELLASWAG, label="0\u0663"), "has no label"),
         (changed(HELLASWAG, endings=["one"]), "has 1 choices"),
-        (changed(HELLASWAG, endings=["x"] * 27), "has 27 choices"),
+        (changed(HELLASWAG, endings=["x"] * 1025), "has 1025 choices"),
         (changed(HELLASWAG, endings="abcd"), "list of texts as endings"),
-        (changed(HELLASWAG, endings=["[all]", "b", "c", "d"]), "an empty text or choice"),
+        (changed(HELLASWAG, endings=["[all]", "b", "c", "d"]), "an empty choice"),
+        (b'{"ctx": "[x] ", "endings": ["a", "b"], "label": 0}', "an empty text"),
         (changed(HELLASWAG, ctx_b=None), "must have a text as ctx_b, not None"),
         (changed(AI2_ARC, answerKey="3"), "has the answer '3'"),
         (changed(AI2_ARC, answerKey=2), "must have a text as answerKey"),
@@ -158,10 +163,13 @@ def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
         context = [BOS, *model.tokenizer.encode(question.context, add_special=False)]
         sums = []
         for choice in question.choices:
-            whole = [BOS, *model.tokenizer.encode(question.context + choice, add_special=False)]
+            whole = [
+                BOS,
+                *model.tokenizer.encode(question.context + question.delimiter + choice, add_special=False),
+            ]
             assert whole[: len(context)] == context
             sums.append(by_hand(model, context, whole))
-        lengths = [len(choice) - 1 for choice in question.choices]
+        lengths = [len(choice) for choice in question.choices]
         right.append(int(np.argmax(sums)) == question.answer)
         right_norm.append(int(np.argmax(np.divide(sums, lengths))) == question.answer)
     results = list(evaluate(model, questions))
@@ -218,7 +226,7 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
         assert (len(together), len(apart)) == (2, 3)
         sums = [by_hand(model, together[:1], whole) for whole in (together, apart)]
         for answer in (0, 1):
-            (result,) = evaluate(model, [Question("piqa", "xt", ("h", "d"), answer, 1)])
+            (result,) = evaluate(model, [Question("piqa", "xt", ("h", "d"), answer, "f", delimiter="")])
             assert result.accuracy == (int(np.argmax(sums)) == answer)
             assert (result.accuracy_error, result.n_done) == (0.0, 1)
         alone = by_hand(model, apart[:2], apart)  # what "d" would count for, without the token before it
@@ -226,17 +234,17 @@ def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: 
 
 
 def test_what_does_not_fit_is_told_by_its_line(model: hotset.Model) -> None:
-    fits = Question("piqa", "x", (" a", " b"), 0, 1)
-    long = Question("piqa", "y" * model.n_ctx, (" a", " b"), 0, 7)
-    with pytest.raises(hotset.ContextLengthError, match="the question in line 7 has"):
+    fits = Question("piqa", "x", ("a", "b"), 0, "f, line 1")
+    long = Question("piqa", "y" * model.n_ctx, ("a", "b"), 0, "f, line 7")
+    with pytest.raises(hotset.ContextLengthError, match=r"f, line 7, has .* or take fewer shots"):
         next(evaluate(model, [fits, long]))
 
 
 def test_a_text_that_begins_with_nothing_needs_a_question(tmp_path: Path) -> None:
     plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")  # no BOS, and "th" is a token
-    nothing = pytest.raises(hotset.FormatError, match="line 3 leaves nothing")
+    nothing = pytest.raises(hotset.FormatError, match="f, line 3, leaves nothing")
     with hotset.load(plain, backend="reference") as model, nothing:
-        next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, 3)]))
+        next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, "f, line 3", delimiter="")]))
 
 
 def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
@@ -255,7 +263,7 @@ def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
             n = len(model.encode(question.context))
             sums = []
             for choice in question.choices:
-                ids = torch.tensor([model.encode(question.context + choice)])
+                ids = torch.tensor([model.encode(question.context + question.delimiter + choice)])
                 with torch.no_grad():
                     log_p = theirs(ids).logits[0].double().log_softmax(-1)
                 sums.append(float(sum(log_p[i - 1, ids[0, i]] for i in range(n, ids.shape[1]))))
@@ -285,7 +293,7 @@ def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
     assert found["exact"]["acc"] == found["dense"]["acc"]
     assert found["dense"]["questions"] == 6
     fields = {"task", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error", "sparsity", "predictor",
-              "file", "model"}  # fmt: skip
+              "file", "model", "shots"}  # fmt: skip
     assert found["dense"].keys() == fields
     table = inside("eval", model, data, "--backend", "reference", "-n", 2)
     assert "piqa" in table.stdout
@@ -304,3 +312,127 @@ def test_the_subcommand_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
     data.write_bytes(lines(PIQA)[0])
     done = inside("eval", path, data, "--labels", labels, "--json", "--backend", "reference")
     assert json.loads(done.stdout)["questions"] == 1
+
+
+# -- examples, what was asked, results ----------------------------------------------------------------
+
+
+def write_piqa(path: Path, goals: str) -> Path:
+    path.write_bytes(
+        b"\n".join(lines(*({**PIQA, "goal": f"to {c}", "label": i % 2} for i, c in enumerate(goals))))
+    )
+    return path
+
+
+def test_what_was_asked_is_written(path: Path, tmp_path: Path) -> None:
+    data, log = write_piqa(tmp_path / "piqa.jsonl", "abcdefghij"), tmp_path / "log.jsonl"
+    options = ["--shots", 2, "--examples", data, "--backend", "cpu", "-o", "json", "--log-samples", log]
+    done = inside("eval", path, data, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["shots"] == 2
+    rows = [json.loads(line) for line in log.read_bytes().splitlines()]
+    assert [row["doc_id"] for row in rows] == list(range(10))
+    assert np.mean([row["acc"] for row in rows]) == result["acc"]
+    assert np.mean([row["acc_norm"] for row in rows]) == result["acc_norm"]
+    with hotset.load(path, backend="cpu") as model:
+        for row in rows:
+            *examples, asked = row["context"].split("\n\n")
+            assert len(examples) == 2
+            assert not any(example.startswith(asked) for example in examples)
+            context = [BOS, *model.tokenizer.encode(row["context"], add_special=False)]
+            for choice, stored in zip(row["choices"], row["log_likelihoods"], strict=True):
+                text = row["context"] + row["delimiter"] + choice
+                whole = [BOS, *model.tokenizer.encode(text, add_special=False)]
+                assert stored == pytest.approx(by_hand(model, context, whole), rel=1e-5)
+            assert row["acc"] == (int(np.argmax(row["log_likelihoods"])) == row["answer"])
+    again = tmp_path / "again.jsonl"
+    inside("eval", path, data, *options[:-1], again)
+    assert again.read_bytes() == log.read_bytes()
+    other = tmp_path / "other.jsonl"
+    inside("eval", path, data, *options[:-1], other, "--seed", 5)
+    assert other.read_bytes() != log.read_bytes()
+
+
+def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Path, tmp_path: Path) -> None:
+    data, log = write_piqa(tmp_path / "piqa.jsonl", "ab"), tmp_path / "log.jsonl"
+    before = data.read_bytes()
+    done = inside("eval", path, data, "--log-samples", data)
+    assert (done.returncode, data.read_bytes()) == (1, before)
+    assert "is a file that is read" in done.stderr
+    data.write_bytes(lines({**PIQA, "goal": "x" * 9000})[0])
+    done = inside("eval", path, data, "--log-samples", log, "--backend", "reference")
+    assert done.returncode == 1
+    assert "do not fit in the context" in done.stderr.replace("\n", " ")
+    assert not log.exists()
+
+
+def test_a_task_file(path: Path, tmp_path: Path) -> None:
+    write_piqa(tmp_path / "piqa.jsonl", "abcdef")
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: piqa.jsonl}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "Question: {{goal}}\\nAnswer:"\ndoc_to_target: label\n'
+        'doc_to_choice: "{{[sol1, sol2]}}"\nfewshot_split: test\nnum_fewshot: 1\n'
+    )
+    own = json.loads(inside("eval", path, task, "--json", "--backend", "reference").stdout)
+    data = tmp_path / "piqa.jsonl"
+    known = inside("eval", path, data, "--shots", 1, "--examples", data, "--json", "--backend", "reference")
+    same = {"task": "own", "file": str(task)}
+    assert own == json.loads(known.stdout) | same
+    assert own["shots"] == 1
+    bare = inside("eval", path, task, "--num-fewshot", 0, "--json", "--backend", "reference", "-n", 3)
+    assert json.loads(bare.stdout)["questions"] == 3
+    assert json.loads(bare.stdout)["shots"] == 0
+    done = inside("eval", path, task, "--examples", data)
+    assert done.returncode == 1
+    assert "is a task file, which says itself" in done.stderr
+
+
+def test_examples_that_are_none(path: Path, tmp_path: Path) -> None:
+    data, arc = write_piqa(tmp_path / "piqa.jsonl", "abc"), tmp_path / "arc.jsonl"
+    arc.write_bytes(lines(HF_ARC)[0])
+    for given, said in (
+        (["--shots", 1], "--shots needs --examples FILE"),
+        (["--shots", 1, "--examples", arc], "has questions of arc"),
+        (
+            ["--shots", 3, "--examples", data],
+            "has 3 examples for a question, and 3 shots need that many and one",
+        ),
+    ):
+        done = inside("eval", path, data, *given)
+        assert done.returncode == 1
+        assert said in done.stderr.replace("\n", " ")
+    labels = tmp_path / "labels.lst"
+    labels.write_text("1\n1\n1\n")
+    given = ["--shots", 1, "--examples", data, "--example-labels", labels, "--log-samples", tmp_path / "log"]
+    assert inside("eval", path, data, *given, "--backend", "reference").returncode == 0
+    contexts = [json.loads(line)["context"] for line in (tmp_path / "log").read_bytes().splitlines()]
+    assert all("use a spoon\n\n" in context for context in contexts)
+
+
+def test_a_result_as_a_table(model: hotset.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    questions = [Question("<t>", f"to {c}", ("run", "sit"), 0, f"f, line {c}") for c in "abc"]
+    *_, result = evaluate(model, questions)
+    table = result.to_pandas()
+    assert table["where"] == [question.where for question in questions]
+    assert table["log_likelihoods"] == [list(answer.log_likelihoods) for answer in result.answers]
+    assert np.mean(table["acc"]) == result.accuracy
+    assert repr(result).startswith("EvaluationResult('<t>', 3 of 3 questions, acc=")
+    html = result._repr_html_()
+    assert "&lt;t&gt;: 3 of 3 questions" in html
+    assert f"{100 * result.accuracy:.2f} ±" in html
+
+
+def test_spaces_at_the_end_of_a_question_belong_to_its_choices(tmp_path: Path) -> None:
+    recipe = write_sparse(tmp_path / "plain.gguf", dialect="gguf")
+    with hotset.load(recipe, backend="reference") as model:
+        (result,) = evaluate(model, [Question("t", "xx  ", ("9", "d"), 0, "f", delimiter="")])
+        whole = model.encode("xx  9")
+        assert result.answers[0].log_likelihoods[0] == pytest.approx(
+            by_hand(model, model.encode("xx"), whole), rel=1e-5
+        )
+        assert by_hand(model, model.encode("xx  "), whole) != pytest.approx(
+            result.answers[0].log_likelihoods[0], rel=1e-3
+        )

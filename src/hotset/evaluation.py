@@ -5,21 +5,27 @@ tokens. `accuracy` takes the largest sum; `accuracy_norm` the largest sum per ch
 long ones lose otherwise. Both are those of EleutherAI's evaluation harness (acc, acc_norm).
 
 All choices of a question are scored from the same token on: the first in which any of them, tokenised with
-the question, differs from the question alone. So a token that grew across the border counts for every choice.
+the question, differs from the question alone, without spaces at its end. So a token that grew across the
+border counts for every choice.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from html import escape
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from hotset.api import Model
 from hotset.engine.log_likelihood import Continuation, log_likelihoods
 from hotset.errors import ContextLengthError, FormatError
+from hotset.parameters import data_frame
 from hotset.text.multiple_choice import Question
 from hotset.text.tokenizer import Tokenizer
 
@@ -27,19 +33,86 @@ _QUESTIONS_AT_ONCE = 8  # so that steps are full
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    """After n_done of n_questions: shares of right answers with their standard errors.
+class Answer:
+    """doc_id: the question's number, from 0. log_likelihoods: of each choice, Σ ln p of its tokens."""
 
-    accuracy_norm: by sums per character.
+    doc_id: int
+    question: Question
+    log_likelihoods: tuple[float, ...]
+
+    @cached_property
+    def chosen(self) -> int:
+        """The choice with the largest sum, the first of equal ones."""
+        return int(np.argmax(self.log_likelihoods))
+
+    @cached_property
+    def chosen_norm(self) -> int:
+        """The choice with the largest sum per character."""
+        lengths = [len(choice) for choice in self.question.choices]
+        return int(np.argmax(np.divide(self.log_likelihoods, lengths)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: what was asked (`choices` follow `context` after `delimiter`), the sums, the choices that
+        have the largest, and whether these are right."""
+        question = self.question
+        return {
+            "doc_id": self.doc_id,
+            "where": question.where,
+            "context": question.context,
+            "delimiter": question.delimiter,
+            "choices": list(question.choices),
+            "log_likelihoods": list(self.log_likelihoods),
+            "answer": question.answer,
+            "chosen": self.chosen,
+            "chosen_norm": self.chosen_norm,
+            "acc": self.chosen == question.answer,
+            "acc_norm": self.chosen_norm == question.answer,
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluationResult:
+    """After some of n_questions: shares of right answers with their standard errors. A notebook shows both.
+
+    accuracy_norm: by sums per character. answers: of the questions so far, in their order.
     """
 
     task: str
-    n_done: int
     n_questions: int
     accuracy: float
     accuracy_error: float
     accuracy_norm: float
     accuracy_norm_error: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def n_done(self) -> int:
+        """How many questions were answered."""
+        return len(self.answers)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each question, whose columns are those of `Answer.as_dict`. Raises
+        HotsetError where pandas is not installed."""
+        rows = [answer.as_dict() for answer in self.answers]
+        return data_frame({name: [row[name] for row in rows] for name in rows[0]})
+
+    def __repr__(self) -> str:
+        return (
+            f"EvaluationResult({self.task!r}, {self.n_done} of {self.n_questions} questions, "
+            f"acc={self.accuracy:.4f}, acc_norm={self.accuracy_norm:.4f})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{name}</td><td>{100 * value:.2f} ± {100 * error:.2f}%</td></tr>"
+            for name, value, error in (
+                ("acc", self.accuracy, self.accuracy_error),
+                ("acc_norm", self.accuracy_norm, self.accuracy_norm_error),
+            )
+        )
+        return (
+            f"<p>{escape(self.task)}: {self.n_done} of {self.n_questions} questions</p><table>{rows}</table>"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,43 +124,47 @@ class _Encoded:
 def evaluate(model: Model, questions: Sequence[Question]) -> Iterator[EvaluationResult]:
     """Answers some questions at a time and yields the result so far; the last one is the answer.
 
+    questions: at least one, of one task, with examples in their contexts (text/few_shot.py) if there are any.
     Raises, before anything is computed, ContextLengthError for a question that does not fit in the context
     and FormatError for one that leaves nothing to condition on; both name its line.
     """
     encoded = [_encoded(model, question) for question in questions]
+    answers: list[Answer] = []
     right: list[bool] = []
     right_norm: list[bool] = []
     left = iter(encoded)
     while wave := list(islice(left, _QUESTIONS_AT_ONCE)):
         with model.thread.exclusive() as engine:
-            sums = log_likelihoods(engine, [choice for one in wave for choice in one.choices])
+            sums = log_likelihoods(engine, [choice for one in wave for choice in one.choices]).tolist()
         for one in wave:
             own, sums = sums[: len(one.choices)], sums[len(one.choices) :]
-            lengths = [len(choice.strip()) for choice in one.question.choices]
-            right.append(int(np.argmax(own)) == one.question.answer)
-            right_norm.append(int(np.argmax(own / lengths)) == one.question.answer)
+            answer = Answer(len(answers), one.question, tuple(own))
+            answers.append(answer)
+            right.append(answer.chosen == one.question.answer)
+            right_norm.append(answer.chosen_norm == one.question.answer)
         yield EvaluationResult(
-            questions[0].task, len(right), len(questions), *_share(right), *_share(right_norm)
+            questions[0].task, len(questions), *_share(right), *_share(right_norm), tuple(answers)
         )
 
 
 def _encoded(model: Model, question: Question) -> _Encoded:
-    tokenizer = model.tokenizer
-    context = _tokens(tokenizer, question.context)
-    whole = [_tokens(tokenizer, question.context + choice) for choice in question.choices]
+    tokenizer, given = model.tokenizer, question.context + question.delimiter
+    context = _tokens(tokenizer, question.context.rstrip())
+    whole = [_tokens(tokenizer, given + choice) for choice in question.choices]
     first = min(_n_common(context, tokens) for tokens in whole)
     if first == 0:
         raise FormatError(
-            f"line {question.line} leaves nothing that its choices could follow: the model's texts begin "
+            f"{question.where}, leaves nothing that its choices could follow: the model's texts begin "
             "without a token of their own, and the question is part of the choices' first token"
         )
     longest = max(map(len, whole)) - 1
     if longest > model.n_ctx:
         raise ContextLengthError(
-            f"the question in line {question.line} has {longest} tokens with its longest choice, which do "
-            f"not fit in the context of {model.n_ctx}; load the model with a larger n_ctx"
+            f"{question.where}, has {longest} tokens with its longest choice and its examples, which do not "
+            f"fit in the context of {model.n_ctx}; load the model with a larger n_ctx, or take fewer shots"
         )
-    return _Encoded(question, tuple(Continuation(tokens, first) for tokens in whole))
+    # In 4 bytes a token: examples make texts long, and all of them wait here.
+    return _Encoded(question, tuple(Continuation(array("i", tokens), first) for tokens in whole))
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:

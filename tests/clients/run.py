@@ -104,6 +104,10 @@ def langchain(server: Server) -> list[str]:
     return [str(BIN / "python"), "-m", "pytest", *options, str(HERE / "langchain_chat.py")]
 
 
+def llama_index(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "llama_index_client.py")]
+
+
 def schemathesis(server: Server) -> list[str]:
     server.environment["SCHEMATHESIS_HOOKS"] = "schemathesis_hooks"
     server.environment["PYTHONPATH"] = str(HERE)
@@ -122,7 +126,8 @@ def agents(server: Server) -> list[str]:
 
 
 TINY: dict[str, Callable[[Server], list[str]]] = {
-    "openai-node": openai_node, "ollama": ollama, "llm": llm, "schemathesis": schemathesis,
+    "openai-node": openai_node, "ollama": ollama, "llm": llm, "llama-index": llama_index,
+    "schemathesis": schemathesis,
 }  # fmt: skip
 SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"llm-comply": llm_comply, "langchain": langchain}
 SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}

@@ -34,6 +34,7 @@ _PACKAGES = (
     "typer",
     "rich",
     "prompt-toolkit",
+    "pyyaml",
 )
 _GPU_DRIVERS = {"NVIDIA driver (libcuda)": ("cuda", "nvcuda"), "AMD runtime (libamdhip64)": ("amdhip64",)}
 _GPU_PACKAGES = ("torch", "triton")

@@ -1,7 +1,9 @@
-"""`hotset eval`: multiple-choice tasks from a file of JSON lines, by log-likelihood."""
+"""`hotset eval`: multiple-choice tasks from a file of JSON lines or a task file, by log-likelihood."""
 
 from __future__ import annotations
 
+import json as json_lines
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,35 +13,77 @@ import hotset
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
 from hotset.cli.progress import ProgressBar
+from hotset.errors import InvalidRequestError
 from hotset.evaluation import evaluate as answered
+from hotset.files import check_target, replacing
 from hotset.storage import resolve
-from hotset.text.multiple_choice import read_questions
+from hotset.text.few_shot import SEED, Shots, with_examples
+from hotset.text.multiple_choice import Question, read_questions
+from hotset.text.task_file import TaskQuestions, is_task_file, read_task
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.evaluation import EvaluationResult
+    from hotset.evaluation import Answer, EvaluationResult
 
 OUTPUTS = ("table", "json")
 
 
-def evaluate(
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
+    ),
+]
+NumShots = Annotated[
+    int | None,
+    typer.Option(
+        "--shots",
+        "--num-fewshot",
+        min=0,
+        help="So many answered examples before each question; default: 0, or what the task file says.",
+    ),
+]
+Examples = Annotated[
+    Path | None,
+    typer.Option(
+        "--examples", exists=True, dir_okay=False, help="Where examples are drawn from: a file as FILE."
+    ),
+]
+ExampleLabels = Annotated[
+    Path | None,
+    typer.Option("--example-labels", exists=True, dir_okay=False, help="As --labels, of the examples."),
+]
+LogSamples = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-samples", dir_okay=False, help="Write what was asked and answered, a question a line of JSON."
+    ),
+]
+
+
+def evaluate(  # noqa: PLR0913 - options of a subcommand
     model: options.ModelName,
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="JSON lines of HellaSwag, ARC or PIQA.", exists=True, dir_okay=False
+            metavar="FILE",
+            help="JSON lines of HellaSwag, ARC or PIQA, or a task file (.yaml) of lm-evaluation-harness.",
+            exists=True,
+            dir_okay=False,
         ),
     ],
-    labels: Annotated[
-        Path | None,
-        typer.Option(
-            "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
-        ),
-    ] = None,
+    labels: Labels = None,
+    shots: NumShots = None,
+    examples: Examples = None,
+    example_labels: ExampleLabels = None,
+    seed: Annotated[
+        int, typer.Option("--seed", "-s", help="Which examples are drawn; the harness's is 1234.")
+    ] = SEED,
     limit: Annotated[
         int | None,
         typer.Option("--limit", "-n", min=1, help="Only so many questions, the first ones; default: all."),
     ] = None,
+    log_samples: LogSamples = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     n_ctx: options.ContextSize = None,
@@ -49,24 +93,70 @@ def evaluate(
     """Answer multiple-choice questions by log-likelihood: accuracy with its standard error."""
     if output not in OUTPUTS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(OUTPUTS)}.", param_hint="-o")
-    # Split at \n alone: JSON may hold other separators of lines.
-    lines = read_text(file, "FILE").encode().split(b"\n")
-    of_lines = None if labels is None else read_text(labels, "--labels").encode().split(b"\n")
-    questions = read_questions(lines, str(file), of_lines)[:limit]
+    if is_task_file(file):
+        if labels or examples or example_labels:
+            raise InvalidRequestError(
+                f"{file} is a task file, which says itself where answers and examples are: leave out "
+                "--labels, --examples and --example-labels"
+            )
+        task = read_task(file, shots, seed, limit)
+    else:
+        pool = _questions(examples, "--examples", example_labels, "--example-labels") if examples else []
+        questions = _questions(file, "FILE", labels, "--labels")[:limit]
+        task = TaskQuestions(_with_examples(questions, pool, shots or 0, seed, examples), shots or 0)
+    if log_samples is not None:
+        check_target(log_samples, [path for path in (file, labels, examples, example_labels) if path])
     settings = loading.settings(n_ctx=n_ctx)
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         with hotset.load(path, settings, progress=bar) as loaded:
             print_choice(loaded)
             print_memory(loaded)
-            bar.advance(questions[0].task, 0, len(questions), "questions")
-            for result in answered(loaded, questions):
-                bar.advance(result.task, result.n_done, result.n_questions, "questions")
+            result = _answered(loaded, task.questions, log_samples, bar)
             bar.clear()
             if json or output == "json":
-                print_json(_as_json(loaded, result, file))
+                print_json(_as_json(loaded, result, file) | {"shots": task.n_shots})
             else:
                 _print(loaded, result)
+
+
+def _answered(
+    model: Model, questions: list[Question], log_samples: Path | None, bar: ProgressBar
+) -> EvaluationResult:
+    with ExitStack() as files:
+        log = None if log_samples is None else files.enter_context(replacing(log_samples))
+        n_done = 0
+        bar.advance(questions[0].task, 0, len(questions), "questions")
+        for result in answered(model, questions):
+            bar.advance(result.task, result.n_done, result.n_questions, "questions")
+            if log is not None:
+                log.writelines(_json_line(answer) for answer in result.answers[n_done:])
+            n_done = result.n_done
+    return result
+
+
+def _json_line(answer: Answer) -> bytes:
+    return json_lines.dumps(answer.as_dict()).encode() + b"\n"
+
+
+def _questions(file: Path, option: str, labels: Path | None, labels_option: str) -> list[Question]:
+    # Split at \n alone: JSON may hold other separators of lines.
+    lines = read_text(file, option).encode().split(b"\n")
+    of_lines = None if labels is None else read_text(labels, labels_option).encode().split(b"\n")
+    return read_questions(lines, str(file), of_lines)
+
+
+def _with_examples(
+    questions: list[Question], pool: list[Question], n: int, seed: int, file: Path | None
+) -> list[Question]:
+    task = questions[0].task
+    if n and not pool:
+        raise InvalidRequestError("--shots needs --examples FILE, from which examples are drawn")
+    if pool and pool[0].task != task:
+        raise InvalidRequestError(f"{file} has questions of {pool[0].task}, and FILE those of {task}")
+    # The harness has a test split of ARC alone, and compares the names of splits, not their questions.
+    shots = Shots(n, seed, one_more=task != "arc")
+    return with_examples(questions, [one.document for one in pool], pool.__getitem__, shots, str(file))
 
 
 def _as_json(model: Model, result: EvaluationResult, file: Path) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""What runs in the process that renders chat templates: Jinja, its sandbox, and limits.
+"""What runs in the process that renders templates: Jinja, its sandbox, and limits.
 
 `renderer.py` starts it. A message is eight bytes of length and that many of JSON. The first one out says that
-the process is ready; then each message in gets one out: {"source": ...} compiles, {"render": {...}} renders.
+the process is ready; then each message in gets one out: {"source": ..., "dialect": ...} compiles,
+{"render": {...}} renders, and with "literal" the text is read as a Python literal, whose JSON is the answer.
 
 Nothing here belongs to the rest of hotset, and nothing heavy is imported: the process must start in the time
 that loading a tokenizer takes, and what a template may use of memory is counted from what is here.
@@ -9,14 +10,16 @@ that loading a tokenizer takes, and what a template may use of memory is counted
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -90,14 +93,24 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"it sets the private attribute {name!r} of a namespace")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
-    )
+def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
+    return re.sub(pattern, replacement, text, count=count)
+
+
+def _environment(dialect: str) -> ImmutableSandboxedEnvironment:
+    """dialect: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
+    renders those of its task files (lm_eval/utils.py)."""
+    if dialect == "task":
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        environment.filters["regex_replace"] = _regex_replace
+    else:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
+        )
     del environment.globals["lipsum"]  # random text, which no prompt can mean
     return environment
 
@@ -113,10 +126,12 @@ class _Renderer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if "source" in request:
-                self._template = _environment().from_string(request["source"])
+                self._template = _environment(request["dialect"]).from_string(request["source"])
                 return {}
             assert self._template is not None
             text = self._template.render(request["render"])
+            if request.get("literal"):
+                text = json.dumps(ast.literal_eval(text), ensure_ascii=False)
         except MemoryError:
             return {"error": "memory"}
         except TemplateSyntaxError as error:
@@ -191,7 +206,7 @@ def main(max_bytes: int, max_chars: int, max_seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     renderer = _Renderer(max_chars)
     # Compiles once before the limits stand: it imports what Jinja imports late.
-    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}"})
+    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "dialect": "chat"})
     renderer.answer({"render": {"b": [1]}})
     _strftime_now("%Y")
     _limit(max_bytes)

@@ -19,29 +19,47 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from hotset.errors import FormatError
 from hotset.escaping import clause
 from hotset.parameters import shown
 
-Task = Literal["hellaswag", "arc", "piqa"]
 LONGEST_LINE = 1 << 20  # bytes
-_MOST_CHOICES = 26
+_MOST_CHOICES = 1024  # a data set of intents has 150
 _MARKS = re.compile(r"\[.*?\]")  # HellaSwag's texts come from subtitles and wikis
 
 
 @dataclass(frozen=True)
 class Question:
-    """context: what is given. choices: how it may go on, each with the space before it. answer: the index of
-    the right one. line: of its file, from 1."""
+    """context: what is given. choices: how it may go on, each after `delimiter`. answer: the index of the
+    right one. where: its file and line, for messages. description: what precedes the context and the examples
+    before it. document: the fields that it was made of, by which it is known again among examples.
 
-    task: Task
+    Raises FormatError for a question without two choices, without an answer, or with an empty choice.
+    """
+
+    task: str
     context: str
     choices: tuple[str, ...]
     answer: int
-    line: int
+    where: str
+    delimiter: str = " "
+    description: str = ""
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.choices) <= _MOST_CHOICES:
+            raise FormatError(
+                f"{self.where}, has {len(self.choices)} choices; a question has 2 to {_MOST_CHOICES}"
+            )
+        if not all(choice.strip() for choice in self.choices):
+            raise FormatError(f"{self.where}, has an empty choice")
+        if not 0 <= self.answer < len(self.choices):
+            raise FormatError(
+                f"{self.where}, names choice {self.answer} of {len(self.choices)} as the right one"
+            )
 
 
 def read_questions(
@@ -58,14 +76,14 @@ def read_questions(
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{name}, line {number},"
-        given = _object(line, where)
+        where = f"{name}, line {number}"
+        given = json_object(line, where)
         if answers is not None:
             given = given | {"label": _label(next(answers, None), where)}
-        question = _question(given, where, number)
+        question = _question(given, where)
         if questions and question.task != questions[0].task:
             raise FormatError(
-                f"{where} is a question of {question.task}, and those before it are of {questions[0].task}; "
+                f"{where}, is a question of {question.task}, and those before it are of {questions[0].task}; "
                 "give each a file of its own"
             )
         questions.append(question)
@@ -76,38 +94,35 @@ def read_questions(
     return questions
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """A line of a file of JSON lines. where: file and line, which FormatError names for what is no object."""
     if len(line) > LONGEST_LINE:
-        raise FormatError(f"{where} is longer than {LONGEST_LINE} bytes, which no question is")
+        raise FormatError(f"{where}, is longer than {LONGEST_LINE} bytes, which no question is")
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is not JSON ({clause(error)})") from None
+        raise FormatError(f"{where}, is not JSON ({clause(error)})") from None
     if not isinstance(given, dict):
-        raise FormatError(f"{where} is not a JSON object, which a question is")
+        raise FormatError(f"{where}, is not a JSON object, which a question is")
     return given
 
 
 def _label(line: bytes | None, where: str) -> str:
     if line is None:
-        raise FormatError(f"{where} has no label: there are more questions than labels")
+        raise FormatError(f"{where}, has no label: there are more questions than labels")
     return line.strip().decode("utf-8", "replace")
 
 
-def _question(given: Mapping[str, Any], where: str, line: int) -> Question:
+def _question(given: Mapping[str, Any], where: str) -> Question:
     for fields, (task, read) in _FORMATS.items():
         if fields <= given.keys():
             context, choices, answer = read(given, where)
-            if not 2 <= len(choices) <= _MOST_CHOICES:
-                raise FormatError(f"{where} has {len(choices)} choices; a question has 2 to {_MOST_CHOICES}")
-            if not context.strip() or not all(choice.strip() for choice in choices):
-                raise FormatError(f"{where} has an empty text or choice")
-            if not 0 <= answer < len(choices):
-                raise FormatError(f"{where} names choice {answer} of {len(choices)} as the right one")
-            return Question(task, context, tuple(f" {choice}" for choice in choices), answer, line)
+            if not context.strip():
+                raise FormatError(f"{where}, has an empty text")
+            return Question(task, context, tuple(choices), answer, where, document=given)
     raise FormatError(
-        f"{where} is no question that is known: HellaSwag has ctx, endings and label, ARC question, choices "
-        "and answerKey, PIQA goal, sol1, sol2 and label"
+        f"{where}, is no question that is known: HellaSwag has ctx, endings and label, ARC question, choices "
+        "and answerKey, PIQA goal, sol1, sol2 and label; other data sets need a task file"
     )
 
 
@@ -123,8 +138,7 @@ def _hellaswag(given: Mapping[str, Any], where: str) -> tuple[str, list[str], in
 
 
 def _plain(text: str) -> str:
-    text = _MARKS.sub("", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ").strip()
+    return _MARKS.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _arc(given: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
@@ -142,24 +156,22 @@ def _arc(given: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
         texts = [_text(choice, "text", where) for choice in choices]
         names = [_text(choice, "label", where) for choice in choices]
     else:
-        raise FormatError(f"{where} has no choices, a list of texts with labels")
+        raise FormatError(f"{where}, has no choices, a list of texts with labels")
     key = _text(given, "answerKey", where)
     if len(names) != len(texts) or names.count(key) != 1:
         raise FormatError(
-            f"{where} has the answer {clause(shown(key))}, which is not the label of one choice"
+            f"{where}, has the answer {clause(shown(key))}, which is not the label of one choice"
         )
-    return f"Question: {stem}\nAnswer:", [text.strip() for text in texts], names.index(key)
+    return f"Question: {stem}\nAnswer:", texts, names.index(key)
 
 
 def _piqa(given: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
-    solutions = [_text(given, name, where).strip() for name in ("sol1", "sol2")]
+    solutions = [_text(given, name, where) for name in ("sol1", "sol2")]
     return f"Question: {_text(given, 'goal', where)}\nAnswer:", solutions, _number(given, where)
 
 
 # Fields by which a format is known → its name, and what reads it.
-_FORMATS: dict[
-    frozenset[str], tuple[Task, Callable[[Mapping[str, Any], str], tuple[str, list[str], int]]]
-] = {
+_FORMATS: dict[frozenset[str], tuple[str, Callable[[Mapping[str, Any], str], tuple[str, list[str], int]]]] = {
     frozenset({"endings"}): ("hellaswag", _hellaswag),
     frozenset({"question", "answerKey"}): ("arc", _arc),
     frozenset({"goal", "sol1", "sol2"}): ("piqa", _piqa),
@@ -169,13 +181,13 @@ _FORMATS: dict[
 def _text(given: Mapping[str, Any], name: str, where: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
-        raise FormatError(f"{where} must have a text as {name}, not {clause(shown(value))}")
+        raise FormatError(f"{where}, must have a text as {name}, not {clause(shown(value))}")
     return value
 
 
 def _texts(value: Any, name: str, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise FormatError(f"{where} must have a list of texts as {name}")
+        raise FormatError(f"{where}, must have a list of texts as {name}")
     return value
 
 
@@ -185,7 +197,7 @@ def _number(given: Mapping[str, Any], where: str) -> int:
     text = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,2}", text):
         raise FormatError(
-            f"{where} has no label, the number of the right choice (it is {clause(shown(label))}): take a "
+            f"{where}, has no label, the number of the right choice (it is {clause(shown(label))}): take a "
             "part of the data set whose answers are public, or give them with --labels"
         )
     return int(text)

@@ -1,10 +1,10 @@
-"""Chat templates are rendered in a process of their own, which can be ended for certain.
+"""Templates are rendered in a process of their own, which can be ended for certain.
 
-A template is a program of the model file's author. Jinja's sandbox keeps it from the machine, but nothing
-inside Python keeps it from time and memory: a comparison, a sort or a constant that the compiler folds can
-take hours in one call that no signal interrupts. So a child (`jinja_child.py`) compiles and renders, under
-the system's limits where there are any, and a thread of the parent looks at its clock and memory and kills
-it.
+A template is a program of the author of a model file, or of a task file of `hotset eval`. Jinja's sandbox
+keeps it from the machine, but nothing inside Python keeps it from time and memory: a comparison, a sort or a
+constant that the compiler folds can take hours in one call that no signal interrupts. So a child
+(`jinja_child.py`) compiles and renders, under the system's limits where there are any, and a thread of the
+parent looks at its clock and memory and kills it.
 
 The child is started once and kept, so that a render costs a message. It holds one template, so that no file
 meets the text of another's conversation. It ends with its Renderer, with the process, and with its pipe.
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,13 +46,35 @@ _KEPT_VARIABLES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TemplateKind:
+    """dialect: which Jinja environment the child takes (`jinja_child.py`). The rest is for messages:
+    the template, what it is rendered with, what to do about it, and what to do where none can be rendered."""
+
+    dialect: str
+    noun: str
+    given: str
+    remedy: str
+    instead: str
+
+
+CHAT = TemplateKind(
+    "chat", "chat template", "these messages", "use another file, or give a prompt as text",
+    "give a prompt as text instead",
+)  # fmt: skip
+TASK = TemplateKind(
+    "task", "template", "this question", "change the task file", "take a file of questions instead"
+)
+
+
 class Renderer:
     """Compiles and renders one template in a child process. Several threads may use it, in turn.
 
     The child starts with `start`, or when it is needed, and again after it was ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: TemplateKind = CHAT) -> None:
+        self._kind = kind
         self._source = ""
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -74,15 +97,23 @@ class Renderer:
     def render(self, variables: dict[str, Any]) -> str:
         """The text of plain JSON variables. Raises TokenizerError where the template fails or wants too much,
         and ValueError or RecursionError for variables that JSON cannot hold."""
-        request = _encoded({"render": variables})
+        return self._rendered({"render": variables})
+
+    def literal(self, variables: dict[str, Any]) -> Any:
+        """The value of the Python literal that the text is: plain JSON. Errors as `render`, also for other
+        text. The child reads it, since a text can be made that takes the parser down."""
+        return json.loads(self._rendered({"render": variables, "literal": True}))
+
+    def _rendered(self, message: dict[str, Any]) -> str:
+        request = _encoded(message)
         self._after_fork()
         with self._lock:
             answer = self._asked(self._compiled(), request)
         error, reason = answer.get("error"), str(answer.get("reason"))
         if error == "refused":
-            raise TokenizerError(f"The chat template refuses these messages: {reason}")
+            raise TokenizerError(f"The {self._kind.noun} refuses {self._kind.given}: {reason}")
         if error is not None:
-            raise TokenizerError(f"The chat template failed on these messages ({reason}).")
+            raise TokenizerError(f"The {self._kind.noun} failed on {self._kind.given} ({reason}).")
         return str(answer["text"])
 
     def close(self) -> None:
@@ -97,7 +128,7 @@ class Renderer:
         if self._child is not None and self._child.process.poll() is not None:
             self._drop()  # it was ended between two renderings
         if self._child is None:
-            self._child = _Child()
+            self._child = _Child(self._kind)
             self._end_child = weakref.finalize(self, self._child.end)  # with this object, and at exit
         return self._child
 
@@ -105,13 +136,14 @@ class Renderer:
         child = self._start()
         if child.compiled:
             return child
-        answer = self._asked(child, _encoded({"source": self._source}))
+        answer = self._asked(child, _encoded({"source": self._source, "dialect": self._kind.dialect}))
         if answer.get("error") == "syntax":
             raise TokenizerError(
-                f"The chat template is not valid Jinja (line {answer.get('line')}: {answer.get('reason')})."
+                f"The {self._kind.noun} is not valid Jinja (line {answer.get('line')}: "
+                f"{answer.get('reason')})."
             )
         if "error" in answer:
-            raise TokenizerError(f"The chat template does not compile ({answer.get('reason')}).")
+            raise TokenizerError(f"The {self._kind.noun} does not compile ({answer.get('reason')}).")
         child.compiled = True
         return child
 
@@ -124,7 +156,7 @@ class Renderer:
             raise
         if answer.get("error") == "memory":
             self._drop()  # what it has taken does not come back
-            raise _too_large()
+            raise _too_large(self._kind)
         return answer
 
     def _drop(self) -> None:
@@ -144,7 +176,8 @@ class Renderer:
 class _Child:
     """The process and the pipes to it. owner: the process that started it, which alone may end it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: TemplateKind) -> None:
+        self._kind = kind
         self.owner = os.getpid()
         self.compiled = False
         self._ready = False
@@ -169,8 +202,8 @@ class _Child:
             )
         except OSError as error:
             raise TokenizerError(
-                "The process that renders chat templates cannot be started "
-                f"({sys.executable or 'python3'}: {error.strerror}): give a prompt as text instead."
+                f"The process that renders {kind.noun}s cannot be started "
+                f"({sys.executable or 'python3'}: {error.strerror}): {kind.instead}."
             ) from None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -180,22 +213,23 @@ class _Child:
     def ask(self, request: bytes) -> dict[str, Any]:
         """Sends a message and waits for the answer. Raises TokenizerError where the child had to be ended."""
         if not self._ready:
-            with _Watch(self.process, _START_SECONDS, _START_SECONDS):
+            with _Watch(self.process, self._kind, _START_SECONDS, _START_SECONDS):
                 message = self._receive()
             if message is None:
                 raise TokenizerError(
-                    "The process that renders chat templates ended as it started "
-                    f"(exit code {self.process.wait()}): give a prompt as text instead."
+                    f"The process that renders {self._kind.noun}s ended as it started "
+                    f"(exit code {self.process.wait()}): {self._kind.instead}."
                 )
             self._ready = True
-        with _Watch(self.process, MAX_SECONDS, MAX_WAIT_SECONDS) as watch:
+        with _Watch(self.process, self._kind, MAX_SECONDS, MAX_WAIT_SECONDS) as watch:
             answer = self._receive() if self._send(request) else None
         if answer is not None:
             return answer
         if watch.found is not None:
             raise watch.found
         raise TokenizerError(
-            f"The chat template brought down the process that renders it (exit code {self.process.wait()})."
+            f"The {self._kind.noun} brought down the process that renders it (exit code "
+            f"{self.process.wait()})."
         )
 
     def end(self) -> None:
@@ -246,8 +280,11 @@ class _Watch:
     seconds: of its own computing. longest: by the clock. Memory counts from what the child had at first.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], seconds: float, longest: float) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], kind: TemplateKind, seconds: float, longest: float
+    ) -> None:
         self.found: TokenizerError | None = None
+        self._kind = kind
         self._process = process
         self._seconds = seconds
         self._longest = longest
@@ -275,11 +312,11 @@ class _Watch:
                 if late or now_seconds - seconds > self._seconds:
                     limit = self._longest if late else self._seconds
                     self.found = TokenizerError(
-                        f"The chat template runs for more than {limit:g} s and was ended: use another file, "
-                        "or give a prompt as text."
+                        f"The {self._kind.noun} runs for more than {limit:g} s and was ended: "
+                        f"{self._kind.remedy}."
                     )
                 elif now_bytes - n_bytes > MAX_BYTES:
-                    self.found = _too_large()
+                    self.found = _too_large(self._kind)
                 if self.found is not None:
                     self._process.kill()
                     return
@@ -293,10 +330,9 @@ def _used(child: psutil.Process) -> tuple[float, int]:
     return times.user + times.system, child.memory_info().rss
 
 
-def _too_large() -> TokenizerError:
+def _too_large(kind: TemplateKind) -> TokenizerError:
     return TokenizerError(
-        f"The chat template takes more than {MAX_BYTES >> 20} MB of memory and was ended: use another file, "
-        "or give a prompt as text."
+        f"The {kind.noun} takes more than {MAX_BYTES >> 20} MB of memory and was ended: {kind.remedy}."
     )
 
 
@@ -309,5 +345,5 @@ def _home(package: str) -> str:
     """The folder from which a package is imported; the package itself is not."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise TokenizerError(f"Chat templates need the package {package}, which is not installed.")
+        raise TokenizerError(f"Templates need the package {package}, which is not installed.")
     return str(Path(spec.origin).resolve().parent.parent)
