@@ -35,6 +35,7 @@ import numpy as np
 from tiny_server import MESSAGES, client_of, client_to, write_model, write_reranker
 from tool_models import CALL, THINKS, WEATHER, written
 
+from hotset.server import modalities
 from hotset.server.catalogue import Catalogue
 from hotset.server.models import Models
 from hotset.settings import LoadSettings
@@ -122,6 +123,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         *_both(_TOOLS, writes=CALLS),
         Case(_CHAT | {"messages": [*MESSAGES, {"role": "assistant", "content": "he"}]}),
         Case(_CHAT | {"temperature": -1}),
+        Case(_CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         Case(_CHAT | {"messages": []}),
         *_wrong(_CHAT),
     ],
@@ -156,11 +158,13 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case(_RERANK, ranks=True), Case(_RERANK | {"top_n": 1, "max_tokens_per_doc": 1}, ranks=True),
         Case(_RERANK), *_wrong(_RERANK),
     ],
+    **{("POST", route): [Case({"model": "none"}), Case({}), Case([])] for route in modalities.ROUTES},
     ("POST", "/v1/responses"): [
         *_both(_RESPONSE),
         *_both(_RESPONSE | {"top_logprobs": 1, "max_output_tokens": 3}),
         *_both(_RESPONSE_TOOLS, writes=CALLS),
         Case(_RESPONSE | {"input": [], "instructions": "be brief"}),
+        Case(_RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         *_wrong(_RESPONSE),
     ],
     ("POST", "/tokenize"): [
@@ -204,11 +208,13 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case(_MESSAGE | {"system": "be brief", "stop_sequences": ["e"]}),
         *_both(_MESSAGE_TOOLS, writes=CALLS),
         Case(_MESSAGE | {"max_tokens": 0}),
+        Case(_MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         *_wrong(_MESSAGE),
     ],
     ("POST", "/v1/messages/count_tokens"): [Case(_COUNTED), *_wrong(_COUNTED)],
     ("POST", "/api/chat"): [
         *_both(_OLLAMA), *_both(_OLLAMA_TOOLS, writes=CALLS),
+        Case(_OLLAMA | {"messages": [MESSAGES[0] | {"images": ["aGk="]}]}),
         Case(_OLLAMA | {"stream": False, "format": SCHEMA, "logprobs": True}), Case(NAMED), *_wrong(_OLLAMA),
     ],
     ("POST", "/api/generate"): [

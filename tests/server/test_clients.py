@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -146,6 +147,28 @@ def test_openai_errors(oai: openai.OpenAI, url: str):
         stranger.models.list()
 
 
+def test_openai_sound_and_pictures(url: str):
+    """They are refused once: these clients send a request again for other statuses above 499."""
+    sent: list[httpx.Request] = []
+    with (
+        httpx.Client(event_hooks={"request": [sent.append]}) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", http_client=http) as client,
+    ):
+        for ask in (
+            lambda: client.audio.speech.create(model="none", voice="alloy", input="a"),
+            lambda: client.audio.transcriptions.create(model="none", file=("a.wav", b"RIFF" * 100_000)),
+            lambda: client.audio.translations.create(model="none", file=("a.wav", b"RIFF")),
+            lambda: client.images.generate(model="none", prompt="a"),
+            lambda: client.images.edit(model="none", image=("a.png", b"PNG"), prompt="a"),
+            lambda: client.images.create_variation(model="none", image=("a.png", b"PNG")),
+        ):
+            with pytest.raises(openai.InternalServerError, match="with the model 'none'") as caught:
+                ask()
+            assert caught.value.status_code == 501
+            assert caught.value.body["code"] == "not_supported"
+    assert len(sent) == 6
+
+
 # ---- Anthropic's ----
 
 
@@ -185,8 +208,9 @@ def test_anthropic_errors(claude: anthropic.Anthropic, url: str):
     with pytest.raises(anthropic.BadRequestError, match="container is not supported"):
         claude.messages.create(**asked, extra_body={"container": "c"})
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-    with pytest.raises(anthropic.BadRequestError, match="reads only text"):
+    with pytest.raises(anthropic.APIStatusError, match="reads and writes only text") as unread:
         claude.messages.create(**asked | {"messages": [{"role": "user", "content": [image]}]})
+    assert unread.value.status_code == 501
     stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**asked)

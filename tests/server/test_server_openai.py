@@ -283,7 +283,13 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
             "n": 0, "stop": [""], "logit_bias": {"99999": 1}, "max_tokens": 0, "frequency_penalty": math.inf,
         }  # fmt: skip
         refused |= (
-            {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "verbosity": 2}
+            {
+                "functions": [],
+                "audio": {},
+                "modalities": ["text", "video"],
+                "top_logprobs": 21,
+                "verbosity": 2,
+            }
             if url == CHAT
             else {"suffix": "x", "echo": 3, "best_of": 4, "logprobs": 21}
         )

@@ -417,8 +417,11 @@ def test_pictures_are_refused(path: Path, schema: ApiSchema):
         picture = {"content": "", "images": ["aGk="]}
 
     async def work(client: httpx.AsyncClient, service: Service) -> None:
-        message = await refused(client, schema, schema.body([{"role": "user"} | picture], **SHORT))
-        assert "this model reads only text" in message
+        body = schema.body([{"role": "user"} | picture], **SHORT)
+        message = await refused(client, schema, body, 501)
+        assert message.startswith(f"{schema.subject}.0")
+        assert "cannot be read: the model 'tiny' reads and writes only text" in message
+        assert "is not served here" in await refused(client, schema, body | {"model": "other"}, 404)
 
     run(path, work)
 

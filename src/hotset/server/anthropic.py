@@ -31,6 +31,7 @@ from hotset.server.answers import (
     arguments_object,
 )
 from hotset.server.body import BodyRoute
+from hotset.server.modalities import check_part
 from hotset.server.openai.schema import (
     MAX_TOOLS,
     NO_DEFAULTS,
@@ -88,25 +89,17 @@ class ToolUseBlock(Body):
     toolset_name: None = None
 
 
-def _readable(block: Any) -> Any:
-    """`block`, unless it is of a kind that no model of text reads."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind in ("image", "document"):
-        raise ValueError(f"a block of type {kind} cannot be read: this model reads only text")
-    return block
-
-
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock, BeforeValidator(_readable)]] = ""
+    content: str | list[Annotated[TextBlock, BeforeValidator(check_part)]] = ""
     is_error: bool = False
     cache_control: CacheControl | None = None
 
 
 Block = Annotated[
     Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")],
-    BeforeValidator(_readable),
+    BeforeValidator(check_part),
 ]
 
 

@@ -20,6 +20,7 @@ from hotset.server import (
     infill,
     lora,
     manage,
+    modalities,
     ollama,
     rerank,
     saved_slots,
@@ -50,6 +51,7 @@ ROUTERS = (
     embeddings.router,
     rerank.router,
     rerank.cohere,
+    modalities.router,
     responses.router,
     tokens.router,
     saved_slots.router,
@@ -142,7 +144,10 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RefusedBodyError)
     async def refused(http: Request, error: RefusedBodyError) -> Response:
-        return response_of(error.problem, http.url.path)
+        problem = error.problem
+        if problem.status == 501:
+            problem = await modalities.with_model(http, problem, error.model)
+        return response_of(problem, http.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:

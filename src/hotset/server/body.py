@@ -22,11 +22,14 @@ from hotset.server.streams import ClientGoneError, client_of, host_of, while_con
 
 
 class RefusedBodyError(HTTPException):
-    """A body that is not what the route takes. (FastAPI lets no other kind out of `Request.json`.)"""
+    """A body that is not what the route takes. (FastAPI lets no other kind out of `Request.json`.)
 
-    def __init__(self, problem: Problem) -> None:
+    model: what the body says of it.
+    """
+
+    def __init__(self, problem: Problem, model: str | None = None) -> None:
         super().__init__(problem.status, problem.message)
-        self.problem = problem
+        self.problem, self.model = problem, model
 
 
 class BodyRoute(APIRoute):
@@ -69,6 +72,7 @@ class BodyRequest(Request):
         except ValidationError as error:
             found = error.errors(include_url=False)
             problem = invalid_body([{**one, "loc": ("body", *one["loc"])} for one in found])
-            raise RefusedBodyError(problem) from None
+            model = given.get("model") if isinstance(given, dict) else None
+            raise RefusedBodyError(problem, model if isinstance(model, str) else None) from None
         except RequestError as error:
             raise RefusedBodyError(problem_of(error)) from None

@@ -25,6 +25,10 @@ from hotset.server import shapes
 from hotset.server.replies import JsonReply
 
 
+class UnreadableError(ValueError):
+    """Of a validator: what no model reads, or writes (modalities.py)."""
+
+
 class RequestError(HotsetError):
     """A request that is refused. status: HTTP's. param: the field that is wrong. code: for programs.
 
@@ -63,6 +67,8 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 501:  # the official clients of OpenAI and Anthropic ask again for any 5xx
+            return {"x-should-retry": "false"}
         if self.retry_after is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
@@ -105,7 +111,11 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
 
     Of the alternatives of a union that was meant which went deepest before it failed.
     """
-    error = max(errors, key=lambda one: len(one.get("loc", ())), default={})
+
+    def weight(one: Mapping[str, Any]) -> tuple[bool, int]:
+        return _is_unreadable(one), len(one.get("loc", ()))
+
+    error = max(errors, key=weight, default={})
     where = ".".join(str(part) for part in error.get("loc", ())[1:] if not _is_alternative(part))
     kind = error.get("type")
     if kind in ("extra_forbidden", "none_required"):
@@ -114,6 +124,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
         )
     if kind == "missing":
         return Problem(400, f"{where or 'the body'} is missing", where or None, "missing_required_parameter")
+    if _is_unreadable(error):
+        return Problem(501, f"{where}: {error['ctx']['error']}", where, "not_supported")
     field, message = where or "the body", str(error.get("msg", "it is not valid"))
     if kind == "value_error":  # one of ours, which says what was given
         message = message.removeprefix("Value error, ")
@@ -123,6 +135,10 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     given = f", not {shown(error['input'])}" if "input" in error and kind != "value_error" else ""
     joint = " " if message.startswith("must ") else ": "
     return Problem(400, f"{field}{joint}{message}{given}", where or None, "invalid_value")
+
+
+def _is_unreadable(error: Mapping[str, Any]) -> bool:
+    return isinstance(error.get("ctx", {}).get("error"), UnreadableError)
 
 
 def _is_alternative(part: Any) -> bool:
@@ -137,8 +153,9 @@ _OPENAI_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+    501: "not_supported_error",  # as llama-server has it
 }
-_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 501: "api_error", 503: "overloaded_error"}
 
 
 def body_of(problem: Problem, path: str) -> dict[str, Any]:

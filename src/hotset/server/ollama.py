@@ -45,7 +45,7 @@ from hotset.server.answers import (
 )
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import FileFacts
-from hotset.server.errors import RequestError
+from hotset.server.errors import RequestError, UnreadableError
 from hotset.server.logprobs import spelled
 from hotset.server.manage import may_manage
 from hotset.server.model_settings import duration
@@ -92,7 +92,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 def _none(images: Any) -> Any:
     if images:
-        raise ValueError("images cannot be read: this model reads only text")
+        raise UnreadableError("an image cannot be read")
     return images
 
 

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.escaping import clause
+from hotset.server import modalities
 from hotset.server.answers import Answer
 from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.json_limits import check_json
@@ -260,7 +261,11 @@ class BodyLimits:
         self, scope: Scope, receive: Receive, send: Send, client: str | None, hold: Callable[[int], None]
     ) -> None:
         try:
-            body = await self._read(Headers(scope=scope), receive, hold)
+            headers = Headers(scope=scope)
+            if scope["path"] in modalities.ROUTES:
+                body = await self._excerpt(headers, receive)
+            else:
+                body = await self._read(headers, receive, hold)
             if body is None:
                 return
             if len(body) <= LONG_BYTES:
@@ -289,20 +294,36 @@ class BodyLimits:
         if said.isdecimal() and (len(said) > 18 or int(said) > most):
             raise _too_large(most)
         parts, size = [], 0
+
+        def take(part: bytes) -> bool:
+            nonlocal size
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            hold(size)
+            parts.append(part)
+            return True
+
+        return b"".join(parts) if await self._receive(receive, take) else None
+
+    async def _excerpt(self, headers: Headers, receive: Receive) -> bytes | None:
+        """In place of a body with sound or pictures, JSON with the model that it names."""
+        excerpt = modalities.Excerpt()
+        if not await self._receive(receive, excerpt.take):
+            return None
+        return excerpt.body(headers.get("content-type", ""), self._settings.max_nesting)
+
+    async def _receive(self, receive: Receive, take: Callable[[bytes], bool]) -> bool:
+        """Gives `take` the parts of a body, as long as it says True; False where the client went before."""
         try:
             async with asyncio.timeout(self._settings.max_body_seconds):
-                while True:
+                more = True
+                while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > most:
-                        raise _too_large(most)
-                    hold(size)
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                        return False
+                    more = take(message.get("body", b"")) and message.get("more_body", False)
+                return True
         except TimeoutError:
             raise RequestError(
                 f"the body did not arrive within {self._settings.max_body_seconds:g} s", 408, code="timeout"

@@ -109,6 +109,12 @@ async def _name_for(http: Request, holder: Holder, name: str | None, required: b
     return served[0]
 
 
+async def name_of(http: Request, name: str) -> str:
+    """The model that a request names, also with an adapter, which need not be loaded. Raises RequestError."""
+    model = (await _without_adapter(http, name))[0] if ":" in name else name
+    return (await file_of(http, model))[1]
+
+
 async def _is_served(http: Request, name: str) -> bool:
     try:
         await file_of(http, name)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.parameters import shown
@@ -25,8 +25,9 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.body import BodyRoute
-from hotset.server.errors import RequestError
+from hotset.server.errors import RequestError, UnreadableError
 from hotset.server.logprobs import spelled
+from hotset.server.modalities import check_part
 from hotset.server.openai.schema import (
     MAX_TOOLS,
     NO_DEFAULTS,
@@ -104,12 +105,17 @@ class ChatStreamOptions(StreamOptions):
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def _with_known_role(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose role is one of the schema's. "developer" is OpenAI's newer name for "system", which is
-    the one that chat templates know."""
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose role is one of the schema's, with parts that can be read.
+
+    "developer" is OpenAI's newer name for "system", which is the one that chat templates know.
+    """
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"the role must be one of {', '.join(ROLES)}, not {shown(role)}")
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        check_part(part)
     return {**message, "role": "system"} if role == "developer" else message
 
 
@@ -151,7 +157,13 @@ _MESSAGE = {
 }
 
 
-Message = Annotated[dict[str, Any], AfterValidator(_with_known_role), WithJsonSchema(_MESSAGE)]
+Message = Annotated[dict[str, Any], AfterValidator(_checked), WithJsonSchema(_MESSAGE)]
+
+
+def _modality(given: Any) -> Any:
+    if given in ("audio", "image"):
+        raise UnreadableError(f"{given} cannot be written")
+    return given
 
 
 class ChatBody(SamplingFields):
@@ -163,7 +175,7 @@ class ChatBody(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: int | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Annotated[Literal["text"], BeforeValidator(_modality)]] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

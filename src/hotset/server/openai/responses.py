@@ -18,6 +18,7 @@ from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
 from hotset.server.body import BodyRoute
+from hotset.server.modalities import check_part
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import (
     MAX_METADATA,
@@ -52,15 +53,7 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
-def _readable(part: Any) -> Any:
-    """`part`, unless it is of a kind that no model of text reads."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("input_image", "input_file", "input_audio"):
-        raise ValueError(f"a part of type {kind} cannot be read: this model reads only text")
-    return part
-
-
-Content = str | list[Annotated[TextPart, BeforeValidator(_readable)]]
+Content = str | list[Annotated[TextPart, BeforeValidator(check_part)]]
 
 
 class MessageItem(Body):

@@ -1,0 +1,120 @@
+"""What no model here reads or writes: pictures, sound and documents. The answer is 501, with the model's
+name.
+
+OpenAI's routes for it, and parts of messages in every API schema.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from hotset.escaping import clause
+from hotset.parameters import shown
+from hotset.server.errors import Problem, RequestError, UnreadableError, problem_of, response_of
+from hotset.server.json_limits import check_json, loads
+from hotset.server.replies import dumped
+from hotset.server.streams import listed, name_of
+
+router = APIRouter()
+
+ROUTES = {
+    "/v1/audio/speech": "text to speech",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/translations": "translation of speech",
+    "/v1/images/generations": "image generation",
+    "/v1/images/edits": "image editing",
+    "/v1/images/variations": "variation of images",
+}
+"""Of OpenAI's, and what each is for."""
+
+_PARTS = frozenset({
+    "audio", "audio_url", "document", "file", "image", "image_url", "input_audio", "input_file",
+    "input_image", "input_video", "video", "video_url",
+})  # fmt: skip
+
+_KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, in which the model's name is looked for
+_MOST_BYTES = (
+    32 << 20
+)  # that are read, so that the client gets to the reply; OpenAI's clients send 25 MB at most
+_FORM_FIELD = re.compile(rb'; *name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n--')
+
+
+def check_part(part: Any) -> Any:
+    """A part of a message, unless it is of a kind that no model here reads; for validators of pydantic."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in _PARTS:
+        raise UnreadableError(f"a part of type {kind} cannot be read")
+    return part
+
+
+async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:
+    """A problem of an UnreadableError with the name of the model, as the request says it; where that is not served,
+    what says so."""
+    try:
+        name = f"the model {await name_of(http, model)!r}" if model else await _served(http)
+    except RequestError as error:
+        return problem_of(error)
+    return replace(problem, message=f"{problem.message}: {name} reads and writes only text")
+
+
+class ModelNamed(BaseModel):
+    """What is left of a body (Excerpt)."""
+
+    model: str | None = None
+
+
+async def unsupported(body: ModelNamed, http: Request) -> Response:
+    """501 with the model's name in OpenAI's error."""
+    model = f"the model {clause(shown(body.model))}" if body.model else await _served(http)
+    message = (
+        f"{ROUTES[http.url.path]} with {model} is not supported: hotset's models read and write only text"
+    )
+    return response_of(Problem(501, message, code="not_supported"), http.url.path)
+
+
+for _path in ROUTES:  # not in the document, whose routes can be asked for something
+    router.add_api_route(_path, unsupported, methods=["POST"], include_in_schema=False)
+
+
+async def _served(http: Request) -> str:
+    names = [one.name for one in await listed(http)]
+    return f"the model {names[0]!r}" if len(names) == 1 else "any model of this server"
+
+
+class Excerpt:
+    """Finds the model that the body of a request to one of ROUTES names, a form or JSON, of any size."""
+
+    def __init__(self) -> None:
+        self._head = self._tail = b""
+        self._size = 0
+
+    def take(self, part: bytes) -> bool:
+        """Whether more is to be read, so that the client comes to read the reply."""
+        self._size += len(part)
+        self._head += part[: _KEPT_BYTES - len(self._head)]
+        self._tail = (self._tail + part)[-_KEPT_BYTES:]
+        return self._size <= _MOST_BYTES
+
+    def body(self, content_type: str, max_nesting: int) -> bytes:
+        """JSON of a ModelNamed, without a model where none is found in what was kept."""
+        if content_type.startswith("multipart/"):
+            found = _FORM_FIELD.search(self._head) or _FORM_FIELD.search(self._tail)
+            name: Any = found[1].decode("utf-8", "replace") if found else None
+        else:
+            name = self._of_json(max_nesting)
+        return dumped({"model": name} if isinstance(name, str) else {})
+
+    def _of_json(self, max_nesting: int) -> Any:
+        if self._size > len(self._head):
+            return None
+        try:
+            check_json(self._head, max_nesting)
+            given = loads(self._head)
+        except RequestError:
+            return None
+        return given.get("model") if isinstance(given, dict) else None

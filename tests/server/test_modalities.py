@@ -1,0 +1,179 @@
+"""Sound and pictures: 501, with the name of the model that was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, Serving, run
+
+from hotset.server import modalities
+from hotset.server.app import create_app
+from hotset.server.keys import NamedKey, digest
+from hotset.server.modalities import Excerpt
+from hotset.server.service import Service
+
+TRANSCRIBE = "/v1/audio/transcriptions"
+FIELDS = {"model": (None, "whisper-1"), "language": (None, "de")}
+NESTED = b'[[[[{"model": "inner", "' * 1000
+
+
+def sound(n_bytes: int) -> bytes:
+    return random.Random(3).randbytes(n_bytes)
+
+
+def message(reply: httpx.Response) -> str:
+    assert reply.status_code == 501, reply.text
+    assert reply.headers["x-should-retry"] == "false"
+    error = reply.json()["error"]
+    assert (error["type"], error["code"]) == ("not_supported_error", "not_supported")
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("where", modalities.ROUTES)
+def test_routes_name_the_model(path: Path, where: str) -> None:
+    file = {"file": ("a.wav", NESTED)}
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for form in (FIELDS | file, file | FIELDS):  # the name before the sound, and behind it
+            assert "with the model 'whisper-1' is not supported" in message(
+                await client.post(where, files=form)
+            )
+        body = {"input": "a", "model": "voice\n2", "nested": {"model": "other"}}
+        assert "the model 'voice\\n2'" in message(await client.post(where, json=body))
+        nameless: list[dict[str, Any]] = [
+            {"files": file}, {"json": {"input": "a"}}, {"json": ["model"]}, {"json": {"model": 3}},
+            {"content": b"{"}, {"content": NESTED}, {},
+        ]  # fmt: skip
+        for body in nameless:
+            assert "with the model 'tiny' is not supported" in message(await client.post(where, **body)), body
+        assert (await client.get(where)).status_code == 405
+
+    run(path, work)
+
+
+def test_a_large_form_is_read_without_being_kept(path: Path) -> None:
+    """More than a body may have otherwise; the name is in its beginning, or at its end."""
+    file = {"file": ("a.wav", sound(9 << 20))}
+    with Serving(path) as serving:
+        for form in (FIELDS | file, file | FIELDS):
+            assert "'whisper-1'" in message(serving.client.post(TRANSCRIBE, files=form))
+        assert "'tiny'" in message(serving.client.post(TRANSCRIBE, files=file))
+        assert serving.client.get("/health").status_code == 200
+
+
+def test_a_form_without_an_end_is_not_read_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modalities, "_MOST_BYTES", 1 << 20)
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1 << 16
+            yield bytes(1 << 16)
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        form = {"content-type": "multipart/form-data; boundary=a"}
+        assert "'tiny'" in message(await client.post(TRANSCRIBE, content=endless(), headers=form))
+
+    run(path, work)
+    assert sent == (1 << 20) + (1 << 16)
+    with Serving(path) as serving, socket.create_connection(("127.0.0.1", serving.port), 60) as connection:
+        connection.sendall(
+            f"POST {TRANSCRIBE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n".encode()
+        )
+        connection.sendall(bytes((1 << 20) + 1))
+        assert connection.recv(100).startswith(b"HTTP/1.1 501 ")
+        while connection.recv(1 << 16):
+            pass  # until the connection is closed
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(path: Path) -> None:
+    head = f"POST {TRANSCRIBE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode()
+    with (
+        Serving(path, max_body_seconds=0.1) as serving,
+        socket.create_connection(("127.0.0.1", serving.port), 60) as connection,
+    ):
+        connection.sendall(head)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_what_is_kept_has_a_limit() -> None:
+    excerpt = Excerpt()
+    for _ in range(64):
+        assert excerpt.take(bytes(1 << 16))
+    assert len(excerpt._head) == len(excerpt._tail) == 1 << 16
+    assert excerpt.body("multipart/form-data", 64) == excerpt.body("application/json", 64) == b"{}"
+
+
+def test_keys_come_first(path: Path) -> None:
+    named = (
+        NamedKey(name="alice", sha256=digest("a").hex(), models=("tiny",)),
+        NamedKey(name="bob", sha256=digest("b").hex(), models=("other",)),
+    )
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        async def asked(key: str) -> httpx.Response:
+            headers = {"x-api-key": key} if key else {}
+            return await client.post("/v1/images/generations", json={}, headers=headers)
+
+        assert [(await asked(key)).status_code for key in ("", "c")] == [401, 401]
+        assert "with the model 'tiny' is" in message(await asked("a"))
+        assert "with any model of this server is" in message(await asked("b")), "which is no model of bob's"
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+        body = {"model": "tiny", "messages": [image]}
+        for key, status in (("a", 501), ("b", 404)):
+            reply = await client.post("/v1/chat/completions", json=body, headers={"x-api-key": key})
+            assert reply.status_code == status, reply.text
+
+    run(path, work, named_keys=named)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_parts_of_messages_name_the_model(path: Path, kind: str) -> None:
+    text = {"type": "text", "text": "a"}
+    messages = [*MESSAGES, {"role": "user", "content": [text, {"type": kind, kind: {}}]}]
+
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        for where in ("/v1/chat/completions", "/tokenize"):
+            for named in ({"model": "tiny"}, {"model": None}):  # without one the served model is meant
+                reply = await client.post(where, json={"messages": messages} | named)
+                assert message(reply) == (
+                    f"messages.1: a part of type {kind} cannot be read: the model 'tiny' reads and writes "
+                    "only text"
+                )
+                assert reply.json()["error"]["param"] == "messages.1"
+        other = await client.post("/v1/chat/completions", json={"model": "other:style", "messages": messages})
+        assert other.status_code == 404
+
+    run(path, work)
+
+
+def test_answers_of_sound(path: Path) -> None:
+    async def work(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"messages": MESSAGES, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert message(reply).startswith("modalities.1: audio cannot be written: the model 'tiny'")
+
+    run(path, work)
+
+
+def test_while_a_model_loads_it_is_not_waited_for() -> None:
+    def load() -> Any:
+        raise AssertionError("it was not requested")
+
+    app = create_app(Service(load, name="tiny"))
+
+    async def work() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert "'tts-1'" in message(await client.post("/v1/audio/speech", json={"model": "tts-1"}))
+            assert (await client.post("/v1/audio/speech", json={})).status_code == 503
+
+    asyncio.run(work())
