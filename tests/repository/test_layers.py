@@ -164,7 +164,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 SLOW = {
     "torch", "triton", "ray", "matplotlib", "scipy", "pyarrow", "safetensors", "rich", "fastapi", "starlette",
     "uvicorn", "pydantic", "prompt_toolkit", "jinja2", "tokenizers", "sentencepiece", "llguidance",
-    "huggingface_hub", "certifi", "filelock", "psutil", "mcp",
+    "huggingface_hub", "certifi", "filelock", "psutil", "mcp", "opentelemetry",
 }  # fmt: skip
 # ... and modules of hotset, in those that every start loads: what one start does not need must not delay it.
 LOADED_BY_EVERY_START = {

@@ -49,7 +49,7 @@ def test_a_line_says_what_a_request_cost(path: Path, tmp_path: Path) -> None:
     assert (first["path"], first["status"], first["model"]) == ("/v1/completions", 200, "tiny")
     assert (first["prompt_tokens"], first["cached_tokens"], first["completion_tokens"]) == (13, 0, 8)
     assert first["reasons"] == ["length"]
-    assert 0 < first["first_token_seconds"] <= first["seconds"]
+    assert 0 < first["queue_seconds"] < first["first_token_seconds"] <= first["seconds"]
     assert re.fullmatch(r"[0-9a-f]{32}", stream["id"])
     assert (stream["status"], stream["completion_tokens"]) == (200, 4)
     assert vectors["prompt_tokens"] > 0
@@ -135,15 +135,19 @@ def test_a_slow_disk_keeps_no_request_waiting(
 
     monkeypatch.setattr(request_log, "MAX_WAITING", 3)
     monkeypatch.setattr(request_log, "_opened", lambda _: Slow())
-    writer = request_log.LineWriter(str(tmp_path / "log"))
-    writer.write("line 0")
+
+    def line(i: int) -> request_log.Handled:
+        return request_log.Handled({}, {"line": i}, [])
+
+    writer = request_log.LineWriter(str(tmp_path / "log"), "text")
+    writer.write(line(0))
     until(lambda: writer._lines.empty(), "the first line is not taken")
     for i in range(1, 6):
-        writer.write(f"line {i}")
+        writer.write(line(i))
     gate.set()
     with caplog.at_level(logging.WARNING, "hotset.server"):
         writer.close()
-    assert written == [f"line {i}\n" for i in range(4)]
+    assert written == [f"line={i}\n" for i in range(4)]
     assert "2 lines of the request log were left out" in caplog.text
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _PARTS = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
+_OTEL_PARTS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _MCP_PARTS = ("mcp", "mcp_types", "httpx2")
 _MAX_KEYS_BYTES = 1 << 20  # of a file of API keys
 _KEY_VARIABLE = "HOTSET_API_KEY"
@@ -118,6 +119,14 @@ class ServerOptions:
         _option("--request-log", "A line for each request, without its text; -: on stderr.", metavar="FILE"),
     ] = None
     log_form: Annotated[str, _option("--log-form", "Format of these lines: json or text.")] = "json"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            "--otlp-traces-endpoint",
+            "OpenTelemetry: a span for each request, without its text, to this collector.",
+            metavar="URL",
+        ),
+    ] = None
     slot_save_path: Annotated[
         Path | None,
         _option(
@@ -145,6 +154,8 @@ class ServerOptions:
         return any(value is not None for value in (self.max_memory, self.keep_alive, self.models_file))
 
     def settings(self) -> ServerSettings:
+        if self.otlp_traces_endpoint is not None:
+            check_installed(_OTEL_PARTS, "traces need", "serve,otel")
         return ServerSettings(
             host=self.host,
             port=self.port,
@@ -162,6 +173,7 @@ class ServerOptions:
             max_seconds=self.timeout,
             request_log=self.request_log,
             log_form=self.log_form,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
             slot_save_path=None if self.slot_save_path is None else str(self.slot_save_path),
             lora_dir=None if self.lora_dir is None else str(self.lora_dir),
             mcp_servers=self._mcp_servers(),
@@ -258,11 +270,16 @@ def _serve_one(
             raise typer.BadParameter(
                 "replicas are asked through a front that calls no tools; leave it out.", param_hint="--mcp"
             )
-        if server.keys_file is not None or server.request_log is not None:
-            raise typer.BadParameter(
-                "replicas are asked through a front that counts no tokens; leave it out.",
-                param_hint="--keys-file" if server.keys_file is not None else "--request-log",
-            )
+        for option, given in (
+            ("--keys-file", server.keys_file),
+            ("--request-log", server.request_log),
+            ("--otlp-traces-endpoint", server.otlp_traces_endpoint),
+        ):
+            if given is not None:
+                raise typer.BadParameter(
+                    "replicas are asked through a front that counts no tokens; leave it out.",
+                    param_hint=option,
+                )
         if scale.stages is not None:
             raise typer.BadParameter(
                 "replicas have whole models; leave one of them out.", param_hint="--stages"
@@ -382,8 +399,15 @@ def check_installed(
     parts: Sequence[str] = _PARTS, what: str = "the server needs", extra: str = "serve"
 ) -> None:
     """Raises HotsetError where the extra is missing."""
-    if missing := [part for part in parts if find_spec(part) is None]:
+    if missing := [part for part in parts if not _is_installed(part)]:
         raise HotsetError(f"{what} {', '.join(missing)}; install it with: {install_command(extra)}")
+
+
+def _is_installed(part: str) -> bool:
+    try:
+        return find_spec(part) is not None
+    except ModuleNotFoundError:  # what it is a part of is missing
+        return False
 
 
 def model_name(path: Path, given: str | None = None) -> str:

@@ -35,9 +35,10 @@ from hotset.server.models import HoldMiddleware, Models
 from hotset.server.openai import chat, completions, embeddings, models, responses
 from hotset.server.pulls import Pulls
 from hotset.server.replies import dumped
-from hotset.server.request_log import LineWriter, RequestLog
+from hotset.server.request_log import LineWriter, RequestLog, RequestSink
 from hotset.server.security import HeadRequests, secure
 from hotset.server.service import Host
+from hotset.server.settings import ServerSettings
 from hotset.server.shapes import OpenAIErrorReply, errors
 from hotset.server.streams import ClientGoneError
 
@@ -67,7 +68,7 @@ def create_app(host: Host) -> FastAPI:
     """The application of one model's service, or of several models: it begins with it and closes it."""
 
     settings = host.settings
-    writer = None if settings.request_log is None else LineWriter(settings.request_log)
+    sinks = _sinks(settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,8 +82,8 @@ def create_app(host: Host) -> FastAPI:
             if isinstance(host, Models):
                 app.state.pulls.cancel()
             await host.close()
-            if writer is not None:
-                writer.close()
+            for sink in sinks:
+                await asyncio.to_thread(sink.close)
 
     app = FastAPI(
         title="hotset",
@@ -105,10 +106,22 @@ def create_app(host: Host) -> FastAPI:
     _handle_errors(app)
     secure(app, settings)
     app.add_middleware(RequestCounter, metrics=host.metrics)
-    if writer is not None:
-        app.add_middleware(RequestLog, writer=writer, form=settings.log_form)
+    if sinks:
+        app.add_middleware(RequestLog, sinks=sinks)
     app.add_middleware(HeadRequests)
     return app
+
+
+def _sinks(settings: ServerSettings) -> list[RequestSink]:
+    """What hears of requests. Raises InvalidRequestError."""
+    sinks: list[RequestSink] = []
+    if settings.request_log is not None:
+        sinks.append(LineWriter(settings.request_log, settings.log_form))
+    if settings.otlp_traces_endpoint is not None:
+        from hotset.server.tracing import Traces  # OpenTelemetry's SDK is an extra
+
+        sinks.append(Traces(settings.otlp_traces_endpoint))
+    return sinks
 
 
 def _serve_document(app: FastAPI) -> None:

@@ -53,8 +53,8 @@ def check_part(part: Any) -> Any:
 
 
 async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:
-    """A problem of an UnreadableError with the name of the model, as the request says it; where that is not served,
-    what says so."""
+    """A problem of an UnreadableError with the name of the model that the request names; where that is not
+    served, what says so."""
     try:
         name = f"the model {await name_of(http, model)!r}" if model else await _served(http)
     except RequestError as error:

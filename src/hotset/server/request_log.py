@@ -3,10 +3,11 @@
     {"time": "2026-11-26T07:30:00.123Z", "id": "3f0c…", "client": "127.0.0.1", "method": "POST",
      "path": "/v1/chat/completions", "status": 200, "seconds": 1.204, "model": "smollm2-135m",
      "prompt_tokens": 31, "cached_tokens": 0, "completion_tokens": 64, "reasons": ["stop"],
-     "first_token_seconds": 0.041}
+     "queue_seconds": 0.002, "first_token_seconds": 0.041}
 
 As text the same values stand behind their names. Fields behind `seconds` are there where they mean something.
-Lines are written by a thread: a disk or a terminal that is slow keeps no client waiting.
+Lines are written by a thread: a disk or a terminal that is slow keeps no client waiting. Traces (tracing.py)
+have the same figures.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,25 +44,46 @@ _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a client's own X-Request-Id
 _STDERR = "-"
 
 
-class LineWriter:
-    """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError."""
+@dataclass(frozen=True)
+class Handled:
+    """A request that has come to its end. fields: of its line. answers: what was computed for it."""
 
-    def __init__(self, path: str) -> None:
+    scope: Scope
+    fields: Mapping[str, Any]
+    answers: Sequence[Answer | Vectors]
+
+
+class RequestSink(Protocol):
+    """What hears of requests."""
+
+    def write(self, request: Handled) -> None:
+        """Never waits."""
+
+    def close(self) -> None:
+        """Writes what is there; may wait."""
+
+
+class LineWriter:
+    """Appends lines to a file ("-": stderr) in a thread of its own. Raises InvalidRequestError.
+
+    form: json or text.
+    """
+
+    def __init__(self, path: str, form: str) -> None:
+        self._form = form
         self._file: TextIO = sys.stderr if path == _STDERR else _opened(Path(path))
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._n_left_out = 0
         self._thread = threading.Thread(target=self._run, name="hotset-request-log", daemon=True)
         self._thread.start()
 
-    def write(self, line: str) -> None:
-        """Never waits."""
+    def write(self, request: Handled) -> None:
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait(self._line(request.fields))
         except queue.Full:
             self._n_left_out += 1
 
     def close(self) -> None:
-        """Writes what is there."""
         self._lines.put(None)
         self._thread.join()
         if self._file is not sys.stderr:
@@ -77,6 +101,12 @@ class LineWriter:
                 self._tell()
         self._tell()
 
+    def _line(self, fields: Mapping[str, Any]) -> str:
+        if self._form == "json":
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        shown = {name: ",".join(map(str, of)) if isinstance(of, list) else of for name, of in fields.items()}
+        return " ".join(f"{name}={json.dumps(of) if ' ' in str(of) else of}" for name, of in shown.items())
+
     def _tell(self) -> None:
         if self._n_left_out:
             n, self._n_left_out = self._n_left_out, 0
@@ -84,10 +114,10 @@ class LineWriter:
 
 
 class RequestLog:
-    """Writes a line for each request when it has come to its end, and gives replies an X-Request-Id."""
+    """Tells sinks of each request when it has come to its end, and gives replies an X-Request-Id."""
 
-    def __init__(self, app: ASGIApp, writer: LineWriter, form: str) -> None:
-        self._app, self._writer, self._form = app, writer, form
+    def __init__(self, app: ASGIApp, sinks: Sequence[RequestSink]) -> None:
+        self._app, self._sinks = app, sinks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -124,13 +154,8 @@ class RequestLog:
                 fields["model"] = service.name
             for answer in answers:
                 fields |= _cost(answer)
-            self._writer.write(self._line(fields))
-
-    def _line(self, fields: dict[str, Any]) -> str:
-        if self._form == "json":
-            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        shown = {name: ",".join(map(str, of)) if isinstance(of, list) else of for name, of in fields.items()}
-        return " ".join(f"{name}={json.dumps(of) if ' ' in str(of) else of}" for name, of in shown.items())
+            for sink in self._sinks:
+                sink.write(Handled(scope, fields, answers))
 
 
 def _cost(answer: Answer | Vectors) -> dict[str, Any]:
@@ -144,8 +169,11 @@ def _cost(answer: Answer | Vectors) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "reasons": sorted(set(answer.reasons)),
     }
-    first = [one.sequence.first_token for one in answer.generations if one.sequence.first_token]
-    return found | ({"first_token_seconds": round(min(first) - answer.asked, 4)} if first else {})
+    for name, moment in (("queue_seconds", "started"), ("first_token_seconds", "first_token")):
+        reached = [at for one in answer.generations if (at := getattr(one.sequence, moment))]
+        if reached:
+            found[name] = round(min(reached) - answer.asked, 4)
+    return found
 
 
 def _opened(path: Path) -> TextIO:

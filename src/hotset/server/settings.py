@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from hotset.errors import InvalidRequestError
 from hotset.parameters import flag, real_number, shown, text, whole_number
@@ -34,6 +35,8 @@ class ServerSettings:
     of life in a stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
     grace_seconds: which a shutdown leaves to answers that run.
     request_log: a file that gets a line for each request ("-": stderr), in `log_form`: json or text.
+    otlp_traces_endpoint: URL of an OpenTelemetry collector, which gets a span for each request; None: none is
+    sent.
     slot_save_path: a folder for what /slots saves; None: nothing is saved.
     mcp_servers: whose tools the page offers, to who may manage models.
     lora_dir: the folder that clients may load adapters from; None: they load none.
@@ -57,6 +60,7 @@ class ServerSettings:
     max_seconds: float | None = None
     request_log: str | None = None
     log_form: str = "json"
+    otlp_traces_endpoint: str | None = None
     slot_save_path: str | None = None
     lora_dir: str | None = None
     mcp_servers: tuple[McpServer, ...] = ()
@@ -81,6 +85,8 @@ class ServerSettings:
                         f"one of the {name.replace('_', ' ')} is empty; give a value, or leave it out"
                     )
         _check_form(self.log_form)
+        if self.otlp_traces_endpoint is not None:
+            _check_collector(self.otlp_traces_endpoint)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequestError("HTTPS needs both a certificate and its key: tls_cert and tls_key")
         for key in self.api_keys:
@@ -143,6 +149,19 @@ class ServerSettings:
 def _check_form(given: str) -> None:
     if given not in LOG_FORMS:
         raise InvalidRequestError(f"log_form is {' or '.join(LOG_FORMS)}, not {shown(given)}")
+
+
+def _check_collector(given: str) -> None:
+    try:
+        parts = urlsplit(given)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise InvalidRequestError(
+            "a collector of traces is an address such as http://localhost:4318/v1/traces (OTLP over HTTP), "
+            f"not {shown(given)}"
+        )
 
 
 def _check_network(given: str) -> None:
