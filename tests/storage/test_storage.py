@@ -27,7 +27,7 @@ from fake_hub import FakeHub
 
 from hotset.errors import DownloadError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.reporter import Reporter
-from hotset.storage import catalogue, fetch, resolve, store
+from hotset.storage import aliases, catalogue, fetch, resolve, store
 from hotset.storage import download as download_module
 from hotset.storage import hub as hub_module
 from hotset.storage import wheel as wheel_module
@@ -1461,3 +1461,17 @@ def test_a_file_that_cannot_be_read_hides_no_others(home: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "open", refuse)
     assert [model.name for model in store.list_models()] == ["good", "locked"]
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("Some", "Some"),
+        ("Some:latest", "Some"),
+        ("some:LATEST", "some"),
+        ("some:8b", "some:8b"),
+        ("latest", "latest"),
+    ],
+)
+def test_names_without_the_tag_of_ollamas_clients(name: str, without: str) -> None:
+    assert aliases.untagged(name) == without

@@ -223,7 +223,7 @@ def _forgotten(name: str) -> str | None:
     model = aliases.find(name)
     if model is None:
         return None
-    aliases.remove(name.removesuffix(":latest"))
+    aliases.remove(aliases.untagged(name))
     return f"an alias; {model}"
 
 

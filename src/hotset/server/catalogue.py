@@ -14,8 +14,6 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.server.model_settings import ModelSettings, ModelsFile
 from hotset.storage import aliases, created, store
 
-_ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
-
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
@@ -92,7 +90,7 @@ class Catalogue:
     def find(self, name: str) -> Offered | None:
         """The model of a name or an alias, case does not matter; with `:latest` or without."""
         lower = name.lower()
-        return self._by_name.get(lower) or self._by_name.get(lower.removesuffix(_ANY_TAG))
+        return self._by_name.get(lower) or self._by_name.get(aliases.untagged(lower))
 
     def scan(self) -> None:
         """Looks for models. Reads the disk: for a thread. Nothing changes where that fails."""

@@ -299,7 +299,7 @@ async def copy(body: CopyBody, http: Request) -> Response:
     """Gives a model one more name, an alias: its file is not copied."""
     host = models_of(http)
     _, source, _ = await file_of(http, body.source)
-    alias = aliases.check_alias(body.destination.removesuffix(":latest"))
+    alias = aliases.check_alias(aliases.untagged(body.destination))
     if host.catalogue.find(alias) is not None:  # an alias, which gets another model
         _check_target(http, alias)
     if alias.lower() in {model.name.lower() for model in host.catalogue.models}:
@@ -315,10 +315,10 @@ async def copy(body: CopyBody, http: Request) -> Response:
 async def create(body: CreateBody, http: Request) -> Response:
     """Makes a model of another one that is served: a system message, parameters, a template; no file is
     copied."""
-    host, name = models_of(http), body.named().removesuffix(":latest")
+    host, name = models_of(http), aliases.untagged(body.named())
     modelfile, text = await asyncio.to_thread(body.parsed)
     # Of a model that the key may ask: the new one has another name.
-    _, base, path = await file_of(http, modelfile.base.removesuffix(":latest"))
+    _, base, path = await file_of(http, aliases.untagged(modelfile.base))
     old = await asyncio.to_thread(created.find, name)
     if old is not None:
         _check_target(http, name)
@@ -345,7 +345,7 @@ async def create(body: CreateBody, http: Request) -> Response:
 @router.delete("/api/delete", dependencies=_managed, responses=shapes.errors(shapes.OllamaErrorReply))
 async def delete(body: OllamaModelBody, http: Request) -> Response:
     """Deletes an alias, or a model of the store with its files, once no request uses it."""
-    host, name = models_of(http), body.named().removesuffix(":latest")
+    host, name = models_of(http), aliases.untagged(body.named())
     _check_target(http, name)
     if await asyncio.to_thread(aliases.remove, name):
         await host.scan(now=True)

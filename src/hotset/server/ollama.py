@@ -76,6 +76,7 @@ from hotset.server.streams import (
 )
 from hotset.server.turns import Turn, tool_call
 from hotset.storage import created
+from hotset.storage.aliases import untagged
 from hotset.storage.created import Created
 from hotset.text.infill import Gap, InfillTokens
 from hotset.text.tokenizer import Tokenizer
@@ -83,7 +84,6 @@ from hotset.units import human_count
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.OllamaErrorReply))
 
-_ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
 _NEVER = "9999-12-31T23:59:59Z"
 
@@ -471,7 +471,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
 async def _named(http: Request, body: AnswerBody | EmbedBody) -> Service:
     """The service of the model that a body names, which stays loaded as long as the body says."""
     asks = isinstance(body, AnswerBody)
-    service = await serving(http, body.model.removesuffix(_ANY_TAG), takes_adapter=asks)
+    service = await serving(http, untagged(body.model), takes_adapter=asks)
     host_of(http).keep(service, body.keep_alive)
     return service
 
@@ -491,7 +491,7 @@ async def _loaded(http: Request, body: AnswerBody, *, chat: bool) -> Response:
     once it is idle, as after any request with this keep_alive."""
     is_over = body.keep_alive is not None and duration(body.keep_alive) == 0
     reason = "load"
-    if is_over and may_manage(http) and await _unloaded(http, body.model.removesuffix(_ANY_TAG)):
+    if is_over and may_manage(http) and await _unloaded(http, untagged(body.model)):
         reason = "unload"
     else:
         await _named(http, body)
@@ -587,7 +587,7 @@ async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
     given = body.model or body.name
     if not given:
         raise RequestError("model is missing", param="model")
-    service, name, path = await file_of(http, given.removesuffix(_ANY_TAG))
+    service, name, path = await file_of(http, untagged(given))
     made = await asyncio.to_thread(created.find, name)
     if service is not None:
         return _shown(name, service.model.gguf, service.model.chat_template.source, body, made)

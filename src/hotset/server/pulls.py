@@ -15,6 +15,7 @@ from hotset.errors import HotsetError, InvalidRequestError, QueueFullError
 from hotset.parameters import shown
 from hotset.reporter import Reporter
 from hotset.storage import fetch
+from hotset.storage.aliases import untagged
 
 MAX_PULLS = 4
 MAX_CHARS = 512  # of a name
@@ -97,7 +98,7 @@ class Pulls:
 def full_name(name: str) -> str:
     """A name of the catalogue, or hf:owner/repository[:file], as clients of Ollama write either. Raises
     InvalidRequestError."""
-    name = name.removesuffix(":latest")
+    name = untagged(name)
     if not name or len(name) > MAX_CHARS or not name.isprintable():
         raise InvalidRequestError(f"a model to fetch is a name or owner/repository, not {shown(name)}")
     for hub in _HUBS:

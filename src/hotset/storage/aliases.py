@@ -16,6 +16,7 @@ from hotset.storage import store
 
 MAX_ALIASES = 1024
 MAX_CHARS = 128  # of a name
+ANY_TAG = ":latest"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.ASCII)
 
 
@@ -43,10 +44,15 @@ def read() -> dict[str, str]:
     return found
 
 
+def untagged(name: str) -> str:
+    """A name without the `:latest` that Ollama's clients put behind one that has no tag."""
+    return name[: -len(ANY_TAG)] if name.lower().endswith(ANY_TAG) else name
+
+
 def find(name: str) -> str | None:
     """The name that an alias stands for, case does not matter, with `:latest` or without; None for any other
     name."""
-    wanted = name.lower().removesuffix(":latest")
+    wanted = untagged(name).lower()
     return next((model for alias, model in read().items() if alias.lower() == wanted), None)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.files import changing, read_small_text, write_whole
 from hotset.storage import store
-from hotset.storage.aliases import check_alias
+from hotset.storage.aliases import check_alias, untagged
 from hotset.units import human_size
 
 MAX_CREATED = 1024
 _MAX_BYTES = 64 << 20
-_ANY_TAG = ":latest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +53,14 @@ def find(name: str) -> Created | None:
 
 def find_named(name: str) -> tuple[str, Created] | None:
     """As `find`, with the name as it was created."""
-    wanted = name.lower().removesuffix(_ANY_TAG)
+    wanted = untagged(name).lower()
     return next(((known, one) for known, one in read().items() if known.lower() == wanted), None)
 
 
 def add(name: str, created: Created) -> str:
     """Keeps one under a name, in place of one of that name. Returns the name. Raises InvalidRequestError for
     a bad name, for that of a model that is here, and for too many or too long ones."""
-    name = check_alias(name.removesuffix(_ANY_TAG))
+    name = check_alias(untagged(name))
     if any(model.name.lower() == name.lower() for model in store.list_models()):
         raise InvalidRequestError(f"a model is called {name!r} already; choose another name")
     with changing(_path()):
@@ -74,7 +73,7 @@ def add(name: str, created: Created) -> str:
 
 def remove(name: str) -> bool:
     """Whether there was one."""
-    wanted = name.lower().removesuffix(_ANY_TAG)
+    wanted = untagged(name).lower()
     with changing(_path()):
         found = read()
         left = {known: one for known, one in found.items() if known.lower() != wanted}

@@ -25,6 +25,7 @@ from typing import Any
 from hotset.errors import HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import read_small_text
 from hotset.storage import store
+from hotset.storage.aliases import ANY_TAG
 from hotset.storage.store import StoredModel
 
 _MOST_MANIFESTS = 10_000
@@ -32,7 +33,7 @@ _MAX_MANIFEST = 1 << 20  # bytes
 _PART = re.compile(r"(?!\.+$)[\w.-]{1,128}", re.ASCII)  # of a name
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _MODEL_LAYER, _ADAPTER_LAYER = (f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter"))
-_OWN_HOST, _OWN_NAMESPACE, _ANY_TAG = "registry.ollama.ai", "library", ":latest"
+_OWN_HOST, _OWN_NAMESPACE = "registry.ollama.ai", "library"
 
 
 def list_models() -> list[StoredModel]:
@@ -59,7 +60,7 @@ def find(name: str) -> StoredModel | None:
     wanted = name.removeprefix("hf:").lower()
     models = list_models()
     for model in models:
-        if model.name.lower() in (wanted, wanted + _ANY_TAG):
+        if model.name.lower() in (wanted, wanted + ANY_TAG):
             if model.source == "Ollama":
                 _check_layers(model.name)
             return model
