@@ -31,6 +31,7 @@ NAVIGATION = {
         "docs/KV-CACHE",
         "docs/LORA",
         "docs/guides/clients",
+        *pages("docs/guides/tools"),
         "docs/EMBEDDINGS",
         "docs/guides/sparsity",
         "docs/SPECULATION",

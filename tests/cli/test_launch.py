@@ -105,6 +105,7 @@ def test_each_tool_is_pointed_at_the_server(tools: Tools, server: Serving) -> No
     assert pairs["model_providers.hotset.base_url"] == f'"{server.url}/v1"'
     assert pairs["model_providers.hotset.wire_api"] == '"responses"'
     assert int(pairs["model_context_window"]) == server.service.model.n_ctx
+    assert json.loads(pairs["web_search"]) == "disabled"
     assert seen["env"]["HOTSET_API_KEY"] == "none"
 
     launched("opencode", *url)

@@ -16,6 +16,7 @@ from cli_runs import command_of
 from paths import DOCS
 from tiny_server import run, write_model
 
+from hotset.cli.launch_tools import TOOLS
 from hotset.cli.main import SUBCOMMANDS
 from hotset.placement import ram
 from hotset.server.service import Service
@@ -23,6 +24,7 @@ from hotset.server.service import Service
 FOLDER = DOCS / "reference"
 NAMES = (
     *("cli.md", "python.md", "http.md", "metrics.md", "files.md", "../MODELS.md"),
+    *(f"../guides/tools/{name}.md" for name in TOOLS),
     *(f"../man/hotset{name}.1" for name in ("", *(f"-{subcommand}" for subcommand in SUBCOMMANDS))),
 )
 

@@ -24,7 +24,7 @@ from hotset.server.answers import (
 )
 from hotset.server.errors import invalid_body
 from hotset.server.openai.response_writer import ResponseWriter
-from hotset.server.openai.responses import ResponsesBody, answer_request, head
+from hotset.server.openai.responses import ResponsesBody, answer_request, head, namespaces
 
 BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
 USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
@@ -126,7 +126,7 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         ({"conversation": "conv_1"}, "conversation is not supported; leave it out"),
         ({"background": True}, "background must be False, not True"),
         ({"truncation": "auto"}, "truncation must be 'disabled', not 'auto'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', not 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0 must have a 'type' that is one of 'function', 'namespace'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -241,3 +241,57 @@ def test_a_response_repeats_its_request(path: Path):
         assert (body["store"], body["temperature"], body["metadata"]) == (False, 0, {"a": "b"})
 
     run(path, work)
+
+
+# ---- namespaces of functions, as Codex has them ----
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}],
+}
+PLAIN = {"type": "function", "name": "spawn"}
+
+
+def test_functions_of_a_namespace_have_its_name():
+    body = ResponsesBody.model_validate(BODY | {"tools": [PLAIN, AGENTS], "client_metadata": {"a": {"b": 1}}})
+    functions = [tool["function"]["name"] for tool in answer_request(body).tools]
+    assert functions == ["spawn", "agents__spawn"]
+    writer = ResponseWriter(head("tiny", body, request().params), None, None, namespaces(body.tools))  # type: ignore[arg-type]
+    writer.start(1_700_000_000)
+    for delta in (
+        ToolCallStart(0, 0, "call_1", "agents__spawn"), ToolCallArguments(0, 0, "{}"),
+        ToolCallStart(0, 1, "call_2", "spawn"), Finished(0, "tool_calls"),
+    ):  # fmt: skip
+        writer.push(delta)
+    first, second = types.Response.model_validate(writer.response | {"usage": None}).output
+    assert (first.namespace, first.name, first.arguments) == ("agents", "spawn", "{}")
+    assert (second.namespace, second.name) == (None, "spawn")
+    assert writer.response["tools"][1]["name"] == "agents"
+
+
+def test_calls_of_a_namespace_are_sent_back():
+    call = {
+        "type": "function_call",
+        "call_id": "1",
+        "namespace": "agents",
+        "name": "spawn",
+        "arguments": "{}",
+    }
+    output = {"type": "function_call_output", "call_id": "1", "output": "ok"}
+    asked, answered = turns(call, output)
+    assert asked["tool_calls"][0]["function"]["name"] == "agents__spawn"
+    assert answered["name"] == "agents__spawn"
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([AGENTS | {"name": "a" * 127}], "names of 128 characters"),
+        ([AGENTS | {"tools": [PLAIN] * 600}] * 2, "1024 tools"),
+    ],
+)
+def test_namespaces_have_the_limits_of_tools(tools: list[Any], message: str):
+    with pytest.raises(InvalidRequestError, match=message):
+        request(tools=tools)

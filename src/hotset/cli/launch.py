@@ -109,7 +109,8 @@ def launch(
         setup = chosen.setup(found)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotset-launch-")))
         command = with_arguments(setup, arguments or [], folder)
-        _show(setup, command)
+        for line in shown(setup, command):
+            say(line)
         if program is None or show:
             return
         write_whole({folder / name: text for name, text in setup.scratch.items()}, sync=False)
@@ -275,18 +276,17 @@ _OWN_GROUP: dict[str, Any] = (
 # ---- the tool ----
 
 
-def _show(setup: Setup, command: list[str]) -> None:
+def shown(setup: Setup, command: list[str]) -> Iterator[str]:
+    """Lines that say what is set."""
     for name, value in setup.env.items():
-        say(f"  {name} is not set" if value is None else f"  {name}={_hidden(value)}")
+        yield f"  {name} is not set" if value is None else f"  {name}={_hidden(value)}"
     for name, text in setup.scratch.items():
-        say(f"  a file {name}, for this run:")
-        for line in text.splitlines():
-            say(f"    {_hidden(line)}")
+        yield f"  a file {name}, for this run:"
+        yield from (f"    {_hidden(line)}" for line in text.splitlines())
     for path, text in setup.edits.items():
-        say(f"  changes {path}, until the tool ends:")
-        for line in _added(path, text):
-            say(f"    {_hidden(line)}")
-    say(f"  {' '.join(command)}")
+        yield f"  changes {path}, until the tool ends:"
+        yield from (f"    {_hidden(line)}" for line in _added(path, text))
+    yield f"  {' '.join(command)}"
 
 
 def _hidden(text: str) -> str:

@@ -66,6 +66,7 @@ def _codex(server: Server) -> Setup:
         f"model_providers.{_NAME}.wire_api": "responses",
         f"model_providers.{_NAME}.env_key": "HOTSET_API_KEY",
         "model": server.model,
+        "web_search": "disabled",  # a tool that a provider runs
         **({} if server.n_ctx is None else {"model_context_window": server.n_ctx}),
     }
     # A value is TOML, of which JSON's texts and numbers are a part.

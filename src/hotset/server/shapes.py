@@ -324,6 +324,7 @@ class OutputCall(Shape):
     id: str
     status: Status
     call_id: str
+    namespace: str | None = None
     name: str
     arguments: str
 

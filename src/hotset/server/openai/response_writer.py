@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 from hotset.errors import HotsetError
@@ -27,6 +28,7 @@ from hotset.server.shapes import Shape
 from hotset.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
+NO_NAMESPACES: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 _ITEMS: dict[str, tuple[type[Shape], str]] = {  # with the prefixes of their ids
     "message": (shapes.OutputMessage, "msg"),
@@ -39,10 +41,17 @@ class ResponseWriter:
     """The response, and its events.
 
     head: fields that do not come of the answer. n_top: alternatives to each token, None for no logprobs.
+    namespaces: of functions, by what the model calls them: namespace and name.
     """
 
-    def __init__(self, head: Mapping[str, Any], tokenizer: Tokenizer, n_top: int | None) -> None:
-        self._tokenizer, self._n_top = tokenizer, n_top
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        n_top: int | None,
+        namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
+    ) -> None:
+        self._tokenizer, self._n_top, self._namespaces = tokenizer, n_top, namespaces
         self._n_sent = 0  # events
         self._items: list[dict[str, Any]] = []
         self.response = shapes.ResponseReply.written(
@@ -102,7 +111,10 @@ class ResponseWriter:
                 self._items[-1]["content"][0]["text"] += text
                 return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
             case ToolCallStart():
-                return self._open("function_call", call_id=delta.id, name=delta.name, arguments="")
+                named = {"name": delta.name}
+                if (found := self._namespaces.get(delta.name)) is not None:
+                    named = {"namespace": found[0], "name": found[1]}
+                return self._open("function_call", call_id=delta.id, **named, arguments="")
             case ToolCallArguments(text=text) if text:
                 self._items[-1]["arguments"] += text
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]

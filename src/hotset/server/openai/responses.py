@@ -7,7 +7,7 @@ the one value that changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -22,6 +22,7 @@ from hotset.server.modalities import check_part
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import (
     MAX_METADATA,
+    MAX_TOOL_NAME,
     MAX_TOOLS,
     NO_DEFAULTS,
     Body,
@@ -69,6 +70,7 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     id: str | None = None
     status: Status | None = None
@@ -116,6 +118,18 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class NamespaceTool(Body):
+    """Functions whose names are told apart by that of their group; the model sees NAMESPACE__NAME."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+Tool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
 class NamedFunction(Body):
@@ -184,7 +198,7 @@ class ResponsesBody(Body):
     top_p: Share | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -201,6 +215,7 @@ class ResponsesBody(Body):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a provider runs: none here
     # For a provider's statistics, prices and caches: no answer depends on it.
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
+    client_metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = None  # as Codex sends it
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -229,7 +244,7 @@ def answer_request(body: ResponsesBody, defaults: Mapping[str, Any] = NO_DEFAULT
     }
     return AnswerRequest(
         messages=conversation(body.instructions, body.input),
-        tools=[_tool(tool) for tool in body.tools or ()],
+        tools=_tools(body.tools or ()),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template=_template(body.reasoning) | verbosity(body.text.verbosity if body.text else None),
@@ -258,8 +273,8 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
                 text = "\n".join(part.text for part in item.content or item.summary or ())
                 add(turns, {"role": "assistant", "reasoning_content": text})
             case FunctionCallItem():
-                names[item.call_id] = item.name
-                call = tool_call(item.call_id, item.name, item.arguments)
+                names[item.call_id] = _full_name(item.namespace, item.name)
+                call = tool_call(item.call_id, names[item.call_id], item.arguments)
                 add(turns, {"role": "assistant", "tool_calls": [call]})
             case FunctionCallOutputItem():
                 if item.call_id not in names:
@@ -286,9 +301,43 @@ def _form(text: TextSettings | None) -> dict[str, Any]:
     return {}
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = tool.model_dump(exclude={"type"}, exclude_none=True)
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
+def _full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _functions(tools: Sequence[FunctionTool | NamespaceTool]) -> Iterator[tuple[str | None, FunctionTool]]:
+    """Each function with its namespace."""
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            yield None, tool
+        else:
+            yield from ((tool.name, function) for function in tool.tools)
+
+
+def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]]:
+    """Raises InvalidRequestError for too many, and for one whose full name is too long."""
+    found = []
+    for namespace, tool in _functions(tools):
+        name = _full_name(namespace, tool.name)
+        if len(name) > MAX_TOOL_NAME or len(found) == MAX_TOOLS:
+            limit = (
+                f"{MAX_TOOLS} tools" if len(found) == MAX_TOOLS else f"names of {MAX_TOOL_NAME} characters"
+            )
+            raise InvalidRequestError(f"tools: a request has at most {limit}, those of namespaces with these")
+        function = tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}
+        function = {"parameters": {"type": "object", "properties": {}}} | function
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def namespaces(tools: Sequence[FunctionTool | NamespaceTool]) -> dict[str, tuple[str, str]]:
+    """What the model calls the functions of namespaces → namespace and name."""
+    return {
+        _full_name(namespace, tool.name): (namespace, tool.name)
+        for namespace, tool in _functions(tools)
+        if namespace is not None
+    }
 
 
 def _tool_choice(choice: str | NamedFunction | None) -> str | Mapping[str, str]:
@@ -310,7 +359,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, answer_request, body, service.sampling)
     said = head(service.name, body, request.params)
-    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)
+    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, namespaces(body.tools or ()))
     if request.stream:
         return await streamed(http, request, writer.events)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))

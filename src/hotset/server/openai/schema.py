@@ -20,7 +20,9 @@ from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
 Temperature = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+MAX_TOOL_NAME = 128
+"""Characters."""
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_TOOL_NAME}}}$")]
 
 
 MAX_BIASES = 4096
