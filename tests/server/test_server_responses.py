@@ -126,7 +126,7 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         ({"conversation": "conv_1"}, "conversation is not supported; leave it out"),
         ({"background": True}, "background must be False, not True"),
         ({"truncation": "auto"}, "truncation must be 'disabled', not 'auto'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0 must have a 'type' that is one of 'function', 'namespace'"),
+        ({"tools": [{"type": "web_search"}]}, "one of 'function', 'namespace', not"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -317,7 +317,7 @@ def _functions(tools: Sequence[FunctionTool | NamespaceTool]) -> Iterator[tuple[
 
 def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]]:
     """Raises InvalidRequestError for too many, and for one whose full name is too long."""
-    found = []
+    found: list[dict[str, Any]] = []
     for namespace, tool in _functions(tools):
         name = _full_name(namespace, tool.name)
         if len(name) > MAX_TOOL_NAME or len(found) == MAX_TOOLS:
