@@ -111,7 +111,7 @@ class ResponseWriter:
                 self._items[-1]["content"][0]["text"] += text
                 return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
             case ToolCallStart():
-                named = {"name": delta.name}
+                named: dict[str, Any] = {"name": delta.name}
                 if (found := self._namespaces.get(delta.name)) is not None:
                     named = {"namespace": found[0], "name": found[1]}
                 return self._open("function_call", call_id=delta.id, **named, arguments="")
