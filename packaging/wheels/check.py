@@ -104,7 +104,9 @@ def _loads_and_exports(module: lief.Binary) -> tuple[list[str], list[str]]:
         return [one.name for one in module.imports], [one.name for one in module.get_export().entries]
     exports = [one.name for one in module.exported_symbols]
     if isinstance(module, lief.MachO.Binary):
-        return [one.name for one in module.libraries], [name.removeprefix("_") for name in exports]
+        itself = lief.MachO.LoadCommand.TYPE.ID_DYLIB
+        libraries = [one.name for one in module.libraries if one.command != itself]
+        return libraries, [name.removeprefix("_") for name in exports]
     return list(module.libraries), exports
 
 
