@@ -75,9 +75,10 @@ void Plan::finish() {
         most.private_bytes = std::max(most.private_bytes, need.private_bytes);
     }
     const int64_t width = padded(most.input_width);
-    runtime_->reserve({kernel_scratch_bytes(width), most.result_floats * sizeof(float),
-                       std::max(size_t(kPrivateInputs) * width * 6, most.private_bytes),  // see InputsMemory
-                       most.shared_bytes});
+    runtime_->reserve(
+        {kernel_scratch_bytes(width), most.result_floats * sizeof(float),
+         std::max<size_t>(size_t(kPrivateInputs) * width * 6, most.private_bytes),  // see InputsMemory
+         most.shared_bytes});
     for (const auto& step : steps_) {
         StepTokens& t = step->tokens;
         // Allocated here, so that no step has to.

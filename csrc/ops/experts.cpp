@@ -488,9 +488,9 @@ class ExpertSum : public Op {
         const int64_t prepared = ceil_div(n, prepare_chunks(std::max(n, 2))) + 1;
         Needs needs;
         const int sums = f_.apart ? f_.n_used : 1;  // of a token
-        needs.result_floats =
-            std::max({size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
-                      InputsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
+        needs.result_floats = std::max<size_t>(
+            {size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
+             InputsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
         needs.input_width = width();
         needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()), list_at(f_.n_used));
         if (n > 1) needs.shared_bytes = InputsMemory::bytes(int64_t(n) * f_.n_used, width(), kinds_.floats);
@@ -499,7 +499,7 @@ class ExpertSum : public Op {
             needs.result_floats = std::max(
                 {needs.result_floats, size_t(folded), size_t(outputs + channel_scratch_floats(outputs))});
             needs.shared_bytes =
-                std::max(needs.shared_bytes, size_t(f_.n_used * splits_) * n_out() * sizeof(float));
+                std::max<size_t>(needs.shared_bytes, size_t(f_.n_used * splits_) * n_out() * sizeof(float));
         }
         return needs;
     }

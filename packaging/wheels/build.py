@@ -92,7 +92,7 @@ def main() -> None:
 def _build(chosen: list[tuple[str, Target]], dist: Path, work: Path, jobs: int) -> list[Path]:
     """The wheels, in `dist`; `work` keeps the objects."""
     dist.mkdir(exist_ok=True)
-    common = _common_wheel(work)
+    common = _common_wheel()
     wheels = []
     for python, target in chosen:
         wheel = _wheel(common, python, target, _extension(python, target, work, jobs), dist)
@@ -225,28 +225,36 @@ def _unpack_python(archive: Path, folder: Path) -> None:
 # ---- the wheel ----
 
 
-def _common_wheel(work: Path) -> Path:
-    """The wheel of everything but the native module."""
-    folder = work / "common"
-    shutil.rmtree(folder, ignore_errors=True)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
-         "-C", "wheel.cmake=false", ROOT)  # fmt: skip
-    (made,) = folder.iterdir()
-    return made
+@dataclass(frozen=True)
+class Common:
+    """What the wheels of a version share: everything but the native module. members: bytes by path."""
+
+    name: str
+    version: str
+    members: dict[str, bytes]
 
 
-def _wheel(common: Path, python: str, target: Target, extension: Path, dist: Path) -> Path:
+def _common_wheel() -> Common:
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder,
+             "-C", "wheel.cmake=false", ROOT)  # fmt: skip
+        (made,) = Path(folder).iterdir()
+        name, version = made.name.split("-")[:2]
+        with zipfile.ZipFile(made) as files:
+            members = {one: files.read(one) for one in files.namelist() if not one.endswith("/")}
+    members.pop(f"{name}-{version}.dist-info/RECORD")
+    for page in sorted((ROOT / "docs/man").glob("*.1")):
+        members[f"{name}-{version}.data/data/share/man/man1/{page.name}"] = page.read_bytes()
+    return Common(name, version, members)
+
+
+def _wheel(common: Common, python: str, target: Target, extension: Path, dist: Path) -> Path:
     """The common wheel with the module in it, under the target's name."""
-    name, version = common.name.split("-")[:2]
+    name, version = common.name, common.version
     tag = f"{'cp311-cp311' if python == 'cp311' else 'cp312-abi3'}-{target.platform}"
     suffix = ".pyd" if target.system == "Windows" else ".abi3.so" if python == "abi3" else ".so"
     information = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(common) as files:
-        members = {one: files.read(one) for one in files.namelist() if not one.endswith("/")}
-    members.pop(f"{information}/RECORD")
-    for page in sorted((ROOT / "docs/man").glob("*.1")):
-        members[f"{name}-{version}.data/data/share/man/man1/{page.name}"] = page.read_bytes()
-    members[f"hotset/_core{suffix}"] = extension.read_bytes()
+    members = common.members | {f"hotset/_core{suffix}": extension.read_bytes()}
     facts = {
         "Wheel-Version": "1.0",
         "Generator": "hotset packaging/wheels",

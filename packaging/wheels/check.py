@@ -55,7 +55,7 @@ def _faults(wheel: Path) -> list[str]:
     if abi == "abi3":
         faults += _failed("abi3audit", "--strict", wheel)
     if platform.startswith("win"):
-        faults += _failed("delvewheel", "show", wheel, says="no external dependencies are needed")
+        faults += _failed("delvewheel", "show", wheel, says="copied into the wheel.\n    None\n")
     if "linux" in platform:
         faults += _libc_faults(wheel, platform)
     return faults
@@ -104,7 +104,9 @@ def _loads_and_exports(module: lief.Binary) -> tuple[list[str], list[str]]:
         return [one.name for one in module.imports], [one.name for one in module.get_export().entries]
     exports = [one.name for one in module.exported_symbols]
     if isinstance(module, lief.MachO.Binary):
-        return [one.name for one in module.libraries], [name.removeprefix("_") for name in exports]
+        itself = lief.MachO.LoadCommand.TYPE.ID_DYLIB
+        libraries = [one.name for one in module.libraries if one.command != itself]
+        return libraries, [name.removeprefix("_") for name in exports]
     return list(module.libraries), exports
 
 

