@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch
+from backend_runs import batch, tokens
 from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
 
 from hotset import _core
@@ -168,13 +168,39 @@ def assert_every_operation_is_right(
     gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], pages: list[int]
 ) -> None:
     """Each value of each step is the reference's, within the rounding of its operation."""
-    stage = stage_of(backend)
-    graph = stage.graph
-    oracle = VulkanOracle(
-        gguf, graph, n_pages=backend.n_pages, max_batch=backend.max_batch, kv_type=stage.kv_type
-    )
-    names, at = tuple(value.name for value in graph.values), 0
+    oracle, at = oracle_of(gguf, backend), 0
     for end in [*splits, len(ids)]:
-        step = batch([(ids[at:end], at, pages)], names)
+        step = batch([(ids[at:end], at, pages)], every_value(backend))
         oracle.check(step, backend.step(step))
         at = end
+
+
+def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBackend) -> None:
+    """The same of two sequences side by side, which have states, in pages that are not in order."""
+    oracle, at = oracle_of(gguf, backend), [0, 0]
+    texts, pages = [tokens(70, 1), tokens(66, 2)], [[3, 1], [0, 2]]
+    steps = np.zeros(2, np.int32)
+    parts: list[list[tuple[int, int]]] = [[(0, 61)], [(1, 1), (0, 1)], [(0, 2), (1, 65)], [(0, 6)]]
+    if stage_of(backend).graph.is_encoder:
+        parts = [[(0, 70), (1, 66)], [(1, 7)]]
+    for chosen in parts:
+        given = [(texts[row][at[row] :][:n], at[row], pages[row]) for row, n in chosen]
+        step = batch(given, every_value(backend))
+        rows = np.array([row for row, _ in chosen])
+        slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
+        step = step.with_states_of_rows(steps[rows], slots)
+        oracle.check(step, backend.step(step))
+        steps[rows] += 1
+        for row, n in chosen:
+            at[row] = at[row] + n if n < len(texts[row]) else 0
+
+
+def oracle_of(gguf: GGUFFile, backend: ChainBackend) -> VulkanOracle:
+    return VulkanOracle(
+        gguf, stage_of(backend).graph, n_pages=backend.n_pages, n_states=max(backend.n_states, 2),
+        max_batch=backend.max_batch, kv_type=stage_of(backend).kv_type,
+    )  # fmt: skip
+
+
+def every_value(backend: ChainBackend) -> tuple[str, ...]:
+    return tuple(value.name for value in stage_of(backend).graph.values)

@@ -1,6 +1,7 @@
 #version 450
 // out[t, c] = sum over rows r of x[t, r] * w[r, c], and then the bias and a residual: a matrix with a row per neuron,
-// of which rows whose input is 0 are not read. A workgroup has 32 columns; each lane sums every 64th row.
+// of which rows whose input is 0 are not read. A workgroup has 32 columns of a head; each lane sums every 64th row. Heads
+// have matrices of their own, one behind the other, and the same input.
 #include "common.glsl"
 #include "weights.glsl"
 
@@ -16,6 +17,7 @@ shared float parts[64 * 33];
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, block = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
+    const uint head = gl_WorkGroupID.z;
     const uint n_blocks = (n_cols + 31u) / 32u;
     precise float sums[32];
     [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = 0.0;
@@ -23,7 +25,8 @@ void main() {
         const float x = inputs[token * in_stride + row];
         if (x == 0.0) continue;
         float w[32];
-        decode(row / 32u, block, row & 31u, n_blocks, w);
+        const uint r = head * n_rows + row;
+        decode(r / 32u, block, r & 31u, n_blocks, w);
         [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = sums[k] + x * w[k];
     }
     [[unroll]] for (uint k = 0; k < 32u; k++) parts[lane * 33u + k] = sums[k];
@@ -34,5 +37,5 @@ void main() {
     for (uint i = 0; i < 64u; i++) total = total + parts[i * 33u + lane];
     if ((flags & BIAS) != 0u) total = total + biases[column];
     if ((flags & RESIDUAL) != 0u) total = total + residuals[token * residual_stride + column];
-    outputs[token * out_stride + column] = total;
+    outputs[token * out_stride + head * n_cols + column] = total;
 }

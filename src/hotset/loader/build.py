@@ -235,6 +235,8 @@ def _open_vulkan(decided: Decided, options: dict[str, Any]) -> Backend:
         )
     budget = None if settings.vram_budget in (None, -1) else int(settings.vram_budget * 2**30)
     del options["sparse"]
+    if decided.n_states:
+        options["n_states"] = decided.n_states
     return open_vulkan(
         decided.weights,
         decided.graph,

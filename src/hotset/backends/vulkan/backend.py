@@ -19,6 +19,7 @@ def open_vulkan(  # noqa: PLR0913
     device: str = "vulkan",
     *,
     n_pages: int,
+    n_states: int = 2,
     max_batch: int = 512,
     kv_type: KVType = "f16",
     n_threads: int | None = None,
@@ -29,7 +30,8 @@ def open_vulkan(  # noqa: PLR0913
     """A model on a Vulkan device; the first layers on the CPU where n_layers leaves some out.
 
     device: as devices.find_device takes it. n_layers: how many of the last ones are on the device; None: all.
-    n_threads: of the CPU. budget: bytes that the device gives at most; staged: as in VulkanStage.
+    n_states: slots for recurrent states, where there are any. n_threads: of the CPU. budget: bytes that the
+    device gives at most; staged: as in VulkanStage.
     Raises DeviceError, OutOfMemoryError, UnsupportedModelError; then nothing stays open.
     """
     info = find_device(device)
@@ -47,19 +49,21 @@ def open_vulkan(  # noqa: PLR0913
         if runtime is not None:
             stages.append(
                 CpuBackend(
-                    weights, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type, runtime=runtime,
-                    last_op=first_op,
+                    weights, graph, n_pages=n_pages, n_states=n_states, max_batch=max_batch, kv_type=kv_type,
+                    runtime=runtime, last_op=first_op,
                 )
             )  # fmt: skip
         stages.append(
             VulkanStage(
-                weights, graph, info, first_op=first_op, n_pages=n_pages, max_batch=max_batch,
-                kv_type=kv_type, budget=budget, staged=staged,
+                weights, graph, info, first_op=first_op, n_pages=n_pages, n_states=n_states,
+                max_batch=max_batch, kv_type=kv_type, budget=budget, staged=staged,
             )
         )  # fmt: skip
-        return ChainBackend(
+        chain = ChainBackend(
             "vulkan", stages, [HOST, 0][-len(stages) :], n_pages=n_pages, max_batch=max_batch, runtime=runtime
         )
+        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits
+        return chain
     except BaseException:
         for stage in stages:
             stage.close()

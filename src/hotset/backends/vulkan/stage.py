@@ -6,6 +6,8 @@ recorded for a token. The host writes the numbers of a batch (inputs.py), submit
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hotset import _core
@@ -14,7 +16,7 @@ from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.vulkan.devices import VulkanInfo, validates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, StepInputs
-from hotset.backends.vulkan.kernels import Kernels
+from hotset.backends.vulkan.kernels import Kernels, stride_of
 from hotset.backends.vulkan.memory import Arena
 from hotset.backends.vulkan.program import (
     KV_CHANNELS,
@@ -22,24 +24,25 @@ from hotset.backends.vulkan.program import (
     CacheOfLayer,
     Lowered,
     StageParts,
-    stride_of,
 )
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, Rotate, Value
+from hotset.model.operations import PARTS, Attention, Embed, Recurrent, Value
 from hotset.offload.cache_stats import CacheStats
+from hotset.units import human_size
 
 
 class VulkanStage:
     """The Stage protocol over graph.ops[first_op:last_op] on a Vulkan device.
 
     budget: bytes of the device's memory that it takes at most, loading and computing; None: what is there.
+    n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
     staged: the host copies to the device even where it could write its memory (of tests). nbytes: what the
-    stage holds, by kind: weights, kv, workspace. Raises DeviceError, OutOfMemoryError where the model does
-    not fit, and UnsupportedModelError for what no kernel computes.
+    stage holds, by kind: weights, kv (with states), workspace. Raises DeviceError, OutOfMemoryError where the
+    model does not fit, and UnsupportedModelError for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -51,6 +54,7 @@ class VulkanStage:
         first_op: int = 0,
         last_op: int | None = None,
         n_pages: int,
+        n_states: int = 2,
         max_batch: int,
         kv_type: KVType = "f16",
         budget: int | None = None,
@@ -59,11 +63,6 @@ class VulkanStage:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer, self.n_pages, self.max_batch, self.kv_type = graph.n_layer, n_pages, max_batch, kv_type
-        if self.graph.recurrent:
-            raise UnsupportedModelError(
-                "models with recurrent layers have no Vulkan kernels yet; leave --device out, and the CPU "
-                "computes this one"
-            )
         if kv_type not in KV_CODES:
             raise UnsupportedModelError(
                 f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out, and the "
@@ -81,17 +80,24 @@ class VulkanStage:
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
+        self.n_states = self._most_states(n_states) if graph.recurrent else 0
         self._inputs = StepInputs(
             self._device,
+            self.graph,
+            {value: stride_of(value) for value in entering},
             max_batch=max_batch,
             n_pages=n_pages,
-            ropes=tuple(dict.fromkeys(op.rope for op in self.graph.ops if isinstance(op, Rotate))),
-            entering={value: stride_of(value) for value in entering},
-            heads=tuple(dict.fromkeys(op.n_head for op in attention)),
+            n_states=self.n_states if self.graph.recurrent else 0,
         )
-        self._cache = {op.layer: self._new_cache(op) for op in attention if op.source is None}
+        self._cache: dict[int, CacheOfLayer] = {}
+        for op in attention:
+            if op.source is None:
+                # An encoder needs keys and values while a layer is computed: its layers share them.
+                shared = None if op.causal else next(iter(self._cache.values()), None)
+                self._cache[op.layer] = shared or self._new_cache(op)
+        states = {op.out.id: self._kv.piece(self.n_states * _state_bytes(op)) for op in self.graph.recurrent}
         self._parts = StageParts(
-            self._weights, self._kernels, self._inputs, self._cache, kv_type, max_batch, n_pages
+            self._weights, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
         )
         self._lowered: dict[frozenset[str], Lowered] = {}
         self.tapped: dict[str, np.ndarray] = {}
@@ -217,6 +223,15 @@ class VulkanStage:
             self._lowered[taps] = Lowered(self.graph, taps, self._parts)
         return self._lowered[taps]
 
+    def _most_states(self, n_states: int) -> int:
+        """At most n_states: as many as the device binds of the largest."""
+        largest = max((_state_bytes(op) for op in self.graph.recurrent), default=1)
+        if self._device.max_range // largest < 2:
+            raise UnsupportedModelError(
+                f"the state of a layer takes {human_size(largest)}, and the device binds no two at a time"
+            )
+        return min(n_states, int(self._device.max_range) // largest)
+
     def _new_cache(self, op: Attention) -> CacheOfLayer:
         """Keys, values, and of q8_0 their scales as float32."""
         check_cache(op, self.kv_type)
@@ -232,3 +247,8 @@ class VulkanStage:
             return CacheOfLayer(keys, values, keys, values)
         scales = [self._kv.piece(4 * -(-dim // 32) * places) for dim in (op.head_dim, op.head_dim_v)]
         return CacheOfLayer(keys, values, *scales)
+
+
+def _state_bytes(op: Recurrent) -> int:
+    """Of a slot."""
+    return 4 * math.prod(op.state_shape)

@@ -9,7 +9,7 @@ block are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,7 @@ class DeviceWeights:
         self.arena = Arena(device)
         self._matrices: dict[tuple[object, ...], DeviceMatrix] = {}
         self._vectors: dict[str, Piece] = {}
+        self._made: dict[object, Piece] = {}
 
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> DeviceMatrix:
         """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
@@ -84,11 +85,16 @@ class DeviceWeights:
         if name not in self._vectors:
             info = self._source.tensors[name]
             values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
-            self._vectors[name] = self.numbers(values)
+            self._vectors[name] = self._numbers(values)
         return self._vectors[name]
 
-    def numbers(self, values: np.ndarray) -> Piece:
-        """Float32 numbers that are not of a file."""
+    def made(self, key: object, make: Callable[[], np.ndarray]) -> Piece:
+        """Float32 numbers that are not of a file as they are, made when they are first asked for."""
+        if key not in self._made:
+            self._made[key] = self._numbers(make())
+        return self._made[key]
+
+    def _numbers(self, values: np.ndarray) -> Piece:
         piece = self.arena.piece(4 * len(values))
         piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
         return piece
