@@ -28,8 +28,10 @@ from hotset.model.operations import (
     Activate,
     ExpertLinear,
     ExpertSum,
+    GaussianTopK,
     LayerNorm,
     Linear,
+    MatchMagnitude,
     RMSNorm,
     Route,
     SoftCap,
@@ -40,6 +42,7 @@ from hotset.model.operations import (
 BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
 DIVISION = 5 * U  # of Vulkan: 2.5 units in the last place
 ROOT = 8 * U  # of Vulkan, at most
+SOFTPLUS = EXP + DIVISION + 6 * U  # of an exponential, a quotient, a polynomial of it and a sum
 
 
 @functools.cache
@@ -98,6 +101,8 @@ def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 class VulkanOracle(Oracle):
     """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
 
+    softplus_off, division_off, root_off = SOFTPLUS, DIVISION, ROOT
+
     def _expected(self, op: Any, taps: dict[int, np.ndarray], batch: Any, slots: Any) -> tuple[Any, Any]:
         expected, bound = super()._expected(op, taps, batch, slots)
         size = np.abs(expected)
@@ -109,6 +114,15 @@ class VulkanOracle(Oracle):
                 ) * size + TINY * width
             case LayerNorm():
                 return expected, bound + (ROOT + DIVISION) * (size + bound)
+            case GaussianTopK():  # whose deviation is a root, and whose moments are divided
+                x, spread = taps[op.x.id], abs(op.multiplier) * taps[op.x.id].std(axis=1, keepdims=True)
+                mean = np.abs(x.mean(axis=1, keepdims=True))
+                return expected, bound + 2 * DIVISION * mean + (ROOT + 2 * DIVISION) * spread
+            case MatchMagnitude():  # the quotient of two roots of means
+                width = op.like.width
+                return expected, (gamma(width / 64 + 13) + 2 * ROOT + 3 * DIVISION) * size + TINY * width
+            case Activate() if op.kind == "softplus":
+                return expected, SOFTPLUS * size + TINY
             case Activate() if op.xielu is None:
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import published
 import pytest
+from backend_runs import tokens
 from byte_models import write_model
 from cli_runs import hotset as hotset_command
 from cli_runs import inside
@@ -32,6 +34,33 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         assert [one.text for one in model.generate_many(prompts, **params)] == expected
         assert model.generate(prompts[1], **params).text == expected[1]
         assert any("Vulkan" in note for note in model.backend.notes)
+
+
+def test_vectors_and_scores_are_the_cpus(run_folder: Path) -> None:
+    """Of encoders, which see a text at once: the bits of a vector are its own, whatever is beside it."""
+    tiny_models = pytest.importorskip("tiny_models")
+    texts = [tokens(n, seed=n) + 4 for n in (90, 37, 1)]
+    found = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}):
+        with hotset.load(tiny_models.shared_gguf("bert-scores", run_folder), n_threads=1, **how) as model:
+            vectors = model.embed(texts, pooling="mean")
+            assert np.array_equal(model.embed(texts[1:2], pooling="mean")[0], vectors[1])
+            found.append(np.concatenate([vectors.ravel(), np.ravel(model.embed(texts, pooling="rank"))]))
+    assert np.abs(found[0] - found[1]).max() < 1e-3
+
+
+def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
+    """Side by side, behind a beginning whose states are in the cache, and with layers on the CPU."""
+    tiny_models = pytest.importorskip("tiny_models")
+    path, prompt = tiny_models.shared_gguf("lfm2", run_folder), tokens(70).tolist()
+    params: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    found = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}, {"device": "vulkan", "n_gpu_layers": 2}):
+        with hotset.load(path, n_seqs=2, **SMALL, **how) as model:
+            assert model.backend.n_states > 4
+            texts = [model.generate(one, **params).tokens for one in (prompt, [*prompt, 5], prompt[:20])]
+            found.append(texts)
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
