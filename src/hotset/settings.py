@@ -162,9 +162,11 @@ class LoadSettings:
             raise InvalidRequestError(
                 "cache_dir keeps what the CPU has computed (backend auto or cpu); leave it out, or the device"
             )
-        if self.lora and (self.on_vulkan or self.asks_for_a_device):
+        on_one = self.on_vulkan and self.n_gpu_layers is None
+        if self.lora and self.asks_for_a_device and not on_one:
             raise InvalidRequestError(
-                "adapters (LoRA) are computed by the CPU alone; leave out lora, or what is asked of a device"
+                "adapters (LoRA) are computed by the CPU alone, or by a Vulkan device that has the whole "
+                "model; leave out lora, or what is asked of a device"
             )
         self._check_speculation()
         self._check_vulkan()

@@ -14,7 +14,7 @@ layout(push_constant) uniform Push {
     float number, positive, negative, linear;
 };
 const uint ADD = 0, MULTIPLY = 1, SCALE = 2, SOFT_CAP = 3, ACTIVATE = 4, GATED = 5, WEIGHTED = 6, MASK = 7,
-           THRESHOLD = 8, DECAY = 9;
+           THRESHOLD = 8, DECAY = 9, ADAPTED = 10;
 const uint SILU = 0, GELU_TANH = 1, RELU = 2, RELU2 = 3, FATRELU = 4, SIGMOID = 5, CLAMPED_SILU = 6,
            CLAMPED_PLUS_ONE = 7, EXP = 8, GELU = 9, XIELU = 10, SOFTPLUS = 11;
 
@@ -100,11 +100,12 @@ void main() {
     if (KIND == MASK) {
         if (i >= first_neuron && seconds[token * second_stride + i - first_neuron] < number) y = 0.0;
     }
-    if (KIND == ADD || KIND == MULTIPLY || KIND == GATED || KIND == WEIGHTED) {
+    if (KIND == ADD || KIND == MULTIPLY || KIND == GATED || KIND == WEIGHTED || KIND == ADAPTED) {
         const float b = seconds[token * second_stride + (second_width == 1u ? 0u : i)];
         if (KIND == ADD) y = a + b;
         if (KIND == MULTIPLY) y = a * b;
         if (KIND == GATED) y = activated(a) * b;
+        if (KIND == ADAPTED) y = b == 0.0 ? 0.0 : (a * number) * b;  // a token without an adapter
         if (KIND == WEIGHTED) y = (a * number) * b;
     }
     outputs[token * out_stride + i] = y;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hotset.backends.adapters import AdapterSet
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.pipeline import HOST, ChainBackend
 from hotset.backends.stage import Stage
@@ -11,6 +12,36 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
+
+
+class WholeVulkan(ChainBackend):
+    """A whole model on a Vulkan device, which takes adapters too (backends/adapters.py)."""
+
+    @property
+    def _stage(self) -> VulkanStage:
+        (stage,) = self.stages
+        assert isinstance(stage, VulkanStage)
+        return stage
+
+    @property
+    def graph(self) -> Graph:
+        """Of the model, without adapters."""
+        return self._stage.graph
+
+    @property
+    def weights(self) -> WeightSource:
+        """Of the model."""
+        return self._stage.weights
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """Those that sequences may have. Set between two steps."""
+        return self._stage.adapters
+
+    @adapters.setter
+    def adapters(self, adapters: AdapterSet) -> None:
+        self._stage.adapters = adapters
+        self._values = [frozenset(op.out.name for op in adapters.graph.primitives)]
 
 
 def open_vulkan(  # noqa: PLR0913
@@ -59,7 +90,8 @@ def open_vulkan(  # noqa: PLR0913
                 max_batch=max_batch, kv_type=kv_type, budget=budget, staged=staged,
             )
         )  # fmt: skip
-        chain = ChainBackend(
+        kind = ChainBackend if len(stages) > 1 else WholeVulkan
+        chain = kind(
             "vulkan", stages, [HOST, 0][-len(stages) :], n_pages=n_pages, max_batch=max_batch, runtime=runtime
         )
         chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits

@@ -7,18 +7,19 @@ tensor type or a setting without a kernel is refused by name: nothing is compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights
 from hotset.errors import UnsupportedModelError
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
@@ -38,6 +39,7 @@ from hotset.model.operations import (
     Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
     MatchMagnitude,
     Multiply,
@@ -64,7 +66,7 @@ COMPUTED = (
     Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
     Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
     Heads, TransposedHeads, ShortConv, DeltaNet, SelectiveScan, ChannelScan, Wkv, HeadDot, GaussianTopK,
-    AddStreams, MatchMagnitude,
+    AddStreams, MatchMagnitude, LowRank,
 )  # fmt: skip
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
@@ -77,6 +79,7 @@ ACTIVATIONS = {
     "softplus": 11,
 }  # fmt: skip
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
+_ADAPTED = 10
 _RMS, _LAYER, _TOP_K, _MATCH = range(4)  # csrc/vulkan/shaders/norm.comp
 _ALL = 0xFFFFFFFF  # positions that a token sees
 _BIAS, _RESIDUAL, _FIRING = 1, 2, 4
@@ -128,16 +131,20 @@ class Lowered:
     """The dispatches of a graph with a set of taps.
 
     body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time. logits: where the host reads
-    them, float32 [OUTPUT_ROWS, stride]. Raises UnsupportedModelError for what no kernel computes.
+    them, float32 [OUTPUT_ROWS, stride]. adapters: of a graph with what they add. Raises UnsupportedModelError
+    for what no kernel computes.
     """
 
-    def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
+    def __init__(
+        self, graph: Graph, taps: frozenset[str], parts: StageParts, adapters: DeviceAdapters | None = None
+    ) -> None:
         self.graph, self.weights, self._kernels, self.inputs = (
             graph,
             parts.weights,
             parts.kernels,
             parts.inputs,
         )
+        self._adapters = adapters
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
         self.max_batch, self._n_pages = parts.max_batch, parts.n_pages
         steps = list(_fused(graph, taps))
@@ -177,6 +184,11 @@ class Lowered:
         stride = stride_of(value)
         data = np.frombuffer(self._piece(value).read(4 * n * stride), np.float32)
         return data.reshape(n, stride)[:, : value.width].copy()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it computes what adapters add."""
+        return self._adapters is not None
 
     def is_of_tail(self, value: Value) -> bool:
         """Whether it has rows for outputs alone."""
@@ -236,7 +248,8 @@ class Lowered:
         experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
         of_experts = 4 * self.max_batch * max(experts, default=0)
         of_scans = (scratch_bytes(step.op, self.max_batch) for step in steps)
-        n_bytes = max(of_experts, *of_scans, 4)
+        of_adapters = (self._bytes_of_low_rank(step.op) for step in steps)
+        n_bytes = max(of_experts, *of_scans, *of_adapters, 4)
         return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
 
     @property
@@ -291,6 +304,8 @@ class Lowered:
                 return self._rotate(step.op)
             case Attention():
                 return self._attention(step.op)
+            case LowRank():
+                return self._low_rank(step.op)
             case SelectOutputs():
                 return self._select(step.op)
             case Activate():
@@ -385,30 +400,78 @@ class Lowered:
         assert isinstance(op, Linear)
         matrix = self.weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
         bias = None if op.bias is None else self.weights.vector(op.bias)
-        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0) | (_FIRING if firing else 0)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
-            x = self.read(op.x, n)
-            for part in matrix.parts:
-                codes = part.codes.bound()
-                bindings = [
-                    codes, part.more.bound() if part.more else codes, x, self.written(out, n),
-                    bias.bound() if bias else codes, self.read(residual, n) if residual else codes,
-                    self.read(firing, n) if firing else codes,
-                ]  # fmt: skip
-                firsts = op.first_row + part.first, part.first
-                push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
-                tiles = -(-part.n_rows // _TILE)
-                if n <= FEW:
-                    tokens = 1 if n == 1 else _TOKENS_OF_FEW
-                    groups = tiles, -(-n // tokens), 1
-                    to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
-                else:
-                    groups = tiles, -(-n // _TILE), 1
-                    to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+            rows = [self.read(value, n) if value else None for value in (op.x, residual, firing)]
+            x, added, wanted = rows
+            ends = [x, self.written(out, n), bias.bound() if bias else None, added, wanted]
+            self._product(to, n, matrix, ends, strides, op.first_row)
 
         return record
+
+    def _product(
+        self,
+        to: Recorder,
+        n: int,
+        matrix: DeviceMatrix,
+        ends: Sequence[_core.VulkanBinding | None],
+        strides: Sequence[int],
+        first_row: int = 0,
+    ) -> None:
+        """n rows times a matrix. ends: x, out, and what may be None: bias, residual, firing. strides: of
+        these but for the bias."""
+        x, out, *others = ends
+        flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, _FIRING), others, strict=True) if end)
+        for part in matrix.parts:
+            codes = part.codes.bound()
+            assert x is not None
+            assert out is not None
+            bindings = [codes, part.more.bound() if part.more else codes, x, out]
+            bindings += [codes if end is None else end for end in others]
+            firsts = first_row + part.first, part.first
+            push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
+            tiles = -(-part.n_rows // _TILE)
+            if n <= FEW:
+                tokens = 1 if n == 1 else _TOKENS_OF_FEW
+                groups = tiles, -(-n // tokens), 1
+                to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
+            else:
+                groups = tiles, -(-n // _TILE), 1
+                to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+
+    def _low_rank(self, op: LowRank) -> Record:
+        """One adapter after the other: x times a, times the scale of each token, times b, beside what was."""
+        adapters = self._adapters
+        assert adapters is not None
+        pairs, of_tail = adapters.pairs_of(op), self.is_of_tail(op.out)
+        size = self._bytes_of_low_rank(op) // 2
+        reduced, scaled = self.scratch.part(0, size), self.scratch.part(size, size)
+        in_stride, y_stride, out_stride = (stride_of(value) for value in (op.x, op.y, op.out))
+
+        def record(to: Recorder, n: int) -> None:
+            before, before_stride = self.read(op.y, n), y_stride
+            for column, factor, a, b in pairs:
+                rank, stride = a.n_rows, -(-a.n_rows // 4) * 4
+                n_bytes = 4 * n * stride
+                ends = [self.read(op.x, n), reduced.bound(n_bytes, written=True), None, None, None]
+                self._product(to, n, a, ends, (in_stride, stride, 0, 0))
+                scales = adapters.scales(column, of_tail=of_tail).bound(4 * n)
+                push = rank, stride, 1, stride, 1, 0, factor, 0.0, 0.0, 0.0
+                bindings = [reduced.bound(n_bytes), scales, scaled.bound(n_bytes, written=True)]
+                to.add("elementwise", [_ADAPTED, 0], bindings, push, by_values(rank, n))
+                ends = [scaled.bound(n_bytes), self.written(op.out, n), None, before, None]
+                self._product(to, n, b, ends, (stride, out_stride, before_stride, 0))
+                before, before_stride = self.read(op.out, n), out_stride
+
+        return record
+
+    def _bytes_of_low_rank(self, op: Primitive) -> int:
+        """Of memory for x times a, and that times the scales."""
+        if not isinstance(op, LowRank) or self._adapters is None:
+            return 0
+        n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
+        return 2 * aligned(4 * n_rows * (self._adapters.rank(op) + 3))
 
     def _transposed(self, step: _Step) -> Record:
         op, out, residual = step.op, step.out, step.other
@@ -662,7 +725,13 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | N
         return
     parts = list(op.primitives)
     is_tapped = any(part.out.name in taps for part in parts)
-    fires = op.fires_exactly and op.top_k is None and op.up_act is None and op.product is not None
+    fires = (
+        op.fires_exactly
+        and op.top_k is None
+        and not op.low_ranks
+        and op.up_act is None
+        and op.product is not None
+    )
     if fires and isinstance(op.up, Linear) and op.gate_threshold is None and not is_tapped:
         parts.remove(op.up)
         parts.insert(parts.index(op.gate_act) + 1, op.up)

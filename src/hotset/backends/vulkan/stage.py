@@ -11,9 +11,11 @@ import math
 import numpy as np
 
 from hotset import _core
+from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, cache_slots
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
+from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.devices import VulkanInfo, validates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, stride_of
@@ -33,6 +35,8 @@ from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Embed, Recurrent, Value
 from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
+
+_PLAIN = frozenset[str](), False  # the program without taps and adapters
 
 
 class VulkanStage:
@@ -69,12 +73,12 @@ class VulkanStage:
                 "CPU computes"
             )
         self.name = device.name
-        self._source, self._info = weights, device
+        self.weights, self._info = weights, device
         self._device = _core.VulkanDevice(device.index, validates(), staged)
         if budget is not None:
             self._device.limit(budget)
         self._kernels = Kernels(self._device)
-        self._weights = DeviceWeights(weights, self._device)
+        self._matrices = DeviceWeights(weights, self._device)
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -97,9 +101,11 @@ class VulkanStage:
                 self._cache[op.layer] = shared or self._new_cache(op)
         states = {op.out.id: self._kv.piece(self.n_states * _state_bytes(op)) for op in self.graph.recurrent}
         self._parts = StageParts(
-            self._weights, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
+            self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
         )
-        self._lowered: dict[frozenset[str], Lowered] = {}
+        self._lowered: dict[tuple[frozenset[str], bool], Lowered] = {}  # by taps, and whether with adapters
+        self._adapters = AdapterSet(self.graph, weights.tensors)
+        self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
         self._closed = False
         self._program(frozenset())
@@ -121,9 +127,10 @@ class VulkanStage:
     def nbytes(self) -> dict[str, int]:
         """Bytes of the device's memory that the stage holds; workspace: values and inputs of the plain
         steps."""
-        values = self._lowered[frozenset()].nbytes if self._lowered else 0
+        values = self._lowered[_PLAIN].nbytes if self._lowered else 0
+        adapters = 0 if self._on_device is None else self._on_device.nbytes
         return {
-            "weights": self._weights.arena.nbytes,
+            "weights": self._matrices.arena.nbytes + adapters,
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes,
         }
@@ -131,8 +138,9 @@ class VulkanStage:
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run."""
         n = len(batch.tokens)
-        lowered = self._program(frozenset(batch.taps))
-        rows: dict[Value, np.ndarray] = {op.out: lookup(self._source, op, batch) for op in self._embeds}
+        scales = self._adapters.scales(batch)
+        lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
+        rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None:
@@ -148,8 +156,10 @@ class VulkanStage:
         )
         self._cancel.asked = False
         self._inputs.fill(batch, slots, rows)
+        if scales is not None and self._on_device is not None:
+            self._on_device.fill(scales[batch.sequences])
         result = self._run(lowered, batch)
-        self._source.check()
+        self.weights.check()
         return result
 
     def _run(self, lowered: Lowered, batch: Batch) -> np.ndarray:
@@ -166,6 +176,8 @@ class VulkanStage:
             for at in range(0, len(batch.outputs), OUTPUT_ROWS):
                 chosen = batch.outputs[at : at + OUTPUT_ROWS]
                 self._inputs.choose(chosen)
+                if lowered.has_adapters and self._on_device is not None:
+                    self._on_device.choose(chosen)
                 _core.vulkan_run([*before, lowered.recorded("tail", len(chosen)).program], self._cancel)
                 logits[at : at + len(chosen)] = lowered.rows(result, len(chosen))
                 for value in taps:
@@ -177,10 +189,34 @@ class VulkanStage:
         embedded = {op.out: op for op in self._embeds}
         for value in lowered.tapped:
             if value in embedded:
-                self.tapped[value.name] = lookup(self._source, embedded[value], batch)
+                self.tapped[value.name] = lookup(self.weights, embedded[value], batch)
             elif not lowered.is_of_tail(value):
                 self.tapped[value.name] = lowered.rows(value, n)
         return logits
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """Those that sequences may have. Set between two steps, of the whole model's stage; where there is no
+        memory for them those before stay, and OutOfMemoryError is raised."""
+        return self._adapters
+
+    @adapters.setter
+    def adapters(self, adapters: AdapterSet) -> None:
+        before = self._adapters
+        try:
+            self._use(adapters)
+        except BaseException:
+            self._use(before)
+            raise
+
+    def _use(self, adapters: AdapterSet) -> None:
+        """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
+        for key in [key for key in self._lowered if key[1]]:
+            del self._lowered[key]
+        self._on_device, self._adapters = None, adapters
+        if adapters.adapters:
+            self._on_device = DeviceAdapters(self._device, self.weights, adapters, self.max_batch)
+            self._program(frozenset(), with_adapters=True)
 
     def counts(self) -> np.ndarray:
         """As Stage.counts: no neurons are counted."""
@@ -211,17 +247,32 @@ class VulkanStage:
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
-        for name in ("_lowered", "_parts", "_cache", "_weights", "_kv", "_inputs", "_kernels", "_device"):
+        for name in (
+            "_lowered",
+            "_parts",
+            "_on_device",
+            "_cache",
+            "_matrices",
+            "_kv",
+            "_inputs",
+            "_kernels",
+            "_device",
+        ):
             self.__dict__.pop(name, None)
 
-    def _program(self, taps: frozenset[str]) -> Lowered:
+    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
         if self._closed:
             raise InvalidRequestError("the model has been closed; load it again")
-        if taps not in self._lowered:
-            while len(self._lowered) > 2:  # the plain program and the latest two with taps stay
-                self._lowered.pop(next(key for key in self._lowered if key))
-            self._lowered[taps] = Lowered(self.graph, taps, self._parts)
-        return self._lowered[taps]
+        key = taps, with_adapters
+        if key not in self._lowered:
+            with_taps = [known for known in self._lowered if known[0]]
+            while len(with_taps) > 1:  # the plain programs and the latest two with taps stay
+                self._lowered.pop(with_taps.pop(0))
+            graph, adapters = self.graph, None
+            if with_adapters:
+                graph, adapters = self._adapters.graph, self._on_device
+            self._lowered[key] = Lowered(graph, taps, self._parts, adapters)
+        return self._lowered[key]
 
     def _most_states(self, n_states: int) -> int:
         """At most n_states: as many as the device binds of the largest."""

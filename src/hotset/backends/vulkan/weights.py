@@ -17,6 +17,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.vulkan.memory import Arena, Piece
 from hotset.errors import UnsupportedModelError
+from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts, row_bytes
 from hotset.formats.source import WeightSource
 
@@ -66,6 +67,13 @@ class DeviceWeights:
             type_ = self._type_of(name)
             data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
             self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
+        return self._matrices[key]
+
+    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
+        """Rows of a matrix that is in no file of the model."""
+        if key not in self._matrices:
+            data = matrix.data.reshape(1, matrix.shape[0], -1)
+            self._matrices[key] = self._upload([data], matrix.type, matrix.shape[1], first, n_rows)
         return self._matrices[key]
 
     def experts(
