@@ -7,7 +7,8 @@ matrix products are checked bitwise, since their order of additions is known and
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.vulkan.backend import open_vulkan
+from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError
 from hotset.formats.gguf import GGUFFile
@@ -38,6 +39,9 @@ from hotset.model.operations import (
     TransposedLinear,
     UnitNorm,
 )
+from hotset.placement.budget import Budget, MemoryBudget
+from hotset.placement.build import open_on_vulkan
+from hotset.placement.table import CPU, LayerPlacement, Placement
 
 BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
 DIVISION = 5 * U  # of Vulkan: 2.5 units in the last place
@@ -55,16 +59,42 @@ def missing() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+def validated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Devices that are opened report what the validation layers say."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
+    _core.vulkan_late_messages()
+    yield
+    _core.vulkan_fail("", 0, 0)
+    gc.collect()
+    assert _core.vulkan_late_messages() == []  # of devices that were closed with something left open
 
 
-def vulkan(gguf: GGUFFile, graph: Graph | None = None, **options: Any) -> ChainBackend:
+def vulkan(
+    gguf: GGUFFile,
+    graph: Graph | None = None,
+    *,
+    n_layers: int | None = None,
+    budget: int | None = None,
+    n_devices: int = 1,
+    **options: Any,
+) -> ChainBackend:
+    """A model, or its last layers, on a device, or in turn on several, which are one driver's. budget: bytes
+    of each."""
+    graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
+    name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
+    first = 0 if n_layers is None else n - n_layers
+    owners = [CPU if i < first else (i - first) * n_devices // (n - first) for i in range(n)]
+    planned = tuple(MemoryBudget(name, budget) for _ in range(n_devices)) if budget is not None else ()
+    placement = Placement(
+        (name,) * n_devices,
+        tuple(map(LayerPlacement, owners)),
+        n_devices - 1,
+        Budget(planned) if planned else None,
+    )
     given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", **options}
-    return open_vulkan(gguf, graph or describe(config_from_gguf(gguf), gguf.tensors), **given)
+    return open_on_vulkan(placement, gguf, graph, **given)
 
 
 def stage_of(backend: ChainBackend) -> VulkanStage:

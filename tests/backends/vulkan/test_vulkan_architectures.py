@@ -21,6 +21,7 @@ from transformers_oracle import (
 )
 from vulkan_runs import assert_operations_of_sequences_are_right, validated, vulkan
 
+from hotset.backends.vulkan.budget import missing_kernel
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -43,6 +44,7 @@ def test_logits_match_transformers(recipe: Any) -> None:
     gguf, sequences, expected = recipe
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
     n = len(LENGTHS)
+    assert not any(missing_kernel(op, gguf.tensors, "f16") for op in graph.primitives)
     backend = vulkan(gguf, graph, n_pages=PAGES_EACH * n, n_states=2 * n, max_batch=256)
     found = run(backend, sequences, PLANS["mixed"])
     for i in range(len(sequences)):

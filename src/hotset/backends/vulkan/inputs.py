@@ -4,19 +4,69 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, check_states
+from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention, Recurrent, Rotate, ShortConv, Value
+from hotset.model.operations import Attention, Embed, Recurrent, Rope, Rotate, ShortConv, Value
 from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # of logits that are computed at a time
 _COLUMNS = 16  # of a state, of a workgroup
 SPLIT = 512  # positions of one running softmax (csrc/vulkan/shaders/attention.comp)
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """n_states: slots, 0 where the part has no recurrent state. entering: floats of a row of each value that
+    the host writes. ropes, heads, tiles: rotations, numbers of heads, and of tiles of states, each once."""
+
+    max_batch: int
+    n_pages: int
+    n_states: int
+    ropes: tuple[Rope, ...]
+    entering: Mapping[Value, int]
+    heads: tuple[int, ...]
+    tiles: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
+    ) -> InputShape:
+        """Of a part of a graph, which a value enters where it does not begin with the tokens."""
+        values = [op.out for op in graph.ops if isinstance(op, Embed)] + ([entering] if entering else [])
+        scans = (op for op in graph.recurrent if not isinstance(op, ShortConv))
+        return cls(
+            max_batch,
+            n_pages,
+            n_states if graph.recurrent else 0,
+            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate))),
+            {value: stride_of(value) for value in values},
+            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, Attention))),
+            tuple(dict.fromkeys(tiles_of(op) for op in scans)),
+        )
+
+    @property
+    def words(self) -> dict[object, int]:
+        """Of each of the numbers of a batch, by the key that StepInputs has it by."""
+        most = self.max_batch
+        words: dict[object, int] = {
+            "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
+            "thresholded": most, "states": 4 * most if self.n_states else 1,
+        }  # fmt: skip
+        words |= {rope: most * rope.n_rot for rope in self.ropes}
+        words |= {value: most * stride for value, stride in self.entering.items()}
+        words |= {("heads", n_head): 3 for n_head in self.heads}
+        return words | {("tiles", n_tiles): 3 for n_tiles in self.tiles}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(4 * size) for size in self.words.values())
 
 
 class StepInputs:
@@ -30,30 +80,10 @@ class StepInputs:
     with splits apart by number of heads, and of what goes through states by tiles of these (tiles_of).
     """
 
-    def __init__(
-        self,
-        device: _core.VulkanDevice,
-        graph: Graph,
-        entering: Mapping[Value, int],
-        *,
-        max_batch: int,
-        n_pages: int,
-        n_states: int,
-    ) -> None:
-        self._max_batch, self._n_pages, self._n_states = max_batch, n_pages, n_states
-        ropes = tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate)))
-        heads = tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, Attention)))
-        scans = (op for op in graph.recurrent if not isinstance(op, ShortConv))
-        tiles = tuple(dict.fromkeys(tiles_of(op) for op in scans))
-        sizes: dict[object, int] = {
-            "positions": 3 * max_batch, "slots": max_batch, "tables": max_batch * n_pages, "outputs":
-            OUTPUT_ROWS, "thresholded": max_batch, "states": 4 * max_batch if n_states else 1,
-        }  # fmt: skip
-        sizes |= {rope: max_batch * rope.n_rot for rope in ropes}
-        sizes |= {value: max_batch * stride for value, stride in entering.items()}
-        sizes |= {("heads", n_head): 3 for n_head in heads}
-        sizes |= {("tiles", n_tiles): 3 for n_tiles in tiles}
-        self.buffer = device.allocate(sum(aligned(4 * size) for size in sizes.values()), "to_device")
+    def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
+        self._max_batch, self._n_pages, self._n_states = shape.max_batch, shape.n_pages, shape.n_states
+        sizes = shape.words
+        self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
         view, at = self.buffer.view(), 0
         self._pieces: dict[object, Piece] = {}
@@ -62,7 +92,9 @@ class StepInputs:
             self._pieces[key] = Piece(self.buffer, at, 4 * size)
             self._words[key] = view[at : at + 4 * size].view(np.uint32)
             at += aligned(4 * size)
-        self._ropes, self._strides, self._heads, self._tiles = ropes, dict(entering), heads, tiles
+        self._ropes, self._strides, self._heads, self._tiles = (
+            shape.ropes, shape.entering, shape.heads, shape.tiles,
+        )  # fmt: skip
 
     def __getitem__(self, key: object) -> Piece:
         """The piece of a name, a rotation or a value."""

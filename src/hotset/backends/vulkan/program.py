@@ -116,7 +116,7 @@ class StageParts:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
     firing: where it is 0 the row of a product is not wanted, since that is multiplied with it.
     """
@@ -147,10 +147,7 @@ class Lowered:
         self._adapters = adapters
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
         self.max_batch, self._n_pages = parts.max_batch, parts.n_pages
-        steps = list(_fused(graph, taps))
-        first_of_tail = next(
-            (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs)), len(steps)
-        )
+        steps, first_of_tail = steps_of(graph, taps)
         self._of_tail = {step.out.id for step in steps[first_of_tail:]}
         self.tapped = [value for value in graph.values if value.name in taps]
         self._pieces: dict[int, Piece] = {}
@@ -196,66 +193,28 @@ class Lowered:
 
     # ---- memory of values ----
 
-    def _allocate(self, steps: list[_Step], first_of_tail: int, kept: set[int]) -> None:
+    def _allocate(self, steps: list[Step], first_of_tail: int, kept: set[int]) -> None:
         """A place for each value while it is read, in one buffer; values alive at the same time lie apart."""
-        last: dict[int, int] = {}
-        for i, step in enumerate(steps):
-            for value in (*_read(step), step.out):
-                last[value.id] = i
-        for id in last:
-            if id in kept or (id not in self._of_tail and last[id] >= first_of_tail):
-                last[id] = len(steps)  # the tail runs once for each of its parts
+        places, size = places_of(steps, first_of_tail, kept, self.graph.result, self.max_batch)
         result = self.graph.result
-        alive: list[tuple[int, int, int]] = []  # begin, end, id
-        places: dict[int, tuple[int, int]] = {}
-        size = 0
-        for i, step in enumerate(steps):
-            alive = [one for one in alive if last[one[2]] >= i]
-            if step.out == result or isinstance(step.op, Embed):
-                continue
-            n_rows = OUTPUT_ROWS if step.out.id in self._of_tail else self.max_batch
-            n_bytes = aligned(4 * n_rows * stride_of(step.out))
-            at = 0
-            for begin, end, _ in sorted(alive):
-                if at + n_bytes <= begin:
-                    break
-                at = max(at, end)
-            alive.append((at, at + n_bytes, step.out.id))
-            places[step.out.id] = at, n_bytes
-            size = max(size, at + n_bytes)
         workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
         self._pieces = {id: Piece(workspace, *place) for id, place in places.items()}
         n_rows = OUTPUT_ROWS if result.id in self._of_tail else self.max_batch
         n_logits = 4 * n_rows * stride_of(result)
         logits = self._kernels.device.allocate(n_logits, "from_device")
         self._pieces[result.id] = Piece(logits, 0, n_logits)
-        self._parts, self.scratch = self._parts_of_attention(steps), self._scratch_of(steps)
+        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
+        n_bytes = max(of_operations, *(self._bytes_of_low_rank(step.op) for step in steps))
+        device = self._kernels.device
+        self._parts = Piece(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
+        self.scratch = Piece(device.allocate(n_bytes, "device"), 0, n_bytes)
         parts = [one.buffer for one in (self._parts, self.scratch) if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
-
-    def _parts_of_attention(self, steps: list[_Step]) -> Piece | None:
-        """What splits leave, of the largest attention with few tokens; None where a context is one split."""
-        ops = [step.op for step in steps if isinstance(step.op, Attention)]
-        largest = max((op.n_head * (op.head_dim_v + 2) for op in ops), default=0)
-        if self._n_splits == 1 or not largest:
-            return None
-        n_bytes = 4 * min(FEW, self.max_batch) * largest * self._n_splits
-        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
-
-    def _scratch_of(self, steps: list[_Step]) -> Piece:
-        """What one operation computes on the way: what experts yield before it is summed, what a scan
-        reads."""
-        experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
-        of_experts = 4 * self.max_batch * max(experts, default=0)
-        of_scans = (scratch_bytes(step.op, self.max_batch) for step in steps)
-        of_adapters = (self._bytes_of_low_rank(step.op) for step in steps)
-        n_bytes = max(of_experts, *of_scans, *of_adapters, 4)
-        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
 
     @property
     def _n_splits(self) -> int:
         """Of the longest context."""
-        return -(-self._n_pages * PAGE_SIZE // SPLIT)
+        return n_splits(self._n_pages)
 
     def _piece(self, value: Value) -> Piece:
         return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
@@ -270,7 +229,9 @@ class Lowered:
 
     # ---- operations ----
 
-    def _lower(self, step: _Step) -> Record:  # noqa: C901 - a case for each operation
+    def _lower(self, step: Step) -> Record:  # noqa: C901 - a case for each operation
+        if (what := missing_kernel(step.op)) is not None:
+            raise _refused(step.op, what)
         match step.op:
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
@@ -395,7 +356,7 @@ class Lowered:
 
         return record
 
-    def _linear(self, step: _Step) -> Record:
+    def _linear(self, step: Step) -> Record:
         op, out, residual, firing = step.op, step.out, step.other, step.firing
         assert isinstance(op, Linear)
         matrix = self.weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
@@ -473,12 +434,10 @@ class Lowered:
         n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
         return 2 * aligned(4 * n_rows * (self._adapters.rank(op) + 3))
 
-    def _transposed(self, step: _Step) -> Record:
+    def _transposed(self, step: Step) -> Record:
         op, out, residual = step.op, step.out, step.other
         assert isinstance(op, TransposedLinear | TransposedHeads)
         n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
-        if isinstance(op, TransposedLinear) and op.scales is not None:
-            raise _refused(op, "down projections in planes (take --sparsity dense)")
         width = out.width // n_head
         matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
         if len(matrix.parts) > 1:
@@ -502,8 +461,6 @@ class Lowered:
         return self._of_experts(op, op.of_parts, op.first_row, op.n_rows, None)
 
     def _expert_sum(self, op: ExpertSum) -> Record:
-        if op.neuron_major:
-            raise _refused(op, "experts whose down projection has a row per neuron")
         parts, width = self.scratch, op.n_used * op.out.width
         multiplied = self._of_experts(op, True, 0, op.out.width, parts)
         push = op.out.width, op.n_used, width, stride_of(op.route), stride_of(op.out)
@@ -526,8 +483,6 @@ class Lowered:
         """Products of each token with the matrices of its experts. to_parts: where they go, instead of
         op.out."""
         n_cols = op.x.width // op.n_used if of_parts else op.x.width
-        if n_cols % 4 and of_parts:
-            raise _refused(op, f"experts of {n_cols} neurons, which is no multiple of 4")
         matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
         bias = None if op.bias is None else self.weights.vector(op.bias)
         bias_rows = 0 if bias is None else bias.size // 4 // op.n_expert
@@ -554,9 +509,6 @@ class Lowered:
 
     def _route(self, op: Route) -> Record:
         n_expert = op.x.width
-        if n_expert > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
-            most = f"{_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
-            raise _refused(op, f"routes of more than {most}")
         bias = None if op.bias is None else self.weights.vector(op.bias)
         scales = None if op.scales is None else self.weights.vector(op.scales)
         flags = _SCORINGS[op.scoring] | 4 * op.normalised | (8 if bias else 0) | (16 if scales else 0)
@@ -587,8 +539,6 @@ class Lowered:
         return record
 
     def _attention(self, op: Attention) -> Record:
-        if op.first_seen:
-            raise _refused(op, "layers for multi-token prediction")
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
         sinks = None if op.sinks is None else self.weights.vector(op.sinks)
         slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
@@ -650,11 +600,9 @@ class Lowered:
 
         return record
 
-    def _activate(self, step: _Step) -> Record:
+    def _activate(self, step: Step) -> Record:
         op = step.op
         assert isinstance(op, Activate)
-        if op.kind not in ACTIVATIONS:
-            raise _refused(op, f"the activation {op.kind}")
         kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
         f = op.xielu
         numbers = (op.threshold, 0.0, 0.0, 0.0) if f is None else (f.eps, f.positive, f.negative, f.linear)
@@ -705,6 +653,82 @@ class Lowered:
 _KEPT = 64  # recordings
 
 
+def missing_kernel(op: Primitive) -> str | None:
+    """What of an operation no kernel computes, in words; None: all of it has one."""
+    match op:
+        case Activate() if op.kind not in ACTIVATIONS:
+            return f"the activation {op.kind}"
+        case Attention() if op.first_seen:
+            return "layers for multi-token prediction"
+        case TransposedLinear() if op.scales is not None:
+            return "down projections in planes (take --sparsity dense)"
+        case ExpertSum() if op.neuron_major:
+            return "experts whose down projection has a row per neuron"
+        case ExpertSum() | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
+            return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
+        case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
+            return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
+    return None if isinstance(op, COMPUTED) else type(op).__name__
+
+
+def steps_of(graph: Graph, taps: frozenset[str] = frozenset()) -> tuple[list[Step], int]:
+    """What is computed one after the other, and where the tail begins, for the rows with logits."""
+    steps = list(_fused(graph, taps))
+    tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
+    return steps, next(tail, len(steps))
+
+
+def n_splits(n_pages: int) -> int:
+    """Running softmaxes of the longest context."""
+    return -(-n_pages * PAGE_SIZE // SPLIT)
+
+
+def places_of(
+    steps: list[Step], first_of_tail: int, kept: set[int], result: Value, max_batch: int
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """A place in one buffer, offset and bytes, for each value while it is read, and the bytes of that buffer;
+    values alive at the same time lie apart. kept: ids of values that stay. The result has its own buffer."""
+    of_tail = {step.out.id for step in steps[first_of_tail:]}
+    last: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        for value in (*_read(step), step.out):
+            last[value.id] = i
+    for id in last:
+        if id in kept or (id not in of_tail and last[id] >= first_of_tail):
+            last[id] = len(steps)  # the tail runs once for each of its parts
+    alive: list[tuple[int, int, int]] = []  # begin, end, id
+    places: dict[int, tuple[int, int]] = {}
+    size = 0
+    for i, step in enumerate(steps):
+        alive = [one for one in alive if last[one[2]] >= i]
+        if step.out == result or isinstance(step.op, Embed):
+            continue
+        n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
+        n_bytes = aligned(4 * n_rows * stride_of(step.out))
+        at = 0
+        for begin, end, _ in sorted(alive):
+            if at + n_bytes <= begin:
+                break
+            at = max(at, end)
+        alive.append((at, at + n_bytes, step.out.id))
+        places[step.out.id] = at, n_bytes
+        size = max(size, at + n_bytes)
+    return places, size
+
+
+def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, int]:
+    """Bytes of what the splits of the largest attention with few tokens leave, 0 where a context is one
+    split; and of what one operation computes on the way: what experts yield before it is summed, what a scan
+    reads."""
+    attention = [step.op for step in steps if isinstance(step.op, Attention)]
+    largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
+    splits = n_splits(n_pages)
+    of_splits = 4 * min(FEW, max_batch) * largest * splits if splits > 1 else 0
+    experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
+    of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
+    return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
+
+
 def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{op.out.name}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
@@ -712,7 +736,7 @@ def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     )
 
 
-def _read(step: _Step) -> Iterator[Value]:
+def _read(step: Step) -> Iterator[Value]:
     yield from step.op.inputs
     yield from (value for value in (step.other, step.firing) if value is not None)
 
@@ -740,7 +764,7 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | N
     yield from ((part, None) for part in parts)
 
 
-def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
+def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ops = [one for op in graph.ops for one in _opened(op, taps)]
@@ -757,7 +781,7 @@ def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
         if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
             if behind.a != behind.b and other.width == op.out.width:
-                yield _Step(op, behind.out, other, firing)
+                yield Step(op, behind.out, other, firing)
                 at += 1
                 continue
-        yield _Step(op, op.out, None, firing)
+        yield Step(op, op.out, None, firing)

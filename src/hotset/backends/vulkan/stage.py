@@ -6,33 +6,27 @@ recorded for a token. The host writes the numbers of a batch (inputs.py), submit
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, cache_slots
+from hotset.backends.base import COUNTS, Batch, cache_slots
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
+from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
-from hotset.backends.vulkan.devices import VulkanInfo, validates
-from hotset.backends.vulkan.inputs import OUTPUT_ROWS, StepInputs
-from hotset.backends.vulkan.kernels import Kernels, stride_of
+from hotset.backends.vulkan.budget import cache_sizes, state_bytes
+from hotset.backends.vulkan.devices import VulkanInfo
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
+from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena
-from hotset.backends.vulkan.program import (
-    KV_CHANNELS,
-    KV_CODES,
-    CacheOfLayer,
-    Lowered,
-    StageParts,
-)
+from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, Recurrent, Value
+from hotset.model.operations import PARTS, Attention, Embed, Value
 from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
 
@@ -44,9 +38,10 @@ class VulkanStage:
 
     budget: bytes of the device's memory that it takes at most, loading and computing; None: what is there.
     n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
-    staged: the host copies to the device even where it could write its memory (of tests). nbytes: what the
-    stage holds, by kind: weights, kv (with states), workspace. Raises DeviceError, OutOfMemoryError where the
-    model does not fit, and UnsupportedModelError for what no kernel computes.
+    staged: the host copies to the device even where it could write its memory (of tests). opened: the device,
+    which other stages have too, and its budget with it. nbytes: what the stage holds, by kind: weights, kv
+    (with states), workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and
+    UnsupportedModelError for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -63,6 +58,7 @@ class VulkanStage:
         kv_type: KVType = "f16",
         budget: int | None = None,
         staged: bool = False,
+        opened: _core.VulkanDevice | None = None,
     ) -> None:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
@@ -74,32 +70,25 @@ class VulkanStage:
             )
         self.name = device.name
         self.weights, self._info = weights, device
-        self._device = _core.VulkanDevice(device.index, validates(), staged)
-        if budget is not None:
-            self._device.limit(budget)
+        self._device = opened or pipelines.open_device(device, budget=budget, staged=staged)
         self._kernels = Kernels(self._device)
         self._matrices = DeviceWeights(weights, self._device)
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
-        entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         self.n_states = self._most_states(n_states) if graph.recurrent else 0
-        self._inputs = StepInputs(
-            self._device,
-            self.graph,
-            {value: stride_of(value) for value in entering},
-            max_batch=max_batch,
-            n_pages=n_pages,
-            n_states=self.n_states if self.graph.recurrent else 0,
+        shape = InputShape.of(
+            self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
         )
+        self._inputs = StepInputs(self._device, shape)
         self._cache: dict[int, CacheOfLayer] = {}
         for op in attention:
             if op.source is None:
                 # An encoder needs keys and values while a layer is computed: its layers share them.
                 shared = None if op.causal else next(iter(self._cache.values()), None)
                 self._cache[op.layer] = shared or self._new_cache(op)
-        states = {op.out.id: self._kv.piece(self.n_states * _state_bytes(op)) for op in self.graph.recurrent}
+        states = {op.out.id: self._kv.piece(self.n_states * state_bytes(op)) for op in self.graph.recurrent}
         self._parts = StageParts(
             self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
         )
@@ -109,6 +98,7 @@ class VulkanStage:
         self.tapped: dict[str, np.ndarray] = {}
         self._closed = False
         self._program(frozenset())
+        pipelines.keep(device, self._device)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -161,6 +151,10 @@ class VulkanStage:
         result = self._run(lowered, batch)
         self.weights.check()
         return result
+
+    def rerun(self) -> None:
+        """Runs the step of one token as its numbers are, without logits: what measures a device."""
+        _core.vulkan_run([self._program(frozenset()).recorded("body", 1).program], self._cancel)
 
     def _run(self, lowered: Lowered, batch: Batch) -> np.ndarray:
         n, result = len(batch.tokens), self.graph.result
@@ -244,6 +238,8 @@ class VulkanStage:
 
     def close(self) -> None:
         """Frees the memory of the device; safe to call twice."""
+        if not self._closed:
+            pipelines.keep(self._info, self._device)
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
@@ -276,7 +272,7 @@ class VulkanStage:
 
     def _most_states(self, n_states: int) -> int:
         """At most n_states: as many as the device binds of the largest."""
-        largest = max((_state_bytes(op) for op in self.graph.recurrent), default=1)
+        largest = max((state_bytes(op) for op in self.graph.recurrent), default=1)
         if self._device.max_range // largest < 2:
             raise UnsupportedModelError(
                 f"the state of a layer takes {human_size(largest)}, and the device binds no two at a time"
@@ -286,20 +282,11 @@ class VulkanStage:
     def _new_cache(self, op: Attention) -> CacheOfLayer:
         """Keys, values, and of q8_0 their scales as float32."""
         check_cache(op, self.kv_type)
-        per, places = KV_CHANNELS[self.kv_type], self.n_pages * op.n_head_kv * PAGE_SIZE
-        sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
+        sizes = cache_sizes(op, self.kv_type, self.n_pages)
         if max(sizes) > self._device.max_range:
             raise UnsupportedModelError(
                 f"the keys or values of a layer take {max(sizes) >> 20} MiB, and the device binds "
                 f"{self._device.max_range >> 20} MiB at a time; lower the context"
             )
-        keys, values = (self._kv.piece(size) for size in sizes)
-        if self.kv_type != "q8_0":
-            return CacheOfLayer(keys, values, keys, values)
-        scales = [self._kv.piece(4 * -(-dim // 32) * places) for dim in (op.head_dim, op.head_dim_v)]
-        return CacheOfLayer(keys, values, *scales)
-
-
-def _state_bytes(op: Recurrent) -> int:
-    """Of a slot."""
-    return 4 * math.prod(op.state_shape)
+        keys, values, *scales = map(self._kv.piece, sizes)
+        return CacheOfLayer(keys, values, *(scales or (keys, values)))

@@ -9,6 +9,7 @@ block are zeros.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -121,9 +122,9 @@ class DeviceWeights:
     ) -> DeviceMatrix:
         """data: bytes of rows [n, rows, bytes of a row]; several arrays have experts one after the other."""
         n_expert, row = sum(len(part) for part in data), data[0].shape[2]
-        # The largest array of a tile of 32 rows, as far as bindings reach.
-        probe_codes, probe_more = packed(np.zeros((TILE, row), np.uint8), type_, n_cols)
-        largest = max(probe_codes.nbytes, 0 if probe_more is None else probe_more.nbytes) * n_expert
+        # The larger array of a tile of 32 rows, as far as bindings reach.
+        code_bytes, more_bytes = tile_bytes(type_, n_cols, row)
+        largest = max(code_bytes, more_bytes) * n_expert
         n_tiles = -(-n_rows // TILE)
         tiles_of_part = min(self._max_range // largest, n_tiles)
         if not tiles_of_part:
@@ -133,8 +134,8 @@ class DeviceWeights:
         parts = []
         for tile in range(0, n_tiles, tiles_of_part):
             n = min(tiles_of_part, n_tiles - tile)
-            codes = self.arena.piece(probe_codes.nbytes * n * n_expert)
-            more = None if probe_more is None else self.arena.piece(probe_more.nbytes * n * n_expert)
+            codes = self.arena.piece(code_bytes * n * n_expert)
+            more = self.arena.piece(more_bytes * n * n_expert) if more_bytes else None
             start, end = first + tile * TILE, first + min((tile + n) * TILE, n_rows)
             expert = 0
             for matrices in data:
@@ -156,6 +157,13 @@ class DeviceWeights:
                     piece.buffer.write(
                         piece.offset + (tile + at // TILE) * size, array.reshape(-1).view(np.uint8)
                     )
+
+
+@functools.cache
+def tile_bytes(type_: GGMLType, n_cols: int, row: int) -> tuple[int, int]:
+    """Bytes of 32 rows of a type, of `row` bytes each in the file: of the codes, and of the rest."""
+    codes, more = packed(np.zeros((TILE, row), np.uint8), type_, n_cols)
+    return codes.nbytes, 0 if more is None else more.nbytes
 
 
 def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, np.ndarray | None]:
