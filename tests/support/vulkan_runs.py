@@ -128,6 +128,12 @@ def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return gamma(roundings) * (np.abs(x) @ np.abs(weights).T) + k * TINY
 
 
+def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Of a product with rows by neuron, x [n, k], weights [k, columns]: 64 lanes, one after the other."""
+    k = x.shape[1]
+    return gamma(k / 64 + 1 + 64) * (np.abs(x) @ np.abs(weights)) + k * TINY
+
+
 class VulkanOracle(Oracle):
     """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
 
@@ -157,8 +163,7 @@ class VulkanOracle(Oracle):
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
             case TransposedLinear():
-                x, weights = np.abs(taps[op.x.id]), np.abs(self._weights.neuron_major(op))
-                bound = gamma(op.x.width / 64 + 1 + 64) * (x @ weights) + op.x.width * TINY
+                bound = transposed_bound(taps[op.x.id], self._weights.neuron_major(op))
                 return expected, bound + (0 if op.bias is None else U * (size + bound))
             case SoftCap():
                 return expected, bound + op.cap * (2 * DIVISION)
@@ -196,8 +201,11 @@ class VulkanOracle(Oracle):
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
         for t in range(n):
             for j in range(k):
-                weights = self._weights.expert(op, int(route[t, j]))[first : first + n_rows]
-                bound[t, j] = product_bound(parts[t, j][None], weights)[0]
+                weights, x = self._weights.expert(op, int(route[t, j])), parts[t, j][None]
+                if isinstance(op, ExpertSum) and op.neuron_major:
+                    bound[t, j] = transposed_bound(x, weights)[0]
+                else:
+                    bound[t, j] = product_bound(x, weights[first : first + n_rows])[0]
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         if isinstance(op, ExpertLinear):

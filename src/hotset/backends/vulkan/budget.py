@@ -34,6 +34,7 @@ from hotset.model.operations import (
     Primitive,
     Recurrent,
     ShortConv,
+    TransposedLinear,
     Value,
 )
 
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KVType) -> str | None:
     """What of an operation, its tensors and its cache no kernel computes, in words; None: all has one."""
-    for name in () if isinstance(op, Embed) else op.matrices:
+    in_planes = isinstance(op, TransposedLinear) and op.scales is not None
+    for name in () if isinstance(op, Embed) or in_planes else op.matrices:
         if tensors[name].type not in COMPUTED_TYPES:
             return f"the type {tensors[name].type.name}"
     if isinstance(op, Attention) and kv_type not in KV_CHANNELS:
@@ -56,6 +58,9 @@ def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
     n_bytes = 0
     for name in () if isinstance(op, Embed) else op.matrices:
         info = tensors[name]
+        if isinstance(op, TransposedLinear) and op.scales is not None:  # planes, as they are
+            n_bytes += planned_bytes(info.nbytes)
+            continue
         n_cols, n_rows, n_matrices = (*info.shape, 1, 1)[:3]
         if isinstance(op, Linear):
             n_rows = op.out.width

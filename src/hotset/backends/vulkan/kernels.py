@@ -31,8 +31,8 @@ KERNELS = {
     "expert_sum": _Shape(3, "5I"),
     "head_dot": _Shape(5, "6I"),
     "heads": _Shape(3, "8I"),
-    "linear_few": _Shape(7, "12I"),
-    "linear_many": _Shape(7, "12I"),
+    "linear_few": _Shape(7, "13If"),
+    "linear_many": _Shape(7, "13If"),
     "norm": _Shape(4, "4If"),
     "rotate": _Shape(3, "7I"),
     "route": _Shape(4, "8If"),
@@ -40,7 +40,7 @@ KERNELS = {
     "select": _Shape(3, "3I"),
     "store": _Shape(4, "5I"),
     "streams": _Shape(4, "9If"),
-    "transposed": _Shape(6, "6I"),
+    "transposed": _Shape(7, "9I"),
 }
 
 

@@ -19,7 +19,7 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
-from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights
+from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights, MatrixPart
 from hotset.errors import UnsupportedModelError
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
@@ -82,7 +82,7 @@ _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESH
 _ADAPTED = 10
 _RMS, _LAYER, _TOP_K, _MATCH = range(4)  # csrc/vulkan/shaders/norm.comp
 _ALL = 0xFFFFFFFF  # positions that a token sees
-_BIAS, _RESIDUAL, _FIRING = 1, 2, 4
+_BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
 _CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
@@ -115,16 +115,19 @@ class StageParts:
     n_pages: int
 
 
+_Wanted = Value | Mask | None
+
+
 @dataclass(frozen=True)
 class Step:
     """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
-    firing: where it is 0 the row of a product is not wanted, since that is multiplied with it.
+    wanted: which rows of a product are: where an activation that multiplies it is not 0, or what a mask says.
     """
 
     op: Primitive
     out: Value
     other: Value | None = None
-    firing: Value | None = None
+    wanted: _Wanted = None
 
 
 class Lowered:
@@ -357,17 +360,18 @@ class Lowered:
         return record
 
     def _linear(self, step: Step) -> Record:
-        op, out, residual, firing = step.op, step.out, step.other, step.firing
+        op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
         matrix = self.weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
         bias = None if op.bias is None else self.weights.vector(op.bias)
+        mask = wanted if isinstance(wanted, Mask) else None
+        firing = _value_of(wanted)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
             rows = [self.read(value, n) if value else None for value in (op.x, residual, firing)]
-            x, added, wanted = rows
-            ends = [x, self.written(out, n), bias.bound() if bias else None, added, wanted]
-            self._product(to, n, matrix, ends, strides, op.first_row)
+            ends = [rows[0], self.written(out, n), bias.bound() if bias else None, *rows[1:]]
+            self._product(to, n, matrix, ends, strides, op.first_row, mask)
 
         return record
 
@@ -379,11 +383,14 @@ class Lowered:
         ends: Sequence[_core.VulkanBinding | None],
         strides: Sequence[int],
         first_row: int = 0,
+        mask: Mask | None = None,
     ) -> None:
-        """n rows times a matrix. ends: x, out, and what may be None: bias, residual, firing. strides: of
-        these but for the bias."""
+        """n rows times a matrix. ends: x, out, and what may be None: bias, residual, and which rows are
+        wanted, as scores where a mask is given. strides: of these but for the bias."""
         x, out, *others = ends
-        flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, _FIRING), others, strict=True) if end)
+        of_wanted = _FIRING if mask is None else _CHOSEN
+        flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
+        scores = (0, 0.0) if mask is None else (mask.first, mask.threshold)
         for part in matrix.parts:
             codes = part.codes.bound()
             assert x is not None
@@ -391,7 +398,7 @@ class Lowered:
             bindings = [codes, part.more.bound() if part.more else codes, x, out]
             bindings += [codes if end is None else end for end in others]
             firsts = first_row + part.first, part.first
-            push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
+            push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
             tiles = -(-part.n_rows // _TILE)
             if n <= FEW:
                 tokens = 1 if n == 1 else _TOKENS_OF_FEW
@@ -439,21 +446,43 @@ class Lowered:
         assert isinstance(op, TransposedLinear | TransposedHeads)
         n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
         width = out.width // n_head
-        matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
-        if len(matrix.parts) > 1:
-            raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
-        part, bias = matrix.parts[0], None if bias_name is None else self.weights.vector(bias_name)
+        if isinstance(op, TransposedLinear) and op.scales is not None:
+            matrix = self.weights.planes(op.weight, op.scales, width)
+        else:
+            matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
+        part, bias = _only(op, matrix), None if bias_name is None else self.weights.vector(bias_name)
         flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
-        push = op.x.width, width, flags, *strides
+        push = op.x.width, width, flags, *strides, op.x.width, 0, 0
 
         def record(to: Recorder, n: int) -> None:
             codes = part.codes.bound()
             bindings = [
                 codes, part.more.bound() if part.more else codes, self.read(op.x, n), self.written(out, n),
-                bias.bound() if bias else codes, self.read(residual, n) if residual else codes,
+                bias.bound() if bias else codes, self.read(residual, n) if residual else codes, codes,
             ]  # fmt: skip
-            to.add("transposed", [matrix.type], bindings, push, (-(-width // _TILE), n, n_head))
+            to.add("transposed", [matrix.type, 0], bindings, push, (-(-width // _TILE), n, n_head))
+
+        return record
+
+    def _transposed_experts(self, op: ExpertSum, to_parts: Piece) -> Record:
+        """Products of each token's neurons with the rows of its experts, of each by itself."""
+        n_rows, width = op.x.width // op.n_used, op.out.width
+        matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
+        part, bias = _only(op, matrix), None if op.bias is None else self.weights.vector(op.bias)
+        push = (
+            n_rows, width, _BIAS if bias else 0, stride_of(op.x), op.n_used * width, 0,
+            -(-n_rows // _TILE) * _TILE, n_rows, stride_of(op.route),
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            codes = part.codes.bound()
+            bindings = [
+                codes, part.more.bound() if part.more else codes, self.read(op.x, n),
+                to_parts.bound(4 * n * op.n_used * width, written=True), bias.bound() if bias else codes,
+                codes, self.read(op.route, n),
+            ]  # fmt: skip
+            to.add("transposed", [matrix.type, 1], bindings, push, (-(-width // _TILE), n, op.n_used))
 
         return record
 
@@ -462,7 +491,10 @@ class Lowered:
 
     def _expert_sum(self, op: ExpertSum) -> Record:
         parts, width = self.scratch, op.n_used * op.out.width
-        multiplied = self._of_experts(op, True, 0, op.out.width, parts)
+        if op.neuron_major:
+            multiplied = self._transposed_experts(op, parts)
+        else:
+            multiplied = self._of_experts(op, True, 0, op.out.width, parts)
         push = op.out.width, op.n_used, width, stride_of(op.route), stride_of(op.out)
 
         def record(to: Recorder, n: int) -> None:
@@ -500,7 +532,7 @@ class Lowered:
                 ]  # fmt: skip
                 push = (
                     n, part.n_rows, n_cols, _BIAS if bias else 0, *strides, op.n_used, bias_rows,
-                    first_row + part.first, part.first,
+                    first_row + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
                 groups = -(-part.n_rows // _TILE), n * op.n_used, 1
                 to.add("linear_few", [matrix.type, 1, 2 if of_parts else 1], bindings, push, groups)
@@ -660,11 +692,7 @@ def missing_kernel(op: Primitive) -> str | None:
             return f"the activation {op.kind}"
         case Attention() if op.first_seen:
             return "layers for multi-token prediction"
-        case TransposedLinear() if op.scales is not None:
-            return "down projections in planes (take --sparsity dense)"
-        case ExpertSum() if op.neuron_major:
-            return "experts whose down projection has a row per neuron"
-        case ExpertSum() | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
+        case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
             return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
         case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
             return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
@@ -729,6 +757,13 @@ def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, in
     return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
 
 
+def _only(op: Primitive, matrix: DeviceMatrix) -> MatrixPart:
+    """All of a matrix by inputs, whose sums run over all rows."""
+    if len(matrix.parts) > 1:
+        raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
+    return matrix.parts[0]
+
+
 def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{op.out.name}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
@@ -738,40 +773,39 @@ def _refused(op: Primitive, what: str) -> UnsupportedModelError:
 
 def _read(step: Step) -> Iterator[Value]:
     yield from step.op.inputs
-    yield from (value for value in (step.other, step.firing) if value is not None)
+    yield from (value for value in (step.other, _value_of(step.wanted)) if value is not None)
 
 
-def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | None]]:
+def _value_of(wanted: _Wanted) -> Value | None:
+    return wanted.scores if isinstance(wanted, Mask) else wanted
+
+
+def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
     """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
-    rows are wanted."""
+    rows are wanted, and the first product with what a predictor says."""
     if not isinstance(op, Ffn):
         yield op, None
         return
-    parts = list(op.primitives)
-    is_tapped = any(part.out.name in taps for part in parts)
-    fires = (
-        op.fires_exactly
-        and op.top_k is None
-        and not op.low_ranks
-        and op.up_act is None
-        and op.product is not None
-    )
-    if fires and isinstance(op.up, Linear) and op.gate_threshold is None and not is_tapped:
+    parts, wanted = list(op.primitives), dict[int, _Wanted]()
+    is_whole = op.top_k is not None or bool(op.low_ranks) or any(part.out.name in taps for part in parts)
+    if not is_whole and op.route is None and op.mask is not None:
+        wanted[op.decides.out.id] = op.mask
+    fires = op.fires_exactly and op.up_act is None and op.product is not None
+    if fires and not is_whole and isinstance(op.up, Linear) and op.gate_threshold is None:
         parts.remove(op.up)
         parts.insert(parts.index(op.gate_act) + 1, op.up)
-        yield from ((part, op.fires if part is op.up else None) for part in parts)
-        return
-    yield from ((part, None) for part in parts)
+        wanted[op.up.out.id] = op.fires
+    yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
 def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ops = [one for op in graph.ops for one in _opened(op, taps)]
-    readers = Counter(value.id for op, firing in ops for value in (*op.inputs, firing) if value is not None)
+    readers = Counter(value.id for op, wanted in ops for value in (*op.inputs, _value_of(wanted)) if value)
     at = 0
     while at < len(ops):
-        op, firing = ops[at]
+        op, wanted = ops[at]
         behind = ops[at + 1][0] if at + 1 < len(ops) else None
         at += 1
         is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
@@ -781,7 +815,7 @@ def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[Step]:
         if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
             if behind.a != behind.b and other.width == op.out.width:
-                yield Step(op, behind.out, other, firing)
+                yield Step(op, behind.out, other, wanted)
                 at += 1
                 continue
-        yield Step(op, op.out, None, firing)
+        yield Step(op, op.out, None, wanted)

@@ -27,6 +27,7 @@ _SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
 _T = GGMLType
 _HALVES = (_T.F16, _T.BF16)
 _K_TYPES = (_T.Q4_K, _T.Q5_K, _T.Q6_K)
+_PLANES = 100  # added to a type: codes by neuron, scales by 32 neurons (formats/planes.py)
 COMPUTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, *_K_TYPES, _T.MXFP4)
 
 
@@ -43,9 +44,9 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A matrix, in parts where one binding is not allowed to hold it all."""
+    """A matrix, in parts where one binding is not allowed to hold it all. type: GGML's, or that of planes."""
 
-    type: GGMLType
+    type: int
     n_rows: int
     n_cols: int
     parts: tuple[MatrixPart, ...]
@@ -69,6 +70,25 @@ class DeviceWeights:
             data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
             self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
         return self._matrices[key]
+
+    def planes(self, name: str, scales: str, n_cols: int) -> DeviceMatrix:
+        """A matrix with a row per neuron that is stored as planes."""
+        if (name,) not in self._matrices:
+            codes = self._source.data(name).view(np.uint8).reshape(-1, self._source.tensors[name].shape[0])
+            own = self._source.data(scales).view(np.uint32)
+            type_ = _T.Q8_0 if codes.shape[1] == n_cols else _T.Q4_0
+            # 32 scales of a tile and a block stand side by side as they are.
+            arrays = _codes(codes, 2 if type_ == _T.Q8_0 else 1), np.ascontiguousarray(own)
+            if max(array.nbytes for array in arrays) > self._max_range:
+                raise UnsupportedModelError(
+                    f"{name} is more than the device binds at a time; take --sparsity dense"
+                )
+            pieces = [self.arena.piece(array.nbytes) for array in arrays]
+            for piece, array in zip(pieces, arrays, strict=True):
+                piece.buffer.write(piece.offset, array.reshape(-1).view(np.uint8))
+            part = MatrixPart(pieces[0], pieces[1], 0, len(codes))
+            self._matrices[name,] = DeviceMatrix(type_ + _PLANES, len(codes), n_cols, (part,))
+        return self._matrices[name,]
 
     def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
         """Rows of a matrix that is in no file of the model."""
