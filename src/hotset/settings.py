@@ -205,9 +205,10 @@ class LoadSettings:
             )
         if asked == "self":
             self._check_self_drafts()
-        if asked != "off" and self.on_vulkan:
+        if asked in ("self", "mtp") and self.on_vulkan:
             raise InvalidRequestError(
-                "speculative decoding is exact on the CPU alone; leave out speculate, or the device"
+                f"speculate {asked} drafts with layers of the model on the CPU, and these are on a Vulkan "
+                "device; use ngram or draft, or leave out the device"
             )
         if asked != "off" and self.backend == "reference":
             raise InvalidRequestError(

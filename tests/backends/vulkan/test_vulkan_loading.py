@@ -13,6 +13,7 @@ from backend_runs import tokens
 from byte_models import write_model
 from cli_runs import hotset as hotset_command
 from cli_runs import inside
+from tiny_adapters import random_pairs, write_adapter
 from vulkan_runs import validated
 
 import hotset
@@ -34,6 +35,25 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         assert [one.text for one in model.generate_many(prompts, **params)] == expected
         assert model.generate(prompts[1], **params).text == expected[1]
         assert any("Vulkan" in note for note in model.backend.notes)
+
+
+def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path) -> None:
+    """Drafted tokens change no bit; with an adapter the text is the CPU's."""
+    path, params = write_model(tmp_path / "model.gguf"), {"max_tokens": 20, "temperature": 0, "logprobs": 1}
+    with hotset.load(path, device="vulkan", **SMALL) as model:
+        expected = model.generate("one two one two one", **params)
+        pairs = random_pairs(model.graph, model.gguf.tensors)
+    with hotset.load(path, device="vulkan", draft=path, **SMALL) as model:
+        found = model.generate("one two one two one", **params)
+        assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+        assert model.engine.counters().accepted_tokens > 0
+    with pytest.raises(InvalidRequestError, match="use ngram or draft"):
+        LoadSettings(device="vulkan", speculate="self")
+    lora, texts = write_adapter(tmp_path / "lora.gguf", pairs), []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}):
+        with hotset.load(path, lora=lora, **SMALL, **how) as model:
+            texts.append(model.generate("one two one two one", **params).tokens)
+    assert texts[0] == texts[1] != expected.tokens
 
 
 def test_vectors_and_scores_are_the_cpus(run_folder: Path) -> None:

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import quick_are
+from drafters import Guesser
 from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score
 from vulkan_runs import validated, vulkan
 
 from hotset.backends.base import Backend
 from hotset.engine.engine import Engine
+from hotset.engine.speculation import Speculator
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.settings import MOST_DRAFTED
 
 pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
@@ -71,6 +74,20 @@ def test_prefixes_and_preempted_sequences_go_on_from_their_states(gguf: GGUFFile
         assert_are_of_one_step(alone, sequence, rows)
     assert engine.scheduler.states is not None
     assert engine.scheduler.states.n_available == 12
+
+
+def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
+    """A request goes on from the state behind the last token that was drafted right."""
+    alone, one = backend(gguf), backend(gguf)
+    expected, _ = ask(engine := Engine(one, N_CTX), prompt(60), temperature=0, max_tokens=30, logprobs=1)
+    drain(engine)
+    guesser = Guesser(lambda _: expected.generated, 260, 0.8)
+    engine = Engine(one, N_CTX, speculator=Speculator(guesser, MOST_DRAFTED))
+    sequence, rows = ask(engine, prompt(60), temperature=0, max_tokens=30, logprobs=1)
+    drain(engine)
+    assert (sequence.tokens, sequence.logprobs) == (expected.tokens, expected.logprobs)
+    assert 0 < engine.counters().accepted_tokens < 30
+    assert_are_of_one_step(alone, sequence, rows)
 
 
 def test_cancelled_steps_leave_states_to_go_on_from(gguf: GGUFFile) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -99,6 +99,9 @@ class Recorder:
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch_indirect(kernel, list(bindings), packed, *groups)
         self.n_dispatches += 1
+
+
+Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
 
 
 def by_values(width: int, n: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ tensor type or a setting without a kernel is refused by name: nothing is compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from hotset import _core
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
-from hotset.backends.vulkan.kernels import Kernels, Recorder, by_values, stride_of
+from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
 from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights, MatrixPart
@@ -86,8 +86,6 @@ _BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
 _CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
-
-Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
 
 
 @dataclass(frozen=True)

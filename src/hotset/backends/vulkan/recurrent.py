@@ -6,16 +6,17 @@ sequence comes after the one before it, in one workgroup: the order of sums depe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from hotset import _core
-from hotset.backends.vulkan.inputs import tiles_of
-from hotset.backends.vulkan.kernels import Recorder, by_values, stride_of
+from hotset.backends.vulkan.inputs import StepInputs, tiles_of
+from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.model.operations import (
     SHIFT,
     ChannelScan,
@@ -27,12 +28,28 @@ from hotset.model.operations import (
     Wkv,
 )
 
-if TYPE_CHECKING:
-    from hotset.backends.vulkan.program import Lowered, Record
-
 _SELECTIVE, _DELTA, _WKV6, _WKV7, _CHANNELS = range(5)  # csrc/vulkan/shaders/scan.comp
 _UNIT_NORM, _DECAY = 0, 9  # norm.comp, elementwise.comp
 _LENGTH_EPS = 1e-6  # of the squared length of a query or key
+
+
+class Values(Protocol):
+    """What a program has for its operations (program.Lowered). states: slots, by the id of the value of an
+    operation; scratch: for what it computes on the way."""
+
+    weights: DeviceWeights
+    inputs: StepInputs
+    states: Mapping[int, Piece]
+    scratch: Piece
+    max_batch: int
+
+    def read(self, value: Value, n: int) -> _core.VulkanBinding:
+        """n rows of a value, for a dispatch that reads them."""
+        ...
+
+    def written(self, value: Value, n: int) -> _core.VulkanBinding:
+        """The same for one that writes them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ def scratch_bytes(op: object, n: int) -> int:
     return 8 * n * op.n_head if isinstance(op, SelectiveScan) else 0
 
 
-def short_conv(lowered: Lowered, op: ShortConv) -> Record:
+def short_conv(lowered: Values, op: ShortConv) -> Record:
     """A convolution, and the inputs that it leaves to the next step."""
     width, weights, inputs = op.x.width, lowered.weights, lowered.inputs
     if op.weight is None:
@@ -89,7 +106,7 @@ def short_conv(lowered: Lowered, op: ShortConv) -> Record:
     return record
 
 
-def scan(lowered: Lowered, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> Record:
+def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> Record:
     """A matrix for each head, or of channels some numbers for each, that goes from token to token."""
     prepared, operands = _operands(lowered, op)
     n_head, dim_k, dim_v = (1, *op.state_shape)[-3:]
@@ -112,7 +129,7 @@ def scan(lowered: Lowered, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> 
     return record
 
 
-def _operands(lowered: Lowered, op: Recurrent) -> tuple[Record, _Scan]:
+def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
     """What is computed first, for all tokens at once, and what the scan then reads."""
 
     def rows(value: Value, first: int = 0) -> _Rows:
@@ -146,7 +163,7 @@ def _operands(lowered: Lowered, op: Recurrent) -> tuple[Record, _Scan]:
     raise AssertionError(f"{op.out.name} is no scan")
 
 
-def _delta_net(lowered: Lowered, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
+def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
     """Queries and keys as a norm leaves them: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) of a unit norm."""
     width, dim = _width_of_keys(op), op.dim_k
     scale = np.repeat([1 / dim, dim**-0.5], width // 2)
@@ -171,7 +188,7 @@ def _delta_net(lowered: Lowered, op: DeltaNet, rows: Callable[..., _Rows]) -> tu
     )  # fmt: skip
 
 
-def _decay(lowered: Lowered, op: DeltaNet | SelectiveScan, to_piece: Piece) -> tuple[Record, _Rows]:
+def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: Piece) -> tuple[Record, _Rows]:
     """What a token leaves of each row of a state, and then softplus(x + step), side by side."""
     x = op.alpha if isinstance(op, DeltaNet) else op.dt
     weights, n_rows = lowered.weights, x.width
