@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,12 @@ def missing() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def validated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Devices that are opened report what the validation layers say."""
+def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Devices that are opened report what the validation layers say; nothing of them is left at the end."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     _core.vulkan_late_messages()
     yield
     _core.vulkan_fail("", 0, 0)

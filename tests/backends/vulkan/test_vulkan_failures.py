@@ -44,12 +44,6 @@ COMPUTING = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 # -- calls that fail -----------------------------------------------------------------------------
 
 
@@ -250,7 +244,7 @@ def test_a_full_window_is_no_end(tmp_path: Path) -> None:
 # -- kernels on disk -------------------------------------------------------------------------------
 
 
-def test_kernels_are_kept(tmp_path: Path, home: Path) -> None:
+def test_kernels_are_kept(tmp_path: Path) -> None:
     info = find_device("vulkan")
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         backend = vulkan(gguf)
@@ -258,7 +252,7 @@ def test_kernels_are_kept(tmp_path: Path, home: Path) -> None:
         assert stage_of(backend)._device.is_cache_of(stage_of(backend)._device.compiled())
         backend.close()
     path = pipelines.path_of(info)
-    assert path.is_relative_to(home)
+    assert path.is_relative_to(tmp_path / "home")
     assert os.listdir(path.parent) == [path.name]
     assert pipelines.read(info)
     assert pipelines.path_of(info) != pipelines.path_of(replace(info, driver="9.9"))

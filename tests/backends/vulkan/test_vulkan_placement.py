@@ -38,11 +38,9 @@ FAST, SLOW = VulkanRates(500e9, 1e-9, 1e-9), VulkanRates(500e9, 1e-3, 1e-2)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(machine.STAND_IN, cpu_read=1e7, launch=1e-9, sync=1e-6)  # tiny models pay on a device
     monkeypatch.setattr(machine, "STAND_IN", slow)
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -263,9 +261,9 @@ def test_memory_that_is_shared(card: Any) -> None:
 # -- what is measured and said -------------------------------------------------------------------
 
 
-def test_a_device_is_measured_once(home: Path) -> None:
+def test_a_device_is_measured_once(tmp_path: Path) -> None:
     """With the kernels that run later; what is damaged is measured again."""
-    info, kept = find_device("vulkan"), home / "machine.json"
+    info, kept = find_device("vulkan"), tmp_path / "machine.json"
     rates = planning.measured(info, path=kept)
     assert rates.read > 1e6
     assert 0 <= rates.launch < 1
