@@ -63,7 +63,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Scan:
-    """A scan's operands. seconds: a vector, or rows. share: heads of a key that are adjacent; tiled: or how
+    """A scan's operands, as the shader has them. share: heads of a key that are adjacent; tiled: or how
     many keys there are, of which every n-th head has one; 0: no."""
 
     kind: int
