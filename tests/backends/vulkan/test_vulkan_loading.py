@@ -85,11 +85,19 @@ def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes on a software driver: 135 million weights for each token. Greedy text, and perplexity within
-    0.1%."""
+@pytest.mark.parametrize(("type_", "n", "off"), [("f16", 12, 1e-3), ("q4_1", 6, 1e-2)])
+def test_the_demo_model_computes_what_the_cpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, n: int, off: float
+) -> None:
+    """Greedy text and perplexity; minutes on a software driver: 135 million weights for each token. Of
+    quantised matrices the CPU rounds the inputs to eight bits and the device does not: the perplexity of a
+    text of 192 tokens differs by half a percent, and a text goes another way sooner or later."""
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
-    path, params = published.model(), {"max_tokens": 12, "temperature": 0}
+    path, params = published.model(), {"max_tokens": n, "temperature": 0}
+    if type_ == "f16":
+        made = inside("quantize", path, tmp_path / "f16.gguf", "--type", type_, "--allow-requantize")
+        assert made.returncode == 0, made.stderr
+        path = tmp_path / "f16.gguf"
     text = (DOCS / "GLOSSARY.md").read_text("utf-8")
     found = []
     for how in ({"backend": "cpu"}, {"device": "vulkan"}):
@@ -97,11 +105,9 @@ def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPat
             scored = model.perplexity(text, n_ctx=128, chunks=3)
             found.append((model.generate("The capital of France is", **params).text, scored.ppl))
     (expected, ppl), (greedy, there) = found
-    print(
-        f"perplexity {ppl:.5f} on the CPU, {there:.5f} on the device: {100 * abs(there / ppl - 1):.4f}% off"
-    )
+    print(f"{type_}: perplexity {ppl:.5f} on the CPU, {there:.5f} on the device: {there / ppl - 1:+.4%}")
     assert greedy == expected
-    assert abs(there / ppl - 1) < 1e-3
+    assert abs(there / ppl - 1) < off
 
 
 def test_the_command_line(tmp_path: Path) -> None:
