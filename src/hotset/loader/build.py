@@ -234,9 +234,7 @@ def _on_cpu(decided: Decided) -> Decided:
     config = read_config(decided.gguf, activation=decided.settings.activation)
     opened = Opened(decided.settings, decided.gguf, config, (), decided.sampling)
     decided.weights.close()
-    planned = plan_model(opened, reserved=decided.reserved)
-    planned.notes.extend(decided.notes)
-    return planned
+    return plan_model(opened, reserved=decided.reserved)
 
 
 def _free(opened: Opened) -> float:
@@ -413,8 +411,8 @@ def _with_channels(decided: Decided) -> Decided:
     """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
     under a budget of its memory, which has no room for them, without these."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
-    if thresholds is None:
-        return decided
+    if thresholds is None or (placement is not None and any(map(is_vulkan, placement.devices))):
+        return decided  # a Vulkan device reads every channel
     from hotset.placement import channel_rates
 
     of_cpu, of_devices = channel_work(decided)

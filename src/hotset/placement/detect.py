@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,10 @@ def _auto(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
                 "no GPU was found to place anything on; 'hotset doctor' shows why, or leave its options out"
             )
         return (), None
-    asked = {
-        "cache_dir": settings.cache_dir is not None, "speculative decoding": settings.drafter != "off",
-        "a RAM budget": settings.ram_budget is not None, "a GPU index": settings.gpu_index is not None,
-    }  # fmt: skip
-    if what := next((what for what, is_asked in asked.items() if is_asked), None):
-        return (), f"{name} is not used: no Vulkan device has {what}. The CPU computes alone."
+    try:
+        replace(settings, device=(name,))
+    except InvalidRequestError as error:  # what no Vulkan device does
+        return (), f"{name} is not used: {error}"
     return (name,), None
 
 

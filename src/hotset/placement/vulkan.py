@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 KEPT_FREE = 256 << 20  # bytes of a device that are left alone where no budget is given
 _SHARE_OF_SHARED = 0.75  # of the free memory of this machine, of a device that shares it
-_WIDTH, _N_ROWS = 4096, 2048  # of the matrices that are measured
-_FIRST_BYTES, _MOST_BYTES = 16 << 20, 256 << 20  # of these together
+_WIDTH, _N_ROWS = 4096, 8192  # of the matrices that are measured, 19 MB each
+_MOST = 16  # of these, more than caches hold
 _PASS = 0.02  # seconds that reading them shall take
 _SECONDS = 0.2  # of each measurement
 _N_LAUNCHES = 64
@@ -109,13 +109,14 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
     one, many = (_seconds_of(info, _chain(n)) for n in (1, 1 + _N_LAUNCHES))
     launch = max((many - one) / _N_LAUNCHES, 0.0)
     sync = max(one - launch, 0.0)
-    n_bytes = _FIRST_BYTES
+    each, n = _N_ROWS * row_bytes(GGMLType.Q4_0, _WIDTH), 1
     while True:
-        seconds = max(_seconds_of(info, _products(n_bytes)) - sync, 1e-6)
-        wanted = min(int(n_bytes / seconds * _PASS), _MOST_BYTES, info.free // 4)
-        if wanted < 2 * n_bytes:
-            return VulkanRates(n_bytes / seconds, launch, sync)
-        n_bytes = wanted
+        passed = _seconds_of(info, _products(n))
+        seconds = max(passed - sync - n * launch, passed / 4)
+        wanted = min(int(n * _PASS / seconds), _MOST, info.free // 4 // each)
+        if wanted < 2 * n:
+            return VulkanRates(n * each / seconds, launch, sync)
+        n = wanted
 
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
@@ -148,17 +149,17 @@ def _chain(n: int) -> tuple[HeldWeights, Graph]:
     return weights, graph
 
 
-def _products(n_bytes: int) -> tuple[HeldWeights, Graph]:
-    """Products with so many bytes of matrices of Q4_0: of one tensor whose rows are on the device again and
-    again, each at its own place."""
+def _products(n: int) -> tuple[HeldWeights, Graph]:
+    """Products with so many matrices of Q4_0: rows of one tensor, which are on the device again and again,
+    each at its own place."""
     weights, graph = HeldWeights(), Graph()
     weights.add("x", (_WIDTH, 1), GGMLType.F32, np.ones((1, _WIDTH), np.float32))
-    n = max(n_bytes // (_N_ROWS * row_bytes(GGMLType.Q4_0, _WIDTH)), 1)
-    rows = np.full((_N_ROWS + 32 * n) * row_bytes(GGMLType.Q4_0, _WIDTH), 0x11, np.uint8)
-    weights.add("w", (_WIDTH, _N_ROWS + 32 * n), GGMLType.Q4_0, rows)
+    n_rows = _N_ROWS + n
+    rows = np.full(n_rows * row_bytes(GGMLType.Q4_0, _WIDTH), 0x11, np.uint8)
+    weights.add("w", (_WIDTH, n_rows), GGMLType.Q4_0, rows)
     x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
     for i in range(n):
-        graph.add(Linear(graph.value(f"{i}", _N_ROWS), x, "w", first_row=32 * i))
+        graph.add(Linear(graph.value(f"{i}", _N_ROWS), x, "w", first_row=i))
     graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
     return weights, graph
 
@@ -272,7 +273,7 @@ def placement_facts(
         is_split = graph.is_layered and len(missing) < len(model.layers)
         if not settings.is_auto or not is_split:
             layer, what = next(iter(missing.items()))
-            raise refused(f"blk.{layer}", what)
+            raise refused(f"blk.{layer}", what, or_auto=is_split)
     limits = [limit_of(name, info, settings.vram_budget) for name, info in zip(names, infos, strict=True)]
     rates = tuple(rates_beside(info, settings.n_threads, settings.progress) for info in infos)
     n_layers = settings.n_gpu_layers
@@ -289,10 +290,11 @@ def placement_facts(
     )  # fmt: skip
 
 
-def refused(where: str, what: str) -> UnsupportedModelError:
+def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
+    auto = ", or take --device auto, and it computes these layers" if or_auto else ""
     return UnsupportedModelError(
-        f"{where}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
-        "model, or take --device auto, and it computes these layers"
+        f"{where}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this model"
+        f"{auto}"
     )
 
 

@@ -26,10 +26,12 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement import detect, machine
 from hotset.placement import vulkan as planning
 from hotset.placement.table import CPU
 from hotset.placement.vulkan import VulkanRates
+from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 __all__ = ["validated"]  # the fixture
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16, "n_threads": 1}
@@ -149,6 +151,21 @@ def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
         assert model.generate("Hello", **GREEDY).text == text
 
 
+@pytest.mark.parametrize("n_layers", [None, 1])
+def test_thresholds_beside_a_placement(tmp_path: Path, n_layers: int | None) -> None:
+    """A device computes every channel, and the same numbers."""
+    path, file = write_model(tmp_path / "model.gguf"), tmp_path / "model.thresholds"
+    with open_gguf(path) as gguf:
+        layers = (LayerThresholds(gate=0.1, attn_in=0.3),) * 2
+        kept = [{"gate": 0.5, "attn_in": 0.5}] * 2
+        Thresholds(Calibrated.of(gguf), layers, measured={"kept": kept}).save(file)
+    texts = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan", "n_gpu_layers": n_layers}):
+        with hotset.load(path, thresholds=file, sparse_prompts=True, **how, **SMALL) as model:
+            texts.append(model.generate("Hello", **GREEDY).text)
+    assert texts[0] == texts[1]
+
+
 def test_a_card_is_named_once(card: Any) -> None:
     card(FAST)
     with pytest.raises(DeviceError, match="is named twice"):
@@ -237,6 +254,18 @@ def test_auto_keeps_layers_without_a_kernel_on_the_cpu(tmp_path: Path, card: Any
         assert [place.device for place in model.placement.layers] == [CPU, 0, CPU, 0, CPU, 0, 0]
     with hotset.load(path, device="auto", **SMALL) as model:
         assert model.placement is None or model.placement.n_cpu_layers == 5
+
+
+def test_auto_beside_what_no_device_does(tmp_path: Path, card: Any) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    card(FAST)
+    for changes in ({"ram_budget": 1.0}, {"cache_dir": tmp_path / "cache"}):
+        with pytest.warns(UserWarning, match="vulkan:0 is not used"):
+            model = hotset.load(path, device="auto", **changes, **SMALL)
+        with model:
+            assert model.backend.name == "cpu"
+    with hotset.load(path, device="auto", speculate="ngram", **SMALL) as model:
+        assert model.backend.name == "vulkan"
 
 
 def test_a_gpu_may_be_there(tmp_path: Path) -> None:
