@@ -9,7 +9,7 @@ WORKERS ?= 3
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-scale test-triton test-ptx mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
+.PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-scale test-triton test-ptx test-vulkan mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -127,6 +127,11 @@ ARCHS ?= 80 90
 test-ptx: build $(VENV)/.dev
 	for arch in $(ARCHS); do HOTSET_TEST_DEVICE=ptx HOTSET_PTX_ARCH=$$arch $(BIN)/python -m pytest -n $(JOBS) -m '' \
 	  tests/backends/gpu/interpreted_gpu_kernels.py || exit 1; done
+
+# All tests of the Vulkan backend, on the software driver that `make test-deps` installs or the GPU that is there, under the
+# validation layers; `make test` runs a part of them. A quarter of an hour.
+test-vulkan: build $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) -m '' tests/backends/vulkan
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).

@@ -1,4 +1,5 @@
 #include <atomic>
+#include <optional>
 
 #include "bindings/bindings.h"
 #include "vulkan/program.h"
@@ -16,8 +17,43 @@ using vulkan::Program;
 Place place_of(const std::string& name) {
     if (name == "device") return Place::Device;
     if (name == "to_device") return Place::ToDevice;
-    require(name == "from_device", "memory is of the device, to_device or from_device");
+    if (name == "staging") return Place::Staging;
+    require(name == "from_device", "memory is of the device, to_device, from_device or staging");
     return Place::FromDevice;
+}
+
+std::shared_ptr<Device> open_device(int index, bool validate, bool staged, const nb::bytes& cache) {
+    const std::span<const uint8_t> kept(reinterpret_cast<const uint8_t*>(cache.c_str()), cache.size());
+    nb::gil_scoped_release release;
+    return Device::open(vulkan::Instance::open(validate), index, staged, kept);
+}
+
+nb::bytes compiled(const Device& device) {
+    const std::vector<uint8_t> data = device.compiled();
+    return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+bool is_cache_of(const Device& device, const nb::bytes& data) {
+    return vulkan::is_cache_of(device.info(), {reinterpret_cast<const uint8_t*>(data.c_str()), data.size()});
+}
+
+void fail(const std::string& name, int n, int result) {
+    vulkan::fail_call(name, n, VkResult(result));
+}
+
+// heaps: bytes and flags; types: heap and flags, as Vulkan has them.
+std::optional<uint32_t> memory_type(const std::vector<std::pair<uint64_t, uint32_t>>& heaps,
+                                    const std::vector<std::pair<uint32_t, uint32_t>>& types, uint32_t allowed,
+                                    const std::string& place) {
+    VkPhysicalDeviceMemoryProperties memories{};
+    require(heaps.size() <= VK_MAX_MEMORY_HEAPS && types.size() <= VK_MAX_MEMORY_TYPES,
+            "more memory than Vulkan has names for");
+    for (const auto& [size, flags] : heaps) memories.memoryHeaps[memories.memoryHeapCount++] = {size, flags};
+    for (const auto& [heap, flags] : types) {
+        require(heap < heaps.size(), "a type of memory is of one of the heaps");
+        memories.memoryTypes[memories.memoryTypeCount++] = {flags, heap};
+    }
+    return vulkan::choose_memory(memories, allowed, place_of(place));
 }
 
 nb::list devices(bool validate) {
@@ -33,6 +69,8 @@ nb::list devices(bool validate) {
         facts["memory"] = one.memory;
         facts["free"] = one.free;
         facts["refusal"] = one.refusal;
+        facts["features"] = one.features;
+        facts["subgroup"] = one.subgroup;
         found.append(facts);
     }
     return found;
@@ -137,10 +175,10 @@ void bind_vulkan(nb::module_& m) {
     m.def("vulkan_devices", &devices, "validate"_a,
           "What the Vulkan driver has, a dict each; DeviceError where there is none (csrc/vulkan/loader.h).");
     nb::class_<Device>(m, "VulkanDevice", "An open device (csrc/vulkan/device.h).")
-        .def(nb::new_([](int index, bool validate, bool staged) {
-                 return Device::open(vulkan::Instance::open(validate), index, staged);
-             }),
-             "index"_a, "validate"_a = false, "staged"_a = false)
+        .def(nb::new_(&open_device), "index"_a, "validate"_a = false, "staged"_a = false,
+             "cache"_a = nb::bytes("", 0))
+        .def("compiled", &compiled)
+        .def("is_cache_of", &is_cache_of, "data"_a)
         .def_prop_ro("allocated", &Device::allocated)
         .def_prop_ro("name", [](const Device& device) { return device.info().name; })
         .def_prop_ro("max_range",
@@ -174,6 +212,13 @@ void bind_vulkan(nb::module_& m) {
              "offset"_a)
         .def("cut", &Program::cut)
         .def("finish", &Program::finish);
+    m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
+          "Makes the n-th call from now on of a function of Vulkan end with a VkResult; 0: none (of tests).");
+    m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,
+          "The type that memory of a place has on a device with these (csrc/vulkan/device.h); of tests.");
+    m.def(
+        "vulkan_late_messages", [] { return vulkan::Instance::open(true)->late_messages(); },
+        "What the validation layer reported of devices that were closed: objects left open, above all.");
     m.def("vulkan_run", &run, "programs"_a, "cancel"_a,
           "Runs programs one after the other and waits; StepCancelledError where it was cancelled.");
 }

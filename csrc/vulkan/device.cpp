@@ -110,22 +110,31 @@ void Buffer::clear() {
 Kernel::Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
                std::span<const uint32_t> constants)
     : device_(std::move(device)), n_buffers_(n_buffers), push_bytes_(push_bytes) {
+    try {
+        make(spirv, constants);
+    } catch (...) {
+        free();
+        throw;
+    }
+}
+
+void Kernel::make(std::span<const uint32_t> spirv, std::span<const uint32_t> constants) {
     const DeviceFunctions& fn = device_->functions();
     const VkDevice vk = device_->handle();
     const char* what = "compiling a kernel";
-    std::vector<VkDescriptorSetLayoutBinding> bindings(n_buffers);
-    for (int i = 0; i < n_buffers; i++)
+    std::vector<VkDescriptorSetLayoutBinding> bindings(n_buffers_);
+    for (int i = 0; i < n_buffers_; i++)
         bindings[i] = {uint32_t(i), VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, 1, VK_SHADER_STAGE_COMPUTE_BIT,
                        nullptr};
     auto set = made<VkDescriptorSetLayoutCreateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO);
-    set.bindingCount = uint32_t(n_buffers);
+    set.bindingCount = uint32_t(n_buffers_);
     set.pBindings = bindings.data();
     check(fn.vkCreateDescriptorSetLayout(vk, &set, nullptr, &set_layout_), what);
-    const VkPushConstantRange range{VK_SHADER_STAGE_COMPUTE_BIT, 0, uint32_t(push_bytes)};
+    const VkPushConstantRange range{VK_SHADER_STAGE_COMPUTE_BIT, 0, uint32_t(push_bytes_)};
     auto layout = made<VkPipelineLayoutCreateInfo>(VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO);
     layout.setLayoutCount = 1;
     layout.pSetLayouts = &set_layout_;
-    layout.pushConstantRangeCount = push_bytes ? 1 : 0;
+    layout.pushConstantRangeCount = push_bytes_ ? 1 : 0;
     layout.pPushConstantRanges = &range;
     check(fn.vkCreatePipelineLayout(vk, &layout, nullptr, &layout_), what);
 
@@ -146,31 +155,76 @@ Kernel::Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, 
     pipeline.stage.pName = "main";
     pipeline.stage.pSpecializationInfo = &special;
     const VkResult result =
-        fn.vkCreateComputePipelines(vk, VK_NULL_HANDLE, 1, &pipeline, nullptr, &pipeline_);
+        fn.vkCreateComputePipelines(vk, device_->cache(), 1, &pipeline, nullptr, &pipeline_);
     fn.vkDestroyShaderModule(vk, module, nullptr);
     check(result, what);
     device_->instance().check_messages();
 }
 
-Kernel::~Kernel() {
+void Kernel::free() {
     const DeviceFunctions& fn = device_->functions();
     fn.vkDestroyPipeline(device_->handle(), pipeline_, nullptr);
     fn.vkDestroyPipelineLayout(device_->handle(), layout_, nullptr);
     fn.vkDestroyDescriptorSetLayout(device_->handle(), set_layout_, nullptr);
 }
 
-std::shared_ptr<Device> Device::open(std::shared_ptr<Instance> instance, int index, bool staged) {
+std::optional<uint32_t> choose_memory(const VkPhysicalDeviceMemoryProperties& memories, uint32_t allowed,
+                                      Place place) {
+    constexpr VkMemoryPropertyFlags kOwn = VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT,
+                                    kHost = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT |
+                                            VK_MEMORY_PROPERTY_HOST_COHERENT_BIT,
+                                    kCached = VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
+    // The first of these wishes that a type fulfils. The device's memory that the host sees too comes first:
+    // copies are spared. It may be a window of 256 MiB: then the memory behind it is taken.
+    uint64_t largest = 0;
+    for (uint32_t i = 0; i < memories.memoryHeapCount; i++)
+        if (memories.memoryHeaps[i].flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT)
+            largest = std::max<uint64_t>(largest, memories.memoryHeaps[i].size);
+    std::vector<VkMemoryPropertyFlags> wishes;
+    if (place == Place::Device) wishes = {kOwn | kHost, kOwn, 0};
+    if (place == Place::ToDevice) wishes = {kOwn | kHost, kHost};
+    if (place == Place::Staging) wishes = {kHost};
+    if (place == Place::FromDevice) wishes = {kHost | kCached, kHost};
+    for (const VkMemoryPropertyFlags wish : wishes)
+        for (uint32_t i = 0; i < memories.memoryTypeCount; i++) {
+            const VkMemoryType& type = memories.memoryTypes[i];
+            const bool is_small = memories.memoryHeaps[type.heapIndex].size < largest;
+            if (!(allowed >> i & 1) || (type.propertyFlags & wish) != wish) continue;
+            if (place == Place::Device && is_small) continue;
+            return i;
+        }
+    return std::nullopt;
+}
+
+bool is_cache_of(const DeviceInfo& info, std::span<const uint8_t> data) {
+    const auto word = [&](size_t i) {
+        uint32_t value;
+        std::memcpy(&value, data.data() + 4 * i, 4);
+        return value;
+    };
+    constexpr uint32_t kHeader = 16 + VK_UUID_SIZE;
+    return data.size() >= kHeader && word(0) >= kHeader && word(0) <= data.size() &&
+           word(1) == VK_PIPELINE_CACHE_HEADER_VERSION_ONE && word(2) == info.vendor &&
+           word(3) == info.device && std::equal(info.cache_uuid.begin(), info.cache_uuid.end(), &data[16]);
+}
+
+std::shared_ptr<Device> Device::open(std::shared_ptr<Instance> instance, int index, bool staged,
+                                     std::span<const uint8_t> cache) {
     std::vector<DeviceInfo> found = instance->devices();
     if (index < 0 || size_t(index) >= found.size())
         throw Error("there is no Vulkan device " + std::to_string(index) + ": the driver has " +
                     std::to_string(found.size()) + ", numbered from 0");
     if (!found[index].refusal.empty())
         throw Error("the Vulkan device " + found[index].name + " cannot be used: " + found[index].refusal);
-    return std::shared_ptr<Device>(new Device(std::move(instance), std::move(found[index]), staged));
+    std::shared_ptr<Device> device(new Device(std::move(instance), std::move(found[index]), staged));
+    device->start(cache);  // a device that does not start is taken down
+    return device;
 }
 
 Device::Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged)
-    : instance_(std::move(instance)), info_(std::move(info)), staged_(staged) {
+    : instance_(std::move(instance)), info_(std::move(info)), staged_(staged) {}
+
+void Device::start(std::span<const uint8_t> cache) {
     const InstanceFunctions& of_instance = instance_->functions();
     const float priority = 1;
     auto queue = made<VkDeviceQueueCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO);
@@ -188,56 +242,48 @@ Device::Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged)
     }
     const std::string what = "opening " + info_.name;
     check(of_instance.vkCreateDevice(info_.handle, &device, nullptr, &device_), what);
-#define LOAD(name) fn_.name = reinterpret_cast<PFN_##name>(of_instance.vkGetDeviceProcAddr(device_, #name));
+#define LOAD(name) fn_.name.load(of_instance.vkGetDeviceProcAddr(device_, #name), #name);
     HOTSET_VULKAN_DEVICE_FUNCTIONS(LOAD)
 #undef LOAD
     fn_.vkGetDeviceQueue(device_, info_.queue_family, 0, &queue_);
     auto pool = made<VkCommandPoolCreateInfo>(VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO);
     pool.queueFamilyIndex = info_.queue_family;
     check(fn_.vkCreateCommandPool(device_, &pool, nullptr, &pool_), what);
+    auto kept = made<VkPipelineCacheCreateInfo>(VK_STRUCTURE_TYPE_PIPELINE_CACHE_CREATE_INFO);
+    if (is_cache_of(info_, cache)) {
+        kept.initialDataSize = cache.size();
+        kept.pInitialData = cache.data();
+    }
+    VkResult result = fn_.vkCreatePipelineCache(device_, &kept, nullptr, &cache_);
+    if (result != VK_SUCCESS && kept.initialDataSize) {  // the driver does not want it
+        kept.initialDataSize = 0;
+        result = fn_.vkCreatePipelineCache(device_, &kept, nullptr, &cache_);
+    }
+    check(result, what);
+}
+
+std::vector<uint8_t> Device::compiled() const {
+    size_t n = 0;
+    if (fn_.vkGetPipelineCacheData(device_, cache_, &n, nullptr) != VK_SUCCESS) return {};
+    std::vector<uint8_t> data(n);
+    if (fn_.vkGetPipelineCacheData(device_, cache_, &n, data.data()) != VK_SUCCESS) return {};
+    data.resize(n);
+    return data;
 }
 
 Device::~Device() {
     if (!device_) return;
     fn_.vkDeviceWaitIdle(device_);
+    fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
-    instance_->forget_messages();  // which are no fault of the next device
-}
-
-void Device::wait(VkFence fence, const std::string& what) const {
-    VkResult result;
-    do {
-        result = fn_.vkWaitForFences(device_, 1, &fence, VK_TRUE, kTick);
-    } while (result == VK_TIMEOUT);
-    check(result, what);
+    instance_->set_messages_aside();  // which are no fault of the next device
 }
 
 uint32_t Device::memory_type(uint32_t allowed, Place place) const {
-    constexpr VkMemoryPropertyFlags kOwn = VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT,
-                                    kHost = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT |
-                                            VK_MEMORY_PROPERTY_HOST_COHERENT_BIT,
-                                    kCached = VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
-    // The first of these wishes that a type fulfils. The device's memory that the host sees too comes first:
-    // copies are spared. It may be a window of 256 MiB: then the memory behind it is taken.
-    uint64_t largest = 0;
-    for (uint32_t i = 0; i < info_.memories.memoryHeapCount; i++)
-        if (info_.memories.memoryHeaps[i].flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT)
-            largest = std::max<uint64_t>(largest, info_.memories.memoryHeaps[i].size);
-    std::vector<VkMemoryPropertyFlags> wishes;
-    if (place == Place::Device) wishes = {kOwn | kHost, kOwn, 0};
-    if (place == Place::ToDevice) wishes = {kOwn | kHost, kHost};
-    if (place == Place::Staging) wishes = {kHost};
-    if (place == Place::FromDevice) wishes = {kHost | kCached, kHost};
-    for (const VkMemoryPropertyFlags wish : wishes)
-        for (uint32_t i = 0; i < info_.memories.memoryTypeCount; i++) {
-            const VkMemoryType& type = info_.memories.memoryTypes[i];
-            const bool is_small = info_.memories.memoryHeaps[type.heapIndex].size < largest;
-            if (!(allowed >> i & 1) || (type.propertyFlags & wish) != wish) continue;
-            if (place == Place::Device && is_small) continue;
-            return i;
-        }
-    throw Error("the Vulkan device " + info_.name + " has no memory of a kind that is needed");
+    const std::optional<uint32_t> found = choose_memory(info_.memories, allowed, place);
+    if (!found) throw Error("the Vulkan device " + info_.name + " has no memory of a kind that is needed");
+    return *found;
 }
 
 template <class F>

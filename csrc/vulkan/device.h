@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <span>
 
 #include "vulkan/loader.h"
@@ -17,6 +18,15 @@ enum class Place {
     FromDevice,  // the host's, which it reads
     Staging,     // the host's, used for copies only
 };
+
+// The type of memory for a place, of those that are allowed (a bit each); none: the device has no such
+// memory.
+std::optional<uint32_t> choose_memory(const VkPhysicalDeviceMemoryProperties& memories, uint32_t allowed,
+                                      Place place);
+
+// Whether what a driver once gave out as its pipeline cache is of this device and this driver: its header
+// says so. What is behind the header only the driver can read.
+bool is_cache_of(const DeviceInfo& info, std::span<const uint8_t> data);
 
 // A piece of memory with its buffer. The host writes those of the device through `write`.
 class Buffer {
@@ -55,7 +65,7 @@ class Kernel {
   public:
     Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
            std::span<const uint32_t> constants);
-    ~Kernel();
+    ~Kernel() { free(); }
     Kernel(const Kernel&) = delete;
     Kernel& operator=(const Kernel&) = delete;
 
@@ -67,6 +77,9 @@ class Kernel {
     const std::shared_ptr<Device>& device() const { return device_; }
 
   private:
+    void make(std::span<const uint32_t> spirv, std::span<const uint32_t> constants);
+    void free();
+
     std::shared_ptr<Device> device_;
     int n_buffers_, push_bytes_;
     VkDescriptorSetLayout set_layout_ = VK_NULL_HANDLE;
@@ -78,8 +91,10 @@ class Kernel {
 class Device : public std::enable_shared_from_this<Device> {
   public:
     // staged: the host writes the device's memory through copies even where it could do so itself (of tests).
+    // cache: what `compiled` gave before; another device's, or damaged, it is left out.
     // Throws Error for a device that is not there or cannot be used.
-    static std::shared_ptr<Device> open(std::shared_ptr<Instance> instance, int index, bool staged);
+    static std::shared_ptr<Device> open(std::shared_ptr<Instance> instance, int index, bool staged,
+                                        std::span<const uint8_t> cache);
     ~Device();
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
@@ -91,14 +106,16 @@ class Device : public std::enable_shared_from_this<Device> {
     VkDevice handle() const { return device_; }
     VkQueue queue() const { return queue_; }
     VkCommandPool pool() const { return pool_; }
+    VkPipelineCache cache() const { return cache_; }
+    // The driver's pipeline cache, with every kernel that was made; empty where it gives none.
+    std::vector<uint8_t> compiled() const;
     const DeviceFunctions& functions() const { return fn_; }
     Instance& instance() const { return *instance_; }
-    // Waits for a fence; throws Error where the device is lost.
-    void wait(VkFence fence, const std::string& what) const;
 
   private:
     friend class Buffer;
     Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged);
+    void start(std::span<const uint8_t> cache);
     uint32_t memory_type(uint32_t allowed, Place place) const;
     // Records with `record`, submits and waits.
     template <class F>
@@ -110,6 +127,7 @@ class Device : public std::enable_shared_from_this<Device> {
     VkDevice device_ = VK_NULL_HANDLE;
     VkQueue queue_ = VK_NULL_HANDLE;
     VkCommandPool pool_ = VK_NULL_HANDLE;
+    VkPipelineCache cache_ = VK_NULL_HANDLE;
     DeviceFunctions fn_;
     std::atomic<uint64_t> allocated_{0};
     uint64_t limit_ = UINT64_MAX;

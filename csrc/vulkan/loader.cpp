@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <atomic>
+#include <utility>
 
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
@@ -42,7 +43,9 @@ PFN_vkGetInstanceProcAddr open_loader() {
 const char* name_of(VkResult result) {
     switch (result) {
         case VK_ERROR_DEVICE_LOST:
-            return "the device was lost";
+            return "the device was lost (its driver was reset, or its watchdog ended the step); load the "
+                   "model "
+                   "again, or leave --device out";
         case VK_ERROR_INITIALIZATION_FAILED:
             return "it could not be initialised";
         case VK_ERROR_LAYER_NOT_PRESENT:
@@ -75,7 +78,36 @@ const char* kind_of(VkPhysicalDeviceType type) {
     }
 }
 
+struct Injected {
+    std::mutex mutex;
+    std::string name;
+    int left = 0;
+    VkResult result = VK_SUCCESS;
+};
+std::atomic<bool> is_armed{false};
+
+Injected& injected() {
+    static Injected one;
+    return one;
+}
+
 }  // namespace
+
+void fail_call(const std::string& name, int n, VkResult result) {
+    const std::scoped_lock lock(injected().mutex);
+    injected().name = name;
+    injected().left = n;
+    injected().result = result;
+    is_armed = n > 0;
+}
+
+VkResult injected_failure(const char* name) {
+    if (!is_armed.load(std::memory_order_relaxed)) return VK_SUCCESS;
+    const std::scoped_lock lock(injected().mutex);
+    if (injected().left <= 0 || injected().name != name || --injected().left > 0) return VK_SUCCESS;
+    is_armed = false;
+    return injected().result;
+}
 
 void check(VkResult result, const std::string& what) {
     if (result == VK_SUCCESS) return;
@@ -93,12 +125,18 @@ std::shared_ptr<Instance> Instance::open(bool validate) {
     static std::mutex mutex;
     static auto& open = *new std::array<std::shared_ptr<Instance>, 2>;
     const std::scoped_lock lock(mutex);
-    if (!open[validate]) open[validate].reset(new Instance(validate));
+    if (!open[validate]) {
+        const std::shared_ptr<Instance> fresh(new Instance);  // which is taken down where it does not start
+        fresh->start(validate);
+        open[validate] = fresh;
+    }
     return open[validate];
 }
 
-Instance::Instance(bool validate) : get_(open_loader()) {
-    const auto create = reinterpret_cast<PFN_vkCreateInstance>(get_(nullptr, "vkCreateInstance"));
+void Instance::start(bool validate) {
+    get_ = open_loader();
+    Function<PFN_vkCreateInstance> create;
+    create.load(get_(nullptr, "vkCreateInstance"), "vkCreateInstance");
     const auto extensions_of = reinterpret_cast<PFN_vkEnumerateInstanceExtensionProperties>(
         get_(nullptr, "vkEnumerateInstanceExtensionProperties"));
     auto app = made<VkApplicationInfo>(VK_STRUCTURE_TYPE_APPLICATION_INFO);
@@ -144,13 +182,13 @@ Instance::Instance(bool validate) : get_(open_loader()) {
     info.enabledExtensionCount = uint32_t(wanted.size());
     info.ppEnabledExtensionNames = wanted.data();
     check(create(&info, nullptr, &instance_), "starting Vulkan");
-#define LOAD(name) fn_.name = reinterpret_cast<PFN_##name>(get_(instance_, #name));
+#define LOAD(name) fn_.name.load(get_(instance_, #name), #name);
     HOTSET_VULKAN_INSTANCE_FUNCTIONS(LOAD)
 #undef LOAD
     if (!validate) return;
     messenger.pNext = nullptr;
-    const auto make = reinterpret_cast<PFN_vkCreateDebugUtilsMessengerEXT>(
-        get_(instance_, "vkCreateDebugUtilsMessengerEXT"));
+    Function<PFN_vkCreateDebugUtilsMessengerEXT> make;
+    make.load(get_(instance_, "vkCreateDebugUtilsMessengerEXT"), "vkCreateDebugUtilsMessengerEXT");
     check(make(instance_, &messenger, nullptr, &messenger_), "starting the validation layer");
 }
 
@@ -171,9 +209,17 @@ VkBool32 Instance::report(VkDebugUtilsMessageSeverityFlagBitsEXT, VkDebugUtilsMe
     return VK_FALSE;
 }
 
-void Instance::forget_messages() {
+void Instance::set_messages_aside() {
     const std::scoped_lock lock(mutex_);
+    constexpr size_t kMost = 100;
+    for (std::string& one : messages_)
+        if (late_.size() < kMost) late_.push_back(std::move(one));
     messages_.clear();
+}
+
+std::vector<std::string> Instance::late_messages() {
+    const std::scoped_lock lock(mutex_);
+    return std::exchange(late_, {});
 }
 
 void Instance::check_messages() {
@@ -210,8 +256,11 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     const bool has_budget = has(VK_EXT_MEMORY_BUDGET_EXTENSION_NAME);
     info.is_subset = has("VK_KHR_portability_subset");
 
+    auto subgroup =
+        made<VkPhysicalDeviceSubgroupProperties>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SUBGROUP_PROPERTIES);
     auto most = made<VkPhysicalDeviceMaintenance3Properties>(
         VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MAINTENANCE_3_PROPERTIES);
+    most.pNext = &subgroup;
     auto properties = made<VkPhysicalDeviceProperties2>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_PROPERTIES_2);
     properties.pNext = &most;
     fn_.vkGetPhysicalDeviceProperties2(handle, &properties);
@@ -221,6 +270,10 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     info.api_version = own.apiVersion;
     info.limits = own.limits;
     info.max_allocation = most.maxMemoryAllocationSize;
+    info.subgroup = subgroup.subgroupSize;
+    info.vendor = own.vendorID;
+    info.device = own.deviceID;
+    std::copy_n(own.pipelineCacheUUID, VK_UUID_SIZE, info.cache_uuid.begin());
     const uint32_t v = own.driverVersion;
     const auto dotted = [](uint32_t a, uint32_t b, uint32_t c) {
         return std::to_string(a) + "." + std::to_string(b) + "." + std::to_string(c);
@@ -243,6 +296,25 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
         info.free += has_budget ? budget.heapBudget[i] - std::min(budget.heapBudget[i], budget.heapUsage[i])
                                 : heap.size;
     }
+
+    // What the host sees of the largest heap: all of it (resizable BAR), a window, or nothing.
+    uint64_t largest = 0, window = 0;
+    for (uint32_t i = 0; i < info.memories.memoryTypeCount; i++) {
+        const VkMemoryType& type = info.memories.memoryTypes[i];
+        const uint64_t size = info.memories.memoryHeaps[type.heapIndex].size;
+        if (!(type.propertyFlags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT)) continue;
+        largest = std::max(largest, size);
+        if (type.propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT) window = std::max(window, size);
+    }
+    const auto feature = [&](bool is_there, const char* what) {
+        if (is_there) info.features.emplace_back(what);
+    };
+    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "memory that the host sees");
+    feature(has_budget, "memory budget");
+    feature(own.apiVersion >= VK_API_VERSION_1_3 || has("VK_KHR_shader_integer_dot_product"),
+            "integer dot products");
+    feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
+    feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
 
     fn_.vkGetPhysicalDeviceQueueFamilyProperties(handle, &n, nullptr);
     std::vector<VkQueueFamilyProperties> families(n);

@@ -17,12 +17,19 @@ void require(bool holds, const char* sentence) {
 }  // namespace
 
 Program::Program(std::shared_ptr<Device> device) : device_(std::move(device)) {
-    begin();
+    try {
+        begin();
+    } catch (...) {
+        free();
+        throw;
+    }
 }
 
-Program::~Program() {
+void Program::free() {
     const DeviceFunctions& fn = device_->functions();
-    fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), uint32_t(segments_.size()), segments_.data());
+    if (!segments_.empty())
+        fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), uint32_t(segments_.size()),
+                                segments_.data());
     for (const VkDescriptorPool pool : pools_) fn.vkDestroyDescriptorPool(device_->handle(), pool, nullptr);
 }
 

@@ -20,7 +20,7 @@ struct Binding {
 class Program {
   public:
     explicit Program(std::shared_ptr<Device> device);
-    ~Program();
+    ~Program() { free(); }
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
@@ -49,6 +49,7 @@ class Program {
                  std::span<const uint8_t> push);
     void barrier();
     void begin();
+    void free();
     VkCommandBuffer commands() const { return segments_.back(); }
 
     std::shared_ptr<Device> device_;

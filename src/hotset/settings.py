@@ -43,8 +43,9 @@ class LoadSettings:
     "reference" is the slow one in plain NumPy that the others are checked against.
 
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
-    "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which needs no torch
-    (docs/VULKAN.md); None: a GPU that is found.
+    "cpu", which stands in for a GPU and makes nothing faster; or "vulkan", "vulkan:1", which need no torch
+    (docs/VULKAN.md); or "auto", the GPU that is found, else the Vulkan device that was measured to be faster
+    than the CPU; None: a GPU that is found.
     vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
     -1: what is free.
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
@@ -162,9 +163,11 @@ class LoadSettings:
             raise InvalidRequestError(
                 "cache_dir keeps what the CPU has computed (backend auto or cpu); leave it out, or the device"
             )
-        if self.lora and (self.on_vulkan or self.asks_for_a_device):
+        on_one = self.on_vulkan and self.n_gpu_layers is None
+        if self.lora and self.asks_for_a_device and not on_one:
             raise InvalidRequestError(
-                "adapters (LoRA) are computed by the CPU alone; leave out lora, or what is asked of a device"
+                "adapters (LoRA) are computed by the CPU alone, or by a Vulkan device that has the whole "
+                "model; leave out lora, or what is asked of a device"
             )
         self._check_speculation()
         self._check_vulkan()
@@ -202,9 +205,10 @@ class LoadSettings:
             )
         if asked == "self":
             self._check_self_drafts()
-        if asked != "off" and self.on_vulkan:
+        if asked in ("self", "mtp") and self.on_vulkan:
             raise InvalidRequestError(
-                "speculative decoding is exact on the CPU alone; leave out speculate, or the device"
+                f"speculate {asked} drafts with layers of the model on the CPU, and these are on a Vulkan "
+                "device; use ngram or draft, or leave out the device"
             )
         if asked != "off" and self.backend == "reference":
             raise InvalidRequestError(
@@ -248,10 +252,12 @@ class LoadSettings:
 
     def _check_vulkan(self) -> None:
         """What a Vulkan device does not do."""
-        if self.vulkan is None:
+        if not self.vulkan:
             return
-        if len(self.device or ()) > 1:
-            raise InvalidRequestError("a Vulkan device computes without others; name it alone")
+        if len(self.vulkan) < len(self.device or ()):
+            raise InvalidRequestError(
+                "Vulkan devices compute beside the CPU and one another alone; leave out the others"
+            )
         if self.gpu_index is not None or self.ram_budget is not None:
             option = "GPU index" if self.gpu_index is not None else "budget of this machine's memory"
             raise InvalidRequestError(f"a Vulkan device has whole layers and takes no {option}; leave it out")
@@ -261,14 +267,19 @@ class LoadSettings:
         return int(float(self.cache_disk) * 2**30)
 
     @property
-    def vulkan(self) -> str | None:
-        """The Vulkan device that was asked for; None: none."""
-        return next((name for name in self.device or () if name.partition(":")[0] == "vulkan"), None)
+    def vulkan(self) -> tuple[str, ...]:
+        """The Vulkan devices that were asked for."""
+        return tuple(name for name in self.device or () if name.partition(":")[0] == "vulkan")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a Vulkan device may be used that is not named."""
+        return self.device == ("auto",)
 
     @property
     def on_vulkan(self) -> bool:
-        """Whether layers are on a Vulkan device."""
-        return self.vulkan is not None and self.n_gpu_layers != 0
+        """Whether layers are on Vulkan devices that are named."""
+        return bool(self.vulkan) and self.n_gpu_layers != 0
 
     @property
     def asks_for_thresholds(self) -> bool:
@@ -279,7 +290,7 @@ class LoadSettings:
     def asks_for_a_device(self) -> bool:
         """Whether something was asked for that only a device can give."""
         budget = self.vram_budget is not None or self.gpu_index is not None
-        return self.device is not None or budget or bool(self.n_gpu_layers)
+        return budget or bool(self.n_gpu_layers) or not (self.device is None or self.is_auto)
 
 
 def _path(name: str, value: Any) -> Path:
@@ -361,7 +372,10 @@ def _disk_size(name: str, value: Any) -> float:
 def _devices(name: str, value: Any) -> tuple[str, ...] | None:
     """None for an empty list: nothing is named."""
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
-    return tuple(text(name, one) for one in names) or None
+    found = tuple(text(name, one) for one in names)
+    if "auto" in found and len(found) > 1:
+        raise InvalidRequestError(f"{name} is auto, or names devices, not both")
+    return found or None
 
 
 _Options = ParamSpec("_Options")

@@ -17,16 +17,16 @@ import pytest
 from backend_runs import ISAS
 from cases import quick_are
 from drafters import Guesser
+from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.engine.engine import Engine
-from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence as Request
 from hotset.engine.speculation import Speculator
-from hotset.errors import InvalidRequestError, OutOfMemoryError, StepCancelledError, UnsupportedModelError
+from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
@@ -44,7 +44,6 @@ RECIPES = [
     "granitehybrid", "falcon-h1", "mamba2", "rwkv6", "rwkv7", "mamba", "jamba",
 ]  # fmt: skip
 ONE_OF_EACH_STATE = ("lfm2moe", "qwen3next", "kimi-linear", "falcon-h1", "rwkv6", "rwkv7", "mamba")
-N_CTX = 256
 
 
 @pytest.fixture(scope="module", params=quick_are(ONE_OF_EACH_STATE, RECIPES))
@@ -64,46 +63,9 @@ def backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
     return CpuBackend(gguf, graph, **how | options)
 
 
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(0, 260, n).tolist()
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
-def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
-    """Logits of the positions from `first` on, [n, n_vocab]."""
-    rows: list[np.ndarray] = []
-    sequence = engine.enqueue(
-        engine.prepare_score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
-    )
-    drain(engine)
-    assert sequence.finish_reason == "length", sequence.error
-    return np.concatenate(rows)
-
-
-def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
-    """A queued request, and the logits that its tokens are drawn from, as they come."""
-    rows: list[np.ndarray] = []
-    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
-    assert sequence.sampler is not None
-    sample = sequence.sampler.sample
-
-    def noted(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
-        rows.append(logits.copy())
-        return sample(logits, largest)
-
-    sequence.sampler.sample = noted  # type: ignore[method-assign]
-    return sequence, rows
-
-
 def assert_computed_alone(gguf: GGUFFile, sequence: Request, rows: list[np.ndarray]) -> None:
     """The logits of an answer are those of its tokens in a fresh cache, in one step."""
-    assert sequence.finish_reason == "length", sequence.error
-    alone = score(Engine(backend(gguf), N_CTX), sequence.tokens[:-1], sequence.n_prompt - 1)
-    np.testing.assert_array_equal(np.array(rows), alone)
+    assert_are_of_one_step(backend(gguf), sequence, rows)
 
 
 # ---- a backend
@@ -314,32 +276,6 @@ def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
             assert_computed_alone(gguf, sequence, rows)
         assert engine.scheduler.states is not None
         assert engine.scheduler.states.n_available == n_states
-
-
-class Unsteady:
-    """A backend of which some steps are cancelled, before or after all was written, and some fail."""
-
-    def __init__(self, inner: CpuBackend, seed: int) -> None:
-        self.inner, self._draw = inner, np.random.default_rng(seed)
-        self.n_steps = self.n_cancelled = self.n_failed = 0
-        self.fails = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def step(self, batch: Batch) -> StepResult:
-        draw = self._draw.random()
-        if draw < 0.4:
-            self.n_cancelled += 1
-            if draw < 0.3:
-                self.inner.step(batch)
-            raise StepCancelledError
-        result = self.inner.step(batch)
-        self.n_steps += 1
-        if self.fails and self.n_steps % 40 == 0:
-            self.n_failed += 1
-            raise RuntimeError("told to fail")
-        return result
 
 
 @pytest.mark.parametrize("fails", quick_are((True,), [False, True]))

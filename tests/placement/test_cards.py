@@ -26,7 +26,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("hotset.placement.detect.detect_gpu", lambda: None)
     monkeypatch.setattr(
-        machine, "_cpu_rates", lambda n_threads, progress: {"read": 20e9, "gather": 12e9, "many": 1e11}
+        machine, "cpu_rates", lambda n_threads, progress: {"read": 20e9, "gather": 12e9, "many": 1e11}
     )
     return write_sparse(tmp_path / "model.gguf", dialect="gguf")
 
@@ -139,7 +139,7 @@ def test_a_plan_of_neurons_needs_no_torch(model: Path, tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from hotset.placement import machine\n"
-        "machine._cpu_rates = lambda *a: {'read': 2e10, 'gather': 1e10, 'many': 1e11}\n"
+        "machine.cpu_rates = lambda *a: {'read': 2e10, 'gather': 1e10, 'many': 1e11}\n"
         "from hotset.cli.main import app\n"
         f"app(['plan', {str(model)!r}, '--gpu', '4090'])"
     )

@@ -63,7 +63,7 @@ NOT_RUN = {  # and why; options and arguments are checked all the same
     r"hotset --(install|show)-completion": "a shell: tests/cli/test_completion.py",
     r"python packaging/": "a release: test_deployment.py has it",
     r"python bench/": "minutes to hours, and models and programs to compare with",
-    r"hotset run .*--device vulkan": "a Vulkan driver: tests/backends/vulkan",
+    r"hotset (run|plan) .*--device vulkan": "a Vulkan driver: tests/backends/vulkan",
     r"hotset (serve|run) qwen3-": "a model of gigabytes",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",
     r"hotset .*--(ray|replicas) ": "Ray: tests/cluster",

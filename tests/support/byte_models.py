@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tiny_gguf import write_llama, write_relu
+
+from hotset.formats.quants import GGMLType
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>"]
 BOS, EOS = 256, 257
@@ -36,7 +38,10 @@ def write_model(
     path: Path,
     *,
     n_layer: int = 2,
+    n_embd: int = 32,
+    n_ff: int = 48,
     experts: tuple[int, int] | None = None,
+    type_of: Callable[[str], GGMLType] = lambda _: GGMLType.F32,
     down_neuron_major: bool = False,
     vectors: Mapping[str, np.ndarray] | None = None,
     more_tokens: Sequence[str] = (),
@@ -55,7 +60,8 @@ def write_model(
         "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": TEMPLATE,
     }  # fmt: skip
     return write_llama(
-        path, n_layer=n_layer, n_embd=32, n_ff=48, head_dim=8, n_vocab=len(tokens), experts=experts,
+        path, n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, head_dim=8, n_vocab=len(tokens), experts=experts,
+        type_of=type_of,
         down_neuron_major=down_neuron_major, spread=lambda name: 3.0 if name == "output" else 1.5,
         keys=tokenizer | keys, vectors=vectors, seed=5,
     )  # fmt: skip

@@ -7,17 +7,19 @@ matrix products are checked bitwise, since their order of additions is known and
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch
+from backend_runs import batch, tokens
 from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.vulkan.backend import open_vulkan
+from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError
 from hotset.formats.gguf import GGUFFile
@@ -28,18 +30,24 @@ from hotset.model.operations import (
     Activate,
     ExpertLinear,
     ExpertSum,
+    GaussianTopK,
     LayerNorm,
     Linear,
+    MatchMagnitude,
     RMSNorm,
     Route,
     SoftCap,
     TransposedLinear,
     UnitNorm,
 )
+from hotset.placement.budget import Budget, MemoryBudget
+from hotset.placement.build import open_on_vulkan
+from hotset.placement.table import CPU, LayerPlacement, Placement
 
 BLOCK, CHUNK = 32, 8  # columns of a sum, and such sums of the next (csrc/vulkan/shaders/linear.glsl)
 DIVISION = 5 * U  # of Vulkan: 2.5 units in the last place
 ROOT = 8 * U  # of Vulkan, at most
+SOFTPLUS = EXP + DIVISION + 6 * U  # of an exponential, a quotient, a polynomial of it and a sum
 
 
 @functools.cache
@@ -52,16 +60,43 @@ def missing() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that are opened report what the validation layers say."""
+def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Devices that are opened report what the validation layers say; nothing of them is left at the end."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    _core.vulkan_late_messages()
+    yield
+    _core.vulkan_fail("", 0, 0)
+    gc.collect()
+    assert _core.vulkan_late_messages() == []  # of devices that were closed with something left open
 
 
-def vulkan(gguf: GGUFFile, graph: Graph | None = None, **options: Any) -> ChainBackend:
+def vulkan(
+    gguf: GGUFFile,
+    graph: Graph | None = None,
+    *,
+    n_layers: int | None = None,
+    budget: int | None = None,
+    n_devices: int = 1,
+    **options: Any,
+) -> ChainBackend:
+    """A model, or its last layers, on a device, or in turn on several, which are one driver's. budget: bytes
+    of each."""
+    graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
+    name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
+    first = 0 if n_layers is None else n - n_layers
+    owners = [CPU if i < first else (i - first) * n_devices // (n - first) for i in range(n)]
+    planned = tuple(MemoryBudget(name, budget) for _ in range(n_devices)) if budget is not None else ()
+    placement = Placement(
+        (name,) * n_devices,
+        tuple(map(LayerPlacement, owners)),
+        n_devices - 1,
+        Budget(planned) if planned else None,
+    )
     given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", **options}
-    return open_vulkan(gguf, graph or describe(config_from_gguf(gguf), gguf.tensors), **given)
+    return open_on_vulkan(placement, gguf, graph, **given)
 
 
 def stage_of(backend: ChainBackend) -> VulkanStage:
@@ -95,8 +130,16 @@ def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return gamma(roundings) * (np.abs(x) @ np.abs(weights).T) + k * TINY
 
 
+def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Of a product with rows by neuron, x [n, k], weights [k, columns]: 64 lanes, one after the other."""
+    k = x.shape[1]
+    return gamma(k / 64 + 1 + 64) * (np.abs(x) @ np.abs(weights)) + k * TINY
+
+
 class VulkanOracle(Oracle):
     """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
+
+    softplus_off, division_off, root_off = SOFTPLUS, DIVISION, ROOT
 
     def _expected(self, op: Any, taps: dict[int, np.ndarray], batch: Any, slots: Any) -> tuple[Any, Any]:
         expected, bound = super()._expected(op, taps, batch, slots)
@@ -109,12 +152,20 @@ class VulkanOracle(Oracle):
                 ) * size + TINY * width
             case LayerNorm():
                 return expected, bound + (ROOT + DIVISION) * (size + bound)
+            case GaussianTopK():  # whose deviation is a root, and whose moments are divided
+                x, spread = taps[op.x.id], abs(op.multiplier) * taps[op.x.id].std(axis=1, keepdims=True)
+                mean = np.abs(x.mean(axis=1, keepdims=True))
+                return expected, bound + 2 * DIVISION * mean + (ROOT + 2 * DIVISION) * spread
+            case MatchMagnitude():  # the quotient of two roots of means
+                width = op.like.width
+                return expected, (gamma(width / 64 + 13) + 2 * ROOT + 3 * DIVISION) * size + TINY * width
+            case Activate() if op.kind == "softplus":
+                return expected, SOFTPLUS * size + TINY
             case Activate() if op.xielu is None:
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
             case TransposedLinear():
-                x, weights = np.abs(taps[op.x.id]), np.abs(self._weights.neuron_major(op))
-                bound = gamma(op.x.width / 64 + 1 + 64) * (x @ weights) + op.x.width * TINY
+                bound = transposed_bound(taps[op.x.id], self._weights.neuron_major(op))
                 return expected, bound + (0 if op.bias is None else U * (size + bound))
             case SoftCap():
                 return expected, bound + op.cap * (2 * DIVISION)
@@ -152,8 +203,11 @@ class VulkanOracle(Oracle):
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
         for t in range(n):
             for j in range(k):
-                weights = self._weights.expert(op, int(route[t, j]))[first : first + n_rows]
-                bound[t, j] = product_bound(parts[t, j][None], weights)[0]
+                weights, x = self._weights.expert(op, int(route[t, j])), parts[t, j][None]
+                if isinstance(op, ExpertSum) and op.neuron_major:
+                    bound[t, j] = transposed_bound(x, weights)[0]
+                else:
+                    bound[t, j] = product_bound(x, weights[first : first + n_rows])[0]
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         if isinstance(op, ExpertLinear):
@@ -168,13 +222,39 @@ def assert_every_operation_is_right(
     gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], pages: list[int]
 ) -> None:
     """Each value of each step is the reference's, within the rounding of its operation."""
-    stage = stage_of(backend)
-    graph = stage.graph
-    oracle = VulkanOracle(
-        gguf, graph, n_pages=backend.n_pages, max_batch=backend.max_batch, kv_type=stage.kv_type
-    )
-    names, at = tuple(value.name for value in graph.values), 0
+    oracle, at = oracle_of(gguf, backend), 0
     for end in [*splits, len(ids)]:
-        step = batch([(ids[at:end], at, pages)], names)
+        step = batch([(ids[at:end], at, pages)], every_value(backend))
         oracle.check(step, backend.step(step))
         at = end
+
+
+def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBackend) -> None:
+    """The same of two sequences side by side, which have states, in pages that are not in order."""
+    oracle, at = oracle_of(gguf, backend), [0, 0]
+    texts, pages = [tokens(70, 1), tokens(66, 2)], [[3, 1], [0, 2]]
+    steps = np.zeros(2, np.int32)
+    parts: list[list[tuple[int, int]]] = [[(0, 61)], [(1, 1), (0, 1)], [(0, 2), (1, 65)], [(0, 6)]]
+    if stage_of(backend).graph.is_encoder:
+        parts = [[(0, 70), (1, 66)], [(1, 7)]]
+    for chosen in parts:
+        given = [(texts[row][at[row] :][:n], at[row], pages[row]) for row, n in chosen]
+        step = batch(given, every_value(backend))
+        rows = np.array([row for row, _ in chosen])
+        slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
+        step = step.with_states_of_rows(steps[rows], slots)
+        oracle.check(step, backend.step(step))
+        steps[rows] += 1
+        for row, n in chosen:
+            at[row] = at[row] + n if n < len(texts[row]) else 0
+
+
+def oracle_of(gguf: GGUFFile, backend: ChainBackend) -> VulkanOracle:
+    return VulkanOracle(
+        gguf, stage_of(backend).graph, n_pages=backend.n_pages, n_states=max(backend.n_states, 2),
+        max_batch=backend.max_batch, kv_type=stage_of(backend).kv_type,
+    )  # fmt: skip
+
+
+def every_value(backend: ChainBackend) -> tuple[str, ...]:
+    return tuple(value.name for value in stage_of(backend).graph.values)

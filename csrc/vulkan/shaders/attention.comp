@@ -15,13 +15,13 @@ layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { uint values[]; };
 layout(set = 0, binding = 3) readonly buffer KeyScales { float key_scales[]; };
 layout(set = 0, binding = 4) readonly buffer ValueScales { float value_scales[]; };
-layout(set = 0, binding = 5) readonly buffer Positions { uint positions[]; };  // of each token, and its sequence
+layout(set = 0, binding = 5) readonly buffer Positions { uint positions[]; };  // visible.glsl
 layout(set = 0, binding = 6) readonly buffer Tables { uint tables[]; };
 layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
 layout(push_constant) uniform Push {
-    uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, window, n_splits;
+    uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, behind, ahead, n_splits;
     float scale, cap;
 };
 
@@ -32,6 +32,7 @@ shared float scores[SPLIT];
 shared float lanes[LANES];
 
 #include "softmax.glsl"
+#include "visible.glsl"
 
 float key_score(uint base, uint place) {
     precise float score = 0.0;
@@ -69,9 +70,9 @@ float value_at(uint base, uint place, uint channel) {
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
     const uint position = positions[token], sequence = positions[max_tokens + token];
-    const uint first = window != 0u && position + 1u > window ? position + 1u - window : 0u;
+    const uint first = first_seen(token), last = last_seen(token);
     const uint head_kv = head / (n_head / n_head_kv);
-    uint from = first / SPLIT, to = position / SPLIT;
+    uint from = first / SPLIT, to = last / SPLIT;
     if (APART != 0u) {
         if (gl_WorkGroupID.z < from || gl_WorkGroupID.z > to) return;
         from = to = gl_WorkGroupID.z;
@@ -86,14 +87,14 @@ void main() {
     for (uint i = 0; i < OWN; i++) sums[i] = 0.0;
     vec2 factors;
     for (uint split = from; split <= to; split++) {
-        const uint start = split * SPLIT, begin = max(start, first), end = min(start + SPLIT, position + 1u);
+        const uint start = split * SPLIT, begin = max(start, first), end = min(start + SPLIT, last + 1u);
         float highest = LOWEST;
         for (uint p = start + lane; p < end; p += LANES) {
             if (p < begin) continue;
             const uint page = tables[sequence * n_pages + p / PAGE];
             precise float score = key_score(page * n_head_kv + head_kv, p % PAGE);
             if (cap > 0.0) score = soft_capped(cap, score);
-            if (SLOPES != 0u) score = score - slopes[head] * float(position - p);
+            if (SLOPES != 0u) score = score - slopes[head] * abs(float(position) - float(p));
             scores[p - start] = score;
             highest = max(highest, score);
         }

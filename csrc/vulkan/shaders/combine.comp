@@ -9,22 +9,21 @@ layout(set = 0, binding = 0) readonly buffer Parts { float parts[]; };
 layout(set = 0, binding = 1) readonly buffer Positions { uint positions[]; };
 layout(set = 0, binding = 2) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
-layout(push_constant) uniform Push { uint n_head, out_stride, window, n_splits; };
+layout(push_constant) uniform Push { uint n_head, out_stride, max_tokens, behind, ahead, n_splits; };
 
 const uint SPLIT = 512, LANES = 64, OWN = (DIM_V + LANES - 1u) / LANES;
 shared float lanes[LANES];
 
 #include "softmax.glsl"
+#include "visible.glsl"
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
-    const uint position = positions[token];
-    const uint first = window != 0u && position + 1u > window ? position + 1u - window : 0u;
     Running running = Running(LOWEST, 0.0);
     precise float sums[OWN];
     for (uint i = 0; i < OWN; i++) sums[i] = 0.0;
     vec2 factors;
-    for (uint split = first / SPLIT; split <= position / SPLIT; split++) {
+    for (uint split = first_seen(token) / SPLIT; split <= last_seen(token) / SPLIT; split++) {
         const uint at = ((token * n_head + head) * n_splits + split) * (DIM_V + 2u);
         running = joined(running, Running(parts[at], parts[at + 1u]), factors);
         for (uint i = 0; i < OWN; i++) {

@@ -14,9 +14,9 @@ layout(push_constant) uniform Push {
     float number, positive, negative, linear;
 };
 const uint ADD = 0, MULTIPLY = 1, SCALE = 2, SOFT_CAP = 3, ACTIVATE = 4, GATED = 5, WEIGHTED = 6, MASK = 7,
-           THRESHOLD = 8;
+           THRESHOLD = 8, DECAY = 9, ADAPTED = 10;
 const uint SILU = 0, GELU_TANH = 1, RELU = 2, RELU2 = 3, FATRELU = 4, SIGMOID = 5, CLAMPED_SILU = 6,
-           CLAMPED_PLUS_ONE = 7, EXP = 8, GELU = 9, XIELU = 10;
+           CLAMPED_PLUS_ONE = 7, EXP = 8, GELU = 9, XIELU = 10, SOFTPLUS = 11;
 
 // 1 + erf(x / sqrt(2)), off by less than 2.2e-7: polynomials fitted at Chebyshev nodes, of erf(x / sqrt(2)) / x in x^2
 // below 2, and from there of the logarithm of the rest to 1.
@@ -45,6 +45,15 @@ float one_and_erf(float x) {
     return y;
 }
 
+// ln(1 + e^x): the logarithm of 1 + u as twice the area tangent of u / (2 + u), at most 1/3, by its series.
+float softplus(float x) {
+    const float u = exp_of(-abs(x));
+    precise float s = u / (2.0 + u), square = s * s, sum = 1.0 / 15.0;
+    [[unroll]] for (int i = 13; i > 0; i -= 2) sum = sum * square + 1.0 / float(i);
+    precise float y = max(x, 0.0) + 2.0 * (s * sum);
+    return y;
+}
+
 float activated(float x) {
     precise float y = x;
     if (ACTIVATION == SILU) y = x / (1.0 + exp_of(-x));
@@ -64,6 +73,7 @@ float activated(float x) {
     if (ACTIVATION == CLAMPED_PLUS_ONE) y = max(min(x, number), -number) + 1.0;
     if (ACTIVATION == EXP) y = exp_of(x);
     if (ACTIVATION == GELU) y = 0.5 * x * one_and_erf(x);
+    if (ACTIVATION == SOFTPLUS) y = softplus(x);
     if (ACTIVATION == XIELU) {
         if (x > 0.0)
             y = positive * x * x + linear * x;
@@ -81,15 +91,21 @@ void main() {
     if (KIND == SCALE) y = a * number;
     if (KIND == SOFT_CAP) y = soft_capped(number, a);
     if (KIND == ACTIVATE) y = activated(a);
+    if (KIND == DECAY) {  // of a recurrent state: seconds has what is added, and then rates
+        precise float dt = softplus(a + seconds[i]);
+        y = exp_of(seconds[width + i] * dt);
+        outputs[token * out_stride + width + i] = dt;
+    }
     if (KIND == THRESHOLD) y = seconds[token] != 0.0 && abs(a) < number ? 0.0 : a;
     if (KIND == MASK) {
         if (i >= first_neuron && seconds[token * second_stride + i - first_neuron] < number) y = 0.0;
     }
-    if (KIND == ADD || KIND == MULTIPLY || KIND == GATED || KIND == WEIGHTED) {
+    if (KIND == ADD || KIND == MULTIPLY || KIND == GATED || KIND == WEIGHTED || KIND == ADAPTED) {
         const float b = seconds[token * second_stride + (second_width == 1u ? 0u : i)];
         if (KIND == ADD) y = a + b;
         if (KIND == MULTIPLY) y = a * b;
         if (KIND == GATED) y = activated(a) * b;
+        if (KIND == ADAPTED) y = b == 0.0 ? 0.0 : (a * number) * b;  // a token without an adapter
         if (KIND == WEIGHTED) y = (a * number) * b;
     }
     outputs[token * out_stride + i] = y;

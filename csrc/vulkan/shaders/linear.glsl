@@ -21,8 +21,12 @@ layout(push_constant) uniform Push {
     uint route_stride;
     uint n_used, bias_rows;                                     // of experts; an expert's biases
     uint first_bias, first_out;                                 // of the first row
+    uint first_score;
+    float threshold;
 };
-const uint BIAS = 1, RESIDUAL = 2, FIRING = 4;  // FIRING: a row is wanted where its route is not 0
+// A row is wanted where its route is not 0 (FIRING), or not below a threshold (CHOSEN): a predictor's score, which the
+// first rows do not have.
+const uint BIAS = 1, RESIDUAL = 2, FIRING = 4, CHOSEN = 8;
 
 const uint CHUNK = 8;  // blocks
 

@@ -18,11 +18,13 @@ void main() {
         tile += expert * gl_NumWorkGroups.x;
         rows[0] = token * in_stride + (EXPERTS == 2u ? rank * n_cols : 0u);
     }
-    bool is_wanted = (flags & FIRING) == 0u;
+    const uint own = first_out + gl_WorkGroupID.x * 32u + row;
+    bool is_wanted = (flags & (FIRING | CHOSEN)) == 0u || ((flags & CHOSEN) != 0u && own < first_score);
     if (!is_wanted && gl_WorkGroupID.x * 32u + row < n_rows)
-        for (uint t = 0; t < TOKENS; t++)
-            if (routes[min(first + t, n_tokens - 1u) * route_stride + first_out + gl_WorkGroupID.x * 32u + row] != 0.0)
-                is_wanted = true;
+        for (uint t = 0; t < TOKENS; t++) {
+            const float score = routes[min(first + t, n_tokens - 1u) * route_stride + own - first_score];
+            if ((flags & CHOSEN) != 0u ? !(score < threshold) : score != 0.0) is_wanted = true;
+        }
     precise float total = 0.0;
     for (uint round = 0; round < n_chunks; round += 8u) {
         const uint chunk = round + lane;

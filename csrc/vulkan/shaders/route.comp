@@ -5,12 +5,13 @@
 layout(local_size_x = 64) in;
 layout(set = 0, binding = 0) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 1) readonly buffer Biases { float biases[]; };
-layout(set = 0, binding = 2) writeonly buffer Outputs { float outputs[]; };
+layout(set = 0, binding = 2) readonly buffer Scales { float scales[]; };
+layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
     uint n_expert, in_stride, out_stride, n_used, flags, n_groups, n_groups_used, group_best;
     float scale;
 };
-const uint SOFTMAX = 0, SIGMOID = 1, SOFTMAX_CHOSEN = 2, SCORING = 3, NORMALISED = 4, BIASED = 8;
+const uint SOFTMAX = 0, SIGMOID = 1, SOFTMAX_CHOSEN = 2, SCORING = 3, NORMALISED = 4, BIASED = 8, SCALED = 16;
 const uint MOST = 512, LANES = 64;
 const float LOWEST = -3.4028234e38;
 shared float shares[MOST];  // p of each expert
@@ -140,6 +141,7 @@ void main() {
     for (uint rank = 0; rank < n_used; rank++) {
         precise float weight = (flags & NORMALISED) != 0u ? lanes[rank] / normal : lanes[rank];
         weight = weight * scale;
+        if ((flags & SCALED) != 0u) weight = weight * scales[chosen[rank]];
         outputs[to + rank] = float(chosen[rank]);
         outputs[to + n_used + rank] = is_lost ? uintBitsToFloat(0x7fc00000u) : weight;
     }

@@ -1,5 +1,7 @@
 // A softmax-weighted sum of values as it grows: the highest score and the sum of the weights; the sums of values
 // are scaled with it. Needs LANES and `shared float lanes[LANES]`.
+#include "sums.glsl"
+
 const float LOWEST = -3.4028234e38;
 
 struct Running {
@@ -24,19 +26,6 @@ float largest_of(float mine) {
     for (uint n = LANES / 2u; n > 0u; n /= 2u) {
         barrier();
         if (lane < n) lanes[lane] = max(lanes[lane], lanes[lane + n]);
-    }
-    barrier();
-    return lanes[0];
-}
-
-float sum_of(float mine) {
-    const uint lane = gl_LocalInvocationIndex;
-    barrier();
-    lanes[lane] = mine;
-    for (uint n = LANES / 2u; n > 0u; n /= 2u) {
-        barrier();
-        precise float sum = lane < n ? lanes[lane] + lanes[lane + n] : 0.0;
-        if (lane < n) lanes[lane] = sum;
     }
     barrier();
     return lanes[0];

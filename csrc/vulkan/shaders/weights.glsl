@@ -6,12 +6,13 @@ layout(set = 0, binding = 0) readonly buffer Codes { uvec4 codes[]; };
 layout(set = 0, binding = 1) readonly buffer More { uint more[]; };
 
 const uint F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-           BF16 = 30, MXFP4 = 39;
-const uint VECTORS = TYPE == F32 ? 8u : TYPE == F16 || TYPE == BF16 ? 4u : TYPE == Q8_0 ? 2u : 1u;
+           BF16 = 30, MXFP4 = 39, PLANES_Q4 = 102, PLANES_Q8 = 108;
+const bool IS_Q8 = TYPE == Q8_0 || TYPE == PLANES_Q8, IN_PLANES = TYPE == PLANES_Q4 || TYPE == PLANES_Q8;
+const uint VECTORS = TYPE == F32 ? 8u : TYPE == F16 || TYPE == BF16 ? 4u : IS_Q8 ? 2u : 1u;
 const float FP4[16] = float[](0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0,
                               -12.0);
 
-// The half of a word that is a row's, of two rows side by side.
+// The half of a word that is a row's, of two rows side by side; in planes, that is a column's.
 float paired_half(uint base, uint row) {
     return half_value((more[base + row / 2u] >> (16u * (row & 1u))) & 0xffffu);
 }
@@ -23,7 +24,7 @@ float half_of_e8m0(uint e) {
 // The 32 weights of a block, in order.
 void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
     const uint at = tile * n_blocks + block;
-    if (TYPE == F32 || TYPE == F16 || TYPE == BF16 || TYPE == Q8_0) {
+    if (TYPE == F32 || TYPE == F16 || TYPE == BF16 || IS_Q8) {
         precise float scale = TYPE == Q8_0 ? paired_half(at * 16u, row) : 1.0;
         [[unroll]] for (uint v = 0; v < VECTORS; v++) {
             const uvec4 words = codes[(at * VECTORS + v) * 32u + row];
@@ -38,8 +39,10 @@ void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
                     w[8u * v + 2u * i] = uintBitsToFloat(word << 16);
                     w[8u * v + 2u * i + 1u] = uintBitsToFloat(word & 0xffff0000u);
                 } else {
-                    [[unroll]] for (uint j = 0; j < 4u; j++)
+                    [[unroll]] for (uint j = 0; j < 4u; j++) {
+                        if (IN_PLANES) scale = paired_half(at * 16u, 16u * v + 4u * i + j);
                         w[16u * v + 4u * i + j] = scale * float(int(word << (24u - 8u * j)) >> 24);
+                    }
                 }
             }
         }
@@ -53,6 +56,8 @@ void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
     float zero = 0.0;
     if (TYPE == Q4_0) {
         scale = paired_half(at * 16u, row);
+        zero = 8.0;
+    } else if (TYPE == PLANES_Q4) {
         zero = 8.0;
     } else if (TYPE == Q4_1) {
         const uint word = more[at * 32u + row];
@@ -92,6 +97,7 @@ void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
             w[k] = value;
             continue;
         }
+        if (TYPE == PLANES_Q4) scale = paired_half(at * 16u, k);
         if (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K) code |= ((high >> k) & 1u) << 4;
         if (TYPE == Q6_K) code |= (((k < 16u ? high : higher) >> (2u * (k & 15u))) & 3u) << 4;
         precise float value = (TYPE == Q6_K && k >= 16u ? other : scale) * (float(code) - zero);

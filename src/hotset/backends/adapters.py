@@ -108,7 +108,8 @@ def taking_adapters(backend: Backend) -> TakesAdapters:
     """The same backend. Raises UnsupportedModelError for one that takes no adapters."""
     if not isinstance(backend, TakesAdapters):
         raise UnsupportedModelError(
-            "adapters (LoRA) need a model that this machine's CPU computes alone, and this one is computed "
-            f"by {backend.name!r}; leave them out, or use --no-gpu (backend='cpu') and no --stages"
+            "adapters (LoRA) need a model that this machine's CPU, or a Vulkan device, computes alone, and "
+            f"this one is computed by {backend.name!r}; leave them out, or use --no-gpu (backend='cpu') and "
+            "no --stages"
         )
     return backend

@@ -35,7 +35,7 @@ class ChainBackend:
     """Stages that make up a model, in order; they are closed with it.
 
     devices: which device each stage is on, by index, HOST (-1) for the CPU; several stages may share one.
-    n_pages, max_batch: of every stage; none has a recurrent state. runtime: what its stages on the CPU share,
+    n_pages, max_batch: of every stage. runtime: what its stages on the CPU share,
     and is closed with them; None where the CPU computes nothing.
 
     Whatever fails in a step, the other stages are released, and the next step works or says why not. Taps
@@ -67,7 +67,7 @@ class ChainBackend:
             raise InvalidRequestError("a chain needs stages, and to know the device of each")
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
         self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
-        self.n_states = 0
+        self.n_states = min((stage.n_states for stage in stages if stage.n_states), default=0)
         self._runtime, self._notes = runtime, tuple(notes)
         self.n_threads = None if runtime is None else runtime.n_threads
         self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]

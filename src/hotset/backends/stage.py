@@ -35,13 +35,15 @@ class Stage(Protocol):
 
     graph: its operations. entering: the value that they read and do not make, the residual stream; None where
     they begin with the tokens. has_output: whether they end in logits, rather than in the residual stream.
-    n_layer: of the whole model. notes: what a person should know of how it runs, a sentence each.
+    n_layer: of the whole model. n_states: slots for recurrent states, 0 where the model has none. notes: what
+    a person should know of how it runs, a sentence each.
     """
 
     graph: Graph
     entering: Value | None
     has_output: bool
     n_layer: int
+    n_states: int
 
     @property
     def notes(self) -> Sequence[str]: ...

@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from hotset.cli import options
 from hotset.cli.console import print_json, print_table
 from hotset.errors import HotsetError
 from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
+from hotset.report import devices
+from hotset.reporter import Reporter
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -156,11 +157,11 @@ def _gpu() -> dict[str, Any]:
 
 
 def _vulkan() -> dict[str, Any]:
-    """Vulkan devices, each with the reason why it is not used, if there is one; why there are none."""
+    """Vulkan devices, measured, and why one is not used; why there are none."""
     try:
-        from hotset.backends.vulkan.devices import list_devices
+        from hotset.placement.vulkan import examine
 
-        return {"devices": [asdict(device) for device in list_devices()], "why": ""}
+        return {"devices": [devices.vulkan_dict(one) for one in examine(Reporter())], "why": ""}
     except (ImportError, HotsetError) as error:
         return {"devices": [], "why": str(error)}
 
@@ -169,14 +170,7 @@ def _vulkan_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not found["devices"]:
         yield "Vulkan", found["why"] or "the driver has no device"
     for one in found["devices"]:
-        facts = f"{one['name']}, {one['kind']}, Vulkan {one['api']}, {human_size(one['memory'])}"
-        if one["refusal"]:
-            use = f"not used: {one['refusal']}"
-        elif one["kind"] == "software":
-            use = "computes on the CPU: for tests"
-        else:
-            use = f"{human_size(one['free'])} free; --device vulkan:{one['index']}"
-        yield f"Vulkan device {one['index']}", f"{facts}; {use}"
+        yield f"Vulkan device {one['index']}", devices.vulkan_line(one)
 
 
 def package_version(package: str) -> str | None:

@@ -163,7 +163,9 @@ Session = Annotated[
 
 DeviceNames = Annotated[
     str | None,
-    _option("--device", "cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU),
+    _option(
+        "--device", "auto, cuda:0, mps, xpu, vulkan; several: cuda:0,cuda:1; cpu: a simulated GPU.", _GPU
+    ),
 ]
 VramBudget = Annotated[
     float | None,

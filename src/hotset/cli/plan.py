@@ -21,6 +21,7 @@ from hotset.loader.build import open_model, plan_model
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
 from hotset.placement.detect import detect_gpu
 from hotset.placement.table import CPU
+from hotset.report.devices import vulkan_dict, vulkan_line
 from hotset.report.disk import ram_lines, ram_table
 from hotset.report.experts import cache_sizes, size_table
 from hotset.report.placement import layer_table, placement_dict, placement_lines, placement_table
@@ -77,15 +78,12 @@ def plan(  # noqa: PLR0913 - options of a subcommand
             n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads,
             kv_type=options.kv_type(cache_type, cache_type_v), progress=bar,
         )  # fmt: skip
-        if settings.vulkan is not None:
-            raise DeviceError(
-                "a Vulkan device takes the whole model, or the last layers that -ngl says: there is nothing "
-                "to plan; leave --device out"
-            )
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
         planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
+        if settings.vulkan or settings.is_auto:
+            _say_vulkan_devices(bar)
     if planned is None and memory is not None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
@@ -109,6 +107,17 @@ def plan(  # noqa: PLR0913 - options of a subcommand
         _print_memory(memory, json)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
+
+
+def _say_vulkan_devices(bar: ProgressBar) -> None:
+    """Which Vulkan devices there are, beside the plan."""
+    from hotset.placement.vulkan import examine
+
+    try:
+        for one in examine(bar):
+            say(f"vulkan:{one.info.index}: {vulkan_line(vulkan_dict(one))}", dim=True)
+    except DeviceError as error:
+        say(str(error), dim=True)
 
 
 def _card(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import PAGE_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.vulkan.devices import find_device, is_vulkan
 from hotset.errors import (
     DeviceError,
     HotsetError,
@@ -89,10 +90,8 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         if (found := find_created(model)) is not None:
             made = found[1]
             settings = _with_created(settings, made)
-    on_cpu = settings.backend != "auto" or settings.lora is not None
+    on_cpu = settings.backend != "auto" or (settings.lora is not None and not settings.on_vulkan)
     devices, unused = ((), None) if on_cpu else detect.wanted_devices(settings)
-    if settings.on_vulkan:
-        _free(settings)
     if unused is not None:
         _warn(unused)
     if not path.is_file():
@@ -129,16 +128,30 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
     reserved: memory for what is loaded beside it.
     """
+    if opened.on_vulkan and opened.settings.is_auto:
+        try:
+            return _planned(opened, mapped=mapped, reserved=reserved)
+        except _CANNOT_PLACE as error:
+            if opened.settings.asks_for_a_device:
+                raise
+            decided = _planned(opened.on_cpu(), mapped=mapped, reserved=reserved)
+            decided.notes.append(f"the Vulkan device is not used: {error}")
+            return decided
+    return _planned(opened, mapped=mapped, reserved=reserved)
+
+
+def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
+    """As plan_model; of --device auto with a Vulkan device it raises what says that this is not used."""
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)
     thresholds = _thresholds(settings, gguf, config)
     mode = settings.sparsity
-    if settings.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
+    if opened.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
-    machine = MachineFacts(math.inf if mapped else _free(settings), own_memory(), reserved)
+    machine = MachineFacts(math.inf if mapped else _free(opened), own_memory(), reserved)
     prepared = prepare(
         gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
         computes=_computes(opened, machine.free - reserved.total),
@@ -159,7 +172,7 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
 
 def _computes(opened: Opened, free: float) -> Computes:
     """free: bytes of memory. Copies take up to half of what the model takes."""
-    if opened.devices or opened.settings.on_vulkan:
+    if opened.devices:
         return "device"
     is_roomy = opened.settings.ram_budget is None and 1.5 * opened.gguf.nbytes <= free
     return "memory" if is_roomy else "budget"
@@ -177,8 +190,10 @@ def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
         "n_threads": settings.n_threads,
         "sparse": decided.is_sparse,
     }
-    if settings.on_vulkan:
-        return decided, _ready(decided, _open_vulkan(decided, options))
+    on_vulkan = placement is not None and any(map(is_vulkan, placement.devices))
+    of_states = {"n_states": decided.n_states} if decided.n_states else {}
+    if on_vulkan:
+        options |= of_states
     if placement is not None:
         from hotset.placement.build import open_placed
 
@@ -196,53 +211,43 @@ def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
             if settings.asks_for_a_device:
                 raise
             _say_unplaced(error)
+            if on_vulkan:
+                return build(_on_cpu(decided), **shared)
             decided = replace(decided, placement=None)
             if decided.ram is not None:
                 decided = replace(decided, ram=_plan_ram(decided))
             decided = _with_channels(decided)
+    options |= of_states
     name = "cpu" if settings.backend == "auto" else settings.backend
     if name == "cpu":
         options |= shared
     if decided.channels is not None and name == "cpu":
         options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
-    if decided.n_states:
-        options["n_states"] = decided.n_states
     if (stored := _stored(decided)) is not None:
         backend = open_backend("cpu", stored, decided.graph, **options)
         return replace(decided, stored=stored), _ready(decided, backend)
     return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
 
 
-def _free(settings: LoadSettings) -> float:
-    """Bytes of memory for the model, where it computes."""
-    if not settings.on_vulkan:
+def _on_cpu(decided: Decided) -> Decided:
+    """The same model, planned for the CPU alone."""
+    config = read_config(decided.gguf, activation=decided.settings.activation)
+    opened = Opened(decided.settings, decided.gguf, config, (), decided.sampling)
+    decided.weights.close()
+    return plan_model(opened, reserved=decided.reserved)
+
+
+def _free(opened: Opened) -> float:
+    """Bytes of memory for the model: of this machine, and of Vulkan devices that have their own; of these
+    alone where they hold all of it."""
+    if not opened.on_vulkan:
         return free_memory()
-    from hotset.backends.vulkan.devices import find_device
-
-    assert settings.vulkan is not None
-    return find_device(settings.vulkan).free
-
-
-def _open_vulkan(decided: Decided, options: dict[str, Any]) -> Backend:
-    """The model, or its last layers, on the Vulkan device that was asked for."""
-    from hotset.backends.vulkan.backend import open_vulkan
-
-    settings = decided.settings
-    assert settings.vulkan is not None
-    if decided.is_sparse:
-        decided.notes.append(
-            "on the Vulkan device rows of neurons at zero are left out by the steps of few tokens"
-        )
-    budget = None if settings.vram_budget in (None, -1) else int(settings.vram_budget * 2**30)
-    del options["sparse"]
-    return open_vulkan(
-        decided.weights,
-        decided.graph,
-        settings.vulkan,
-        n_layers=settings.n_gpu_layers,
-        budget=budget,
-        **options,
-    )
+    most = opened.settings.vram_budget
+    found = [find_device(str(name)) for name in opened.devices]
+    own = sum(info.free for info in found if not info.shares_memory)
+    if most not in (None, -1):
+        own = min(own, int(len(found) * most * 2**30))
+    return own if own > 1.1 * opened.gguf.nbytes else own + free_memory()
 
 
 def _host_memory(decided: Decided) -> HostMemory:
@@ -356,14 +361,15 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
     from hotset.placement.gather import planned
 
     try:
-        check_gpu_cache(decided.settings.kv_type)
+        if not any(map(is_vulkan, devices)):
+            check_gpu_cache(decided.settings.kv_type)
         return planned(
             decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
-            decided.settings, devices, n_pages=decided.n_pages, profile=profile,
+            decided.settings, devices, n_pages=decided.n_pages, n_states=decided.n_states, profile=profile,
             limited=decided.limit is not None,
         )  # fmt: skip
     except _CANNOT_PLACE as error:
-        if decided.settings.asks_for_a_device:
+        if decided.settings.asks_for_a_device or any(map(is_vulkan, devices)):
             raise
         _say_unplaced(error)
     return None
@@ -405,8 +411,8 @@ def _with_channels(decided: Decided) -> Decided:
     """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
     under a budget of its memory, which has no room for them, without these."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
-    if thresholds is None:
-        return decided
+    if thresholds is None or (placement is not None and any(map(is_vulkan, placement.devices))):
+        return decided  # a Vulkan device reads every channel
     from hotset.placement import channel_rates
 
     of_cpu, of_devices = channel_work(decided)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.devices import is_vulkan
 from hotset.engine.engine import ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
@@ -52,9 +53,18 @@ class Opened:
     devices: tuple[str | Card, ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
+    def on_cpu(self) -> Opened:
+        """The same file, for the CPU alone."""
+        return replace(self, devices=())
+
     def with_settings(self, **changes: Any) -> Opened:
         """The same file, to be loaded otherwise: where settings depend on what is in it."""
         return replace(self, settings=replace(self.settings, **changes))
+
+    @property
+    def on_vulkan(self) -> bool:
+        """Whether layers may be on Vulkan devices."""
+        return any(map(is_vulkan, self.devices))
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +184,9 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
             check_cache(op, settings.kv_type)
     cost = Cost(graph, weights.tensors)
     free = machine.free - machine.reserved.total
-    limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
+    limit = None
+    if not opened.on_vulkan:
+        limit = ram_limit(settings, gguf.nbytes, free, machine.reserved.total)
     n_ctx = context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
@@ -198,7 +210,7 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
                 "model; raise the budget, or choose a smaller draft model"
             )
         return limit
-    if settings.backend == "reference" or settings.on_vulkan or n_bytes <= free:
+    if settings.backend == "reference" or n_bytes <= free:
         return None
     return int(free * _SHARE_OF_FREE)
 

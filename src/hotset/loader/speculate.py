@@ -11,6 +11,7 @@ from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.lowering import decoded_vector
 from hotset.backends.reference import normalised
+from hotset.backends.vulkan.devices import is_vulkan
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
 from hotset.engine.mtp import MtpDrafter
@@ -42,15 +43,16 @@ def open_speculator(
     """Drafts for a model; None where its settings ask for none, and for a model that generates nothing.
 
     backend: the model's, whose threads a draft model uses too. tokenizer: the model's, made at the call. The
-    caller closes the result. Raises InvalidRequestError for a model on a device, for a text that cannot be
-    looked up, for a draft model with another vocabulary and for a model without a sparser mode to draft in;
-    UnsupportedModelError for one without layers for multi-token prediction; what `load` raises for a draft
-    model that cannot be loaded.
+    caller closes the result. Raises InvalidRequestError for a model on a GPU by PyTorch, for a text that
+    cannot be looked up, for a draft model with another vocabulary and for a model without a sparser mode to
+    draft in; UnsupportedModelError for one without layers for multi-token prediction; what `load` raises for
+    a draft model that cannot be loaded.
     """
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
         return None
-    if decided.placement is not None:
+    placement = decided.placement
+    if placement is not None and not any(map(is_vulkan, placement.devices)):
         raise InvalidRequestError(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
             "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"

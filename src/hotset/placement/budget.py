@@ -97,6 +97,10 @@ class LayerFacts:
     be split, else 0. expert_bytes: of an expert of an MoE model, whose experts are no part of what stands
     above: they are on the host, n_experts of them, and a token reads n_used. is_cached: a device may have
     slots for some of them, which layers of one layout (a number) share.
+
+    On a Vulkan device (placement/vulkan.py) experts are part of fixed_bytes; idle_bytes: of these what a
+    token does not read, the experts that it does not use. n_kernels: dispatches of the layer; None: those of
+    table.LAYER_KERNELS. missing: what of it no kernel computes, so that it stays on the CPU.
     """
 
     n_ff: int
@@ -113,6 +117,9 @@ class LayerFacts:
     n_used: int = 0
     is_cached: bool = False
     layout: int = 0
+    idle_bytes: int = 0
+    n_kernels: int | None = None
+    missing: str | None = None
 
     def with_fixed(self, n_bytes: int) -> LayerFacts:
         """With so many more bytes of it on a device, and read."""

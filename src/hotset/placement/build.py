@@ -17,6 +17,11 @@ from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.devices import find_device, limit_memory
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
+from hotset.backends.vulkan.backend import WholeVulkan
+from hotset.backends.vulkan.devices import VulkanInfo, is_vulkan
+from hotset.backends.vulkan.devices import find_device as find_vulkan
+from hotset.backends.vulkan.pipelines import open_device
+from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import Cost
@@ -92,9 +97,11 @@ def open_placed(
     what is left out of which matrices.
     """
     planned = placement.budget.devices if placement.budget else ()
-    for device in planned:
+    for device in planned if not any(map(is_vulkan, placement.devices)) else ():
         limit_memory(find_device(device.device), device.limit - device.context)
     try:
+        if any(map(is_vulkan, placement.devices)):
+            return open_on_vulkan(placement, weights, graph, n_threads=n_threads, **options)
         if placement.is_whole and not mixed_layers(graph):
             needed = planned[0].total - planned[0].context if planned else 0
             return open_gpu(
@@ -177,6 +184,65 @@ def open_chain(  # noqa: PLR0913
             "hybrid", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
             runtime=runtime, notes=notes,
         )  # fmt: skip
+    except BaseException:
+        for stage in stages:
+            stage.close()
+        if runtime is not None:
+            runtime.close()
+        raise
+
+
+def open_on_vulkan(  # noqa: PLR0913
+    placement: Placement,
+    weights: WeightSource,
+    graph: Graph,
+    *,
+    n_pages: int,
+    n_states: int = 2,
+    max_batch: int = 512,
+    kv_type: KVType = "f16",
+    n_threads: int | None = None,
+    sparse: bool = True,
+    staged: bool = False,
+) -> ChainBackend:
+    """The CPU and the Vulkan devices of a placement in a chain.
+
+    n_states: slots for recurrent states, where there are any. sparse: of the CPU's layers. staged: as of
+    VulkanStage. Each device is opened once, and its stages together stay within its limit. Raises what
+    VulkanStage and CpuBackend raise; then nothing stays open.
+    """
+    pieces = _pieces(graph, placement)
+    given: dict[str, Any] = {"n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type}
+    budgets = placement.budget.devices if placement.budget else ()
+    opened: dict[int, tuple[VulkanInfo, _core.VulkanDevice]] = {}
+    stages: list[Stage] = []
+    runtime = None
+    try:
+        for piece in pieces:
+            span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
+            if piece.device == CPU:
+                runtime = runtime or new_runtime(n_threads)
+                stages.append(
+                    CpuBackend(
+                        weights, graph, runtime=runtime, sparse=sparse, n_states=n_states, **span, **given
+                    )
+                )
+                continue
+            if piece.device not in opened:
+                info = find_vulkan(placement.devices[piece.device])
+                limit = budgets[piece.device].limit if budgets else None
+                opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
+            info, device = opened[piece.device]
+            stages.append(
+                VulkanStage(weights, graph, info, opened=device, n_states=n_states, **span, **given)
+            )
+        kind = WholeVulkan if runtime is None and len(stages) == 1 else ChainBackend
+        chain = kind(
+            "vulkan", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
+            runtime=runtime,
+        )  # fmt: skip
+        chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder leaves no logits
+        return chain
     except BaseException:
         for stage in stages:
             stage.close()

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,13 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
 
     Raises DeviceError where a device was asked for and cannot be used.
     """
-    if settings.n_gpu_layers == 0 or settings.vulkan is not None:  # the loader opens a Vulkan device itself
+    if settings.n_gpu_layers == 0:
         return (), None
-    if settings.device is not None:
+    if settings.vulkan:
+        from hotset.placement.vulkan import named_devices
+
+        return named_devices(settings.vulkan), None
+    if settings.device is not None and not settings.is_auto:
         _pack_memory()
         from hotset.backends.gpu.devices import find_device
 
@@ -43,6 +47,8 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
             raise InvalidRequestError(f"a device is named twice: {', '.join(settings.device)}")
         return named, None
     gpu = detect_gpu()
+    if settings.is_auto and (gpu is None or missing_libraries()):
+        return _auto(settings)
     if gpu is None:
         if settings.asks_for_a_device:
             raise DeviceError(
@@ -63,6 +69,25 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
     if settings.asks_for_a_device:
         raise DeviceError(f"{gpu} is there, but {problem}")
     return (), f"{gpu} is there, but {problem}. The CPU computes alone (--no-gpu: without this line)."
+
+
+def _auto(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
+    """The Vulkan device that --device auto tries, and why one that is there is left unused. Whether it is
+    faster depends on the model, and is decided with the placement."""
+    from hotset.placement.vulkan import best_device
+
+    name = best_device(settings.progress)
+    if name is None:
+        if settings.asks_for_a_device:
+            raise DeviceError(
+                "no GPU was found to place anything on; 'hotset doctor' shows why, or leave its options out"
+            )
+        return (), None
+    try:
+        replace(settings, device=(name,))
+    except InvalidRequestError as error:  # what no Vulkan device does
+        return (), f"{name} is not used: {error}"
+    return (name,), None
 
 
 def _pack_memory() -> None:

@@ -24,7 +24,8 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.gpu.devices import find_device, free_bytes
-from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.backends.vulkan.devices import is_vulkan
+from hotset.errors import DeviceError, HotsetError, OutOfMemoryError
 from hotset.files import replacing
 from hotset.formats.powerinfer import activation_files, read_gpu_index
 from hotset.memory import free_memory
@@ -73,6 +74,7 @@ def planned(  # noqa: PLR0913
     devices: Sequence[str | Card],
     *,
     n_pages: int,
+    n_states: int = 0,
     profile: Profile | None = None,
     limited: bool = False,
 ) -> Placement:
@@ -84,6 +86,8 @@ def planned(  # noqa: PLR0913
     Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
     InvalidRequestError for a profile of another model, UnsupportedModelError for what no device computes.
     """
+    if any(map(is_vulkan, devices)):
+        return _planned_on_vulkan(weights, graph, settings, [str(one) for one in devices], n_pages, n_states)
     check_placeable(config, graph)
     model = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
@@ -118,6 +122,32 @@ def planned(  # noqa: PLR0913
     if settings.vram_budget in (None, -1):
         facts = replace(facts, devices=tuple(replace(one, limit=_coarse(one.limit)) for one in limits))
     return _solved(facts, anew=settings.reset_gpu_index)
+
+
+def _planned_on_vulkan(
+    weights: Overlay,
+    graph: Graph,
+    settings: LoadSettings,
+    devices: Sequence[str],
+    n_pages: int,
+    n_states: int,
+) -> Placement:
+    """Of --device auto only where it is faster than the CPU alone; else DeviceError says so."""
+    from hotset.placement import vulkan
+
+    facts = vulkan.placement_facts(
+        graph, weights.tensors, settings, devices, n_pages=n_pages, n_states=n_states
+    )
+    if settings.vram_budget in (None, -1):
+        limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
+        facts = replace(facts, devices=tuple(limits))
+    placement = _solved(facts, anew=settings.reset_gpu_index)
+    if not settings.is_auto:
+        return placement
+    is_faster, said = vulkan.compared(placement, facts)
+    if not is_faster and not settings.asks_for_a_device:
+        raise DeviceError(f"{said}: it is no faster")
+    return replace(placement, notes=(said, *placement.notes))
 
 
 def _is_cuda(device: str | Card) -> bool:

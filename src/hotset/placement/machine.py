@@ -89,7 +89,7 @@ _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> DeviceRates:
     """A card that is not in this machine, beside this CPU: the CPU's rates are measured once, the card's
     follow from its data sheet, and how both disturb each other is that of STAND_IN."""
-    cpu = _cpu_rates(n_threads, progress)
+    cpu = cpu_rates(n_threads, progress)
     read, link = _OF_BANDWIDTH * card.bandwidth * 1e9, _OF_LINK * card.link * 1e9
     return DeviceRates(
         cpu_read=cpu["read"],
@@ -108,7 +108,7 @@ def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | N
     )
 
 
-def _cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, float]:
+def cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, float]:
     """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
     bytes times tokens per second of products for many tokens ("many")."""
     n_threads = n_threads or usable_cores()

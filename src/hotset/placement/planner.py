@@ -27,7 +27,7 @@ class PlacementFacts:
     as a GPU index says; None: it is solved. split_neurons, n_gpu_layers: as in LoadSettings. pinnable: bytes
     of this machine's memory for experts that devices fetch; None: of no account. limited: that memory has a
     budget. It changes nothing of what is where, and so no bit, but that experts are not fetched, which are
-    in files then.
+    in files then. notes: what a person should know of the facts, beside what follows from them.
     """
 
     model: ModelFacts
@@ -41,6 +41,7 @@ class PlacementFacts:
     cards: tuple[str, ...] = ()
     pinnable: int | None = None
     limited: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _notes(facts: PlacementFacts) -> list[str]:
             "the device cpu stands in for a GPU: torch computes its part on the CPU, slowly; the plan is "
             "that of a desktop with a GPU of 500 GB/s",
         )
+    notes += facts.notes
     return notes + [f"for {card}: its rates follow from its data sheet" for card in facts.cards]
 
 

@@ -16,6 +16,7 @@ from hotset.placement.table import (
     LayerPlacement,
     Placement,
     Rates,
+    crossings,
     expert_hits,
     layer_time,
     predict,
@@ -74,7 +75,7 @@ class PlacementProblem:
         return min(self.asked, self.n_layer) if self.asked is not None else 1
 
     def n_cpu_choices(self) -> range:
-        """How many layers may be on the CPU."""
+        """How many of the first layers may be on the CPU; others that no device computes are there too."""
         if self.asked is None:
             return range(self.n_layer)
         return range(self.n_layer - self.n_on_devices, self.n_layer - self.n_on_devices + 1)
@@ -145,13 +146,37 @@ class PlacementProblem:
 
     def whole(self) -> Candidate | None:
         """Everything on the first device that holds it."""
-        if self.n_cpu_choices()[0] > 0:
+        if self.n_cpu_choices()[0] > 0 or any(self.stays):
             return None
         for d in self.usable:
             candidate = [LayerPlacement(d)] * self.n_layer
             if self.fits(candidate):
                 return candidate
         return None
+
+    # ---- layers that no device computes ----
+
+    @property
+    def stays(self) -> list[bool]:
+        """Of each layer, whether no device computes it."""
+        return [layer.missing is not None for layer in self.facts.layers]
+
+    def around(self) -> Candidate | None:
+        """The best that puts all layers from one on, which a device computes, on one device; None: none fits.
+
+        A token goes to the device and back for each run of them, and each has a workspace of its own.
+        """
+        stays, found = self.stays, []
+        first = self.n_cpu_choices()
+        for d in self.usable:
+            for n_cpu in first:
+                candidate = [LayerPlacement(CPU if i < n_cpu or stays[i] else d) for i in range(self.n_layer)]
+                n_more = crossings(candidate)
+                needed = self.budget_of(candidate, d).total + n_more * self.facts.workspace_bytes
+                if any(place.device == d for place in candidate) and needed <= self.devices[d].limit:
+                    seconds = self.seconds(candidate) + n_more * self.rates.devices[d].sync
+                    found.append((seconds, -n_cpu, candidate))
+        return max(found, key=lambda one: (-one[0], one[1]))[2] if found else None
 
     # ---- greedy ----
 

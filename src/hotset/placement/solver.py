@@ -47,6 +47,10 @@ def solve(
     whole = problem.whole()
     if whole is not None:
         return problem.placement(whole, "all of the model fits on one device")
+    if any(problem.stays):
+        if (around := problem.around()) is None:
+            raise OutOfMemoryError(problem.refusal())
+        return problem.placement(around, "the layers that the device computes, from the best one on")
     greedy = problem.greedy()
     exact, how = _optimal(problem, greedy)
     found = [candidate for candidate in (exact, greedy) if candidate is not None]

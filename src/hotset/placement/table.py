@@ -195,6 +195,13 @@ LAYER_KERNELS = 9
 FFN_KERNELS = 3
 
 
+def crossings(layers: Sequence[LayerPlacement]) -> int:
+    """How often a token goes from the CPU to a device and comes back, beyond the first time."""
+    on_device = [place.device != CPU for place in layers]
+    starts = [here and not before for before, here in zip([False, *on_device], on_device, strict=False)]
+    return max(sum(starts) - 1, 0)
+
+
 def expert_hits(share: float) -> float:
     """The share of a token's experts that a cache with room for such a share of all of them holds."""
     shares, hits = np.array(EXPERT_HITS).T
@@ -229,7 +236,7 @@ def layer_time(
     cached: float = 0.0,
 ) -> LayerTime:
     """Predicted seconds of one layer; frequency: [n_ff] of its neurons. cached: as in `predict`."""
-    read = layer.fixed_bytes + layer.kv_read_bytes
+    read = layer.fixed_bytes - layer.idle_bytes + layer.kv_read_bytes
     fired = float(frequency.sum()) if layer.n_split else 0.0
     if place.device == CPU:
         streamed = layer.n_split * layer.always_bytes + layer.shared_bytes
@@ -237,7 +244,7 @@ def layer_time(
         cold = streamed / rates.cpu_read + fired * layer.fired_bytes / rates.cpu_gather
         return LayerTime(read / rates.cpu_read, cold=cold)
     device = rates.devices[place.device]
-    attention = read / device.read + LAYER_KERNELS * device.launch
+    attention = read / device.read + (layer.n_kernels or LAYER_KERNELS) * device.launch
     if layer.n_used:
         read, hits = layer.n_used * layer.expert_bytes, expert_hits(cached) if layer.is_cached else 0.0
         hot = device.launch + hits * read / device.read_busy if hits else 0.0

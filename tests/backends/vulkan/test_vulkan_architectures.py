@@ -1,7 +1,8 @@
-"""Architectures on a Vulkan device against transformers: prompts among decoding. Or refused by name."""
+"""Architectures on a Vulkan device against transformers, prompts among decoding; operations by themselves."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,39 +17,44 @@ from transformers_oracle import (
     recipe,
     relative_error,
     run,
+    tiny_models,
 )
-from vulkan_runs import validated, vulkan
+from vulkan_runs import assert_operations_of_sequences_are_right, validated, vulkan
 
-from hotset.backends.vulkan.program import COMPUTED
-from hotset.errors import UnsupportedModelError
+from hotset.backends.vulkan.budget import missing_kernel
+from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.operations import Activate, Attention, ExpertSum
 
 __all__ = ["recipe", "validated"]  # fixtures
 
 QUICK = ("gemma2-caps", "gpt-oss")  # soft caps; sinks, experts with biases, windows
 ALL = quick_are(QUICK, RECIPES)
+# Operations that test_vulkan_operations.py has not: keys of latent vectors and delta nets, state
+# spaces, two-sided windows, streams, scales of experts, channels, attention of RWKV 6 and 7.
+NEW = (
+    "kimi-linear", "falcon-h1", "gemma-embedding-pattern", "gemma3n-widths", "gemma4-one-expert", "mamba",
+    "rwkv6", "rwkv7",
+)  # fmt: skip
+OF_THEIR_OWN = quick_are(NEW, (*NEW, "bert", "deepseek2-v3", "jina-bert-v2", "qwen3next"))
 
 
 @pytest.mark.parametrize("recipe", ALL, indirect=True)
 def test_logits_match_transformers(recipe: Any) -> None:
     gguf, sequences, expected = recipe
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
-    given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256}
-    is_refused = any(
-        not isinstance(op, COMPUTED)
-        or (isinstance(op, Activate) and op.kind == "softplus")
-        or (isinstance(op, Attention) and not op.causal)
-        or (isinstance(op, ExpertSum) and op.neuron_major)
-        for op in graph.primitives
-    )
-    if is_refused:
-        with pytest.raises(UnsupportedModelError, match="no Vulkan kernel"):
-            vulkan(gguf, graph, **given)
-        return
-    backend = vulkan(gguf, graph, **given)
+    n = len(LENGTHS)
+    assert not any(missing_kernel(op, gguf.tensors, "f16") for op in graph.primitives)
+    backend = vulkan(gguf, graph, n_pages=PAGES_EACH * n, n_states=2 * n, max_batch=256)
     found = run(backend, sequences, PLANS["mixed"])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
     backend.close()
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_every_operation_is_right(name: str, run_folder: Path) -> None:
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
+        backend = vulkan(gguf, n_states=4, max_batch=136)
+        assert_operations_of_sequences_are_right(gguf, backend)
+        backend.close()

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, logits_of, tokens
+from cases import quick_are
+from tiny_adapters import give, random_adapter, scales_of
 from tiny_gguf import write_llama
-from vulkan_runs import stage_of, validated, vulkan
+from vulkan_runs import VulkanOracle, stage_of, validated, vulkan
 
 from hotset import _core
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import find_device, list_devices
 from hotset.errors import (
     DeviceError,
@@ -76,6 +79,47 @@ def test_chosen_outputs_and_taps(gguf: GGUFFile) -> None:
         backend.step(batch([(ids, 0, [0, 1])], ("nothing",)))
 
 
+@pytest.mark.parametrize("type_", quick_are((GGMLType.F16,), (GGMLType.F32, GGMLType.F16, GGMLType.BF16)))
+def test_adapters_beside_others(gguf: GGUFFile, type_: GGMLType) -> None:
+    """What they add is the reference's; it changes no bit of who has others, and goes with them."""
+    backend, ids = vulkan(gguf), tokens(40)
+    plain = logits_of(backend, ids, [], [6])
+    tensors = stage_of(backend).weights.tensors
+    one = random_adapter(stage_of(backend).graph, tensors, type=type_)
+    other = random_adapter(
+        stage_of(backend).graph, tensors, rank=19, seed=1, type=type_, names=lambda name: "attn_q" in name
+    )
+    give(backend, [one, other])
+    both = scales_of(one, other, scales=[0.75, -0.5])
+    parts = [(ids, 0, [0]), (ids[:9], 0, [1]), (ids[:20], 0, [2])]
+    step = replace(batch(parts), adapter_scales=[both, (), scales_of(other)])
+    assert isinstance(backend, WholeVulkan)
+    oracle = VulkanOracle(gguf, backend.adapters.graph, n_pages=8, max_batch=80)
+    oracle.adapters = backend.adapters
+    names = tuple(op.out.name for op in oracle.graph.primitives)
+    tapped = backend.step(replace(step, taps=names))
+    logits = tapped.logits.copy()
+    oracle.graph.values = [value for value in oracle.graph.values if value.name in names]
+    oracle.check(replace(step, taps=names), tapped)
+    assert np.array_equal(backend.step(step).logits, logits)
+    alone = replace(batch([(ids[:20], 0, [3])]), adapter_scales=[scales_of(other)])
+    assert np.array_equal(backend.step(alone).logits, logits[49:])
+    assert np.array_equal(logits[40:49], plain[:9])
+    give(backend, [])
+    assert np.array_equal(logits_of(backend, ids, [], [6]), plain)
+
+
+def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
+    held = stage_of(vulkan(gguf))._device.allocated
+    backend, ids = vulkan(gguf, budget=held + (1 << 20)), tokens(20)
+    expected = logits_of(backend, ids, [], [0])
+    stage = stage_of(backend)
+    with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
+        give(backend, [random_adapter(stage.graph, gguf.tensors)])
+    assert stage.adapters.adapters == ()
+    assert np.array_equal(logits_of(backend, ids, [], [0]), expected)
+
+
 @pytest.mark.parametrize("n_layers", [0, 1])
 def test_layers_shared_with_the_cpu(gguf: GGUFFile, n_layers: int) -> None:
     """The first layers on the CPU, whose matrix products round their inputs to eight bits."""
@@ -122,22 +166,9 @@ def test_a_cancelled_step_leaves_a_state_to_go_on_from(gguf: GGUFFile) -> None:
     assert np.array_equal(logits_of(backend, ids, [], [3, 1]), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"type_of": lambda _: GGMLType.IQ4_NL},
-            "no Vulkan kernel decodes the type IQ4_NL yet; leave --device out",
-        ),
-        (
-            {"experts": (4, 2), "down_neuron_major": True, "n_ff": 32},
-            "no Vulkan kernel computes experts whose down projection has a row per neuron yet",
-        ),
-    ],
-    ids=["type", "experts"],
-)
-def test_what_no_kernel_computes_is_named(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    path = write_llama(tmp_path / "m.gguf", **options)
+def test_what_no_kernel_computes_is_named(tmp_path: Path) -> None:
+    sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave --device out"
+    path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.IQ4_NL)
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf)
 

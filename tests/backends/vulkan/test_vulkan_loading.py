@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import published
 import pytest
+from backend_runs import tokens
 from byte_models import write_model
 from cli_runs import hotset as hotset_command
 from cli_runs import inside
+from paths import DOCS
+from tiny_adapters import random_pairs, write_adapter
 from vulkan_runs import validated
 
 import hotset
@@ -34,15 +38,76 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         assert any("Vulkan" in note for note in model.backend.notes)
 
 
+def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path) -> None:
+    """Drafted tokens change no bit; with an adapter the text is the CPU's."""
+    path, params = write_model(tmp_path / "model.gguf"), {"max_tokens": 20, "temperature": 0, "logprobs": 1}
+    with hotset.load(path, device="vulkan", **SMALL) as model:
+        expected = model.generate("one two one two one", **params)
+        pairs = random_pairs(model.graph, model.gguf.tensors)
+    with hotset.load(path, device="vulkan", draft=path, **SMALL) as model:
+        found = model.generate("one two one two one", **params)
+        assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+        assert model.engine.counters().accepted_tokens > 0
+    with pytest.raises(InvalidRequestError, match="use ngram or draft"):
+        LoadSettings(device="vulkan", speculate="self")
+    lora, texts = write_adapter(tmp_path / "lora.gguf", pairs), []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}):
+        with hotset.load(path, lora=lora, **SMALL, **how) as model:
+            texts.append(model.generate("one two one two one", **params).tokens)
+    assert texts[0] == texts[1] != expected.tokens
+
+
+def test_vectors_and_scores_are_the_cpus(run_folder: Path) -> None:
+    """Of encoders, which see a text at once: the bits of a vector are its own, whatever is beside it."""
+    tiny_models = pytest.importorskip("tiny_models")
+    texts = [tokens(n, seed=n) + 4 for n in (90, 37, 1)]
+    found = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}):
+        with hotset.load(tiny_models.shared_gguf("bert-scores", run_folder), n_threads=1, **how) as model:
+            vectors = model.embed(texts, pooling="mean")
+            assert np.array_equal(model.embed(texts[1:2], pooling="mean")[0], vectors[1])
+            found.append(np.concatenate([vectors.ravel(), np.ravel(model.embed(texts, pooling="rank"))]))
+    assert np.abs(found[0] - found[1]).max() < 1e-3
+
+
+def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
+    """Side by side, behind a beginning whose states are in the cache, and with layers on the CPU."""
+    tiny_models = pytest.importorskip("tiny_models")
+    path, prompt = tiny_models.shared_gguf("lfm2", run_folder), tokens(70).tolist()
+    params: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    found = []
+    for how in ({"backend": "cpu"}, {"device": "vulkan"}, {"device": "vulkan", "n_gpu_layers": 2}):
+        with hotset.load(path, n_seqs=2, **SMALL, **how) as model:
+            assert model.backend.n_states > 4
+            texts = [model.generate(one, **params).tokens for one in (prompt, [*prompt, 5], prompt[:20])]
+            found.append(texts)
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.slow
-def test_the_demo_models_text_is_the_cpus() -> None:
-    """Minutes on a software driver: 135 million weights for each token."""
-    path, params = published.model(), {"max_tokens": 6, "temperature": 0}
-    texts = []
+@pytest.mark.parametrize(("type_", "n", "off"), [("f16", 12, 1e-3), ("q4_1", 6, 1e-2)])
+def test_the_demo_model_computes_what_the_cpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, n: int, off: float
+) -> None:
+    """Greedy text and perplexity; minutes on a software driver: 135 million weights for each token. Of
+    quantised matrices the CPU rounds the inputs to eight bits and the device does not: the perplexity of a
+    text of 192 tokens differs by half a percent, and a text goes another way sooner or later."""
+    monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
+    path, params = published.model(), {"max_tokens": n, "temperature": 0}
+    if type_ == "f16":
+        made = inside("quantize", path, tmp_path / "f16.gguf", "--type", type_, "--allow-requantize")
+        assert made.returncode == 0, made.stderr
+        path = tmp_path / "f16.gguf"
+    text = (DOCS / "GLOSSARY.md").read_text("utf-8")
+    found = []
     for how in ({"backend": "cpu"}, {"device": "vulkan"}):
         with hotset.load(path, n_ctx=128, **how) as model:
-            texts.append(model.generate("The capital of France is", **params).text)
-    assert texts[0] == texts[1]
+            scored = model.perplexity(text, n_ctx=128, chunks=3)
+            found.append((model.generate("The capital of France is", **params).text, scored.ppl))
+    (expected, ppl), (greedy, there) = found
+    print(f"{type_}: perplexity {ppl:.5f} on the CPU, {there:.5f} on the device: {there / ppl - 1:+.4%}")
+    assert greedy == expected
+    assert abs(there / ppl - 1) < off
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -50,8 +115,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = inside("run", "-m", str(path), "Hello", "-n", "4", "--temp", "0", "--device", "vulkan", "-c", "64")
     assert done.returncode == 0
     plan = inside("plan", str(path), "--device", "vulkan")
-    assert plan.returncode != 0
-    assert "takes the whole model, or the last layers" in plan.stderr
+    assert plan.returncode == 0, plan.stderr
+    assert "0 to 1, output" in plan.stdout
+    assert "is a software driver" in plan.stderr
     shown = json.loads(inside("doctor", "--json").stdout)["vulkan"]
     assert shown["why"] == ""
     assert shown["devices"][0]["memory"] > 0
@@ -60,12 +126,13 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
-    with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
+    with pytest.raises(OutOfMemoryError, match=r"the smallest budget that works is .* \(--vram-budget\)"):
         hotset.load(path, device="vulkan", vram_budget=0.001, **SMALL)
     with hotset.load(path, device="vulkan", n_gpu_layers=0, **SMALL) as model:
         assert model.backend.name == "cpu"
     for changes, sentence in (
-        ({"device": ("vulkan:0", "vulkan:1")}, "computes without others"),
+        ({"device": ("vulkan:0", "cuda:0")}, "leave out the others"),
+        ({"device": ("auto", "vulkan")}, "is auto, or names devices"),
         ({"device": "vulkan", "ram_budget": 1.0}, "takes no budget of this machine's memory"),
         ({"device": "vulkan", "gpu_index": "x"}, "takes no GPU index"),
         ({"device": "vulkan", "backend": "cpu"}, "computes on the CPU alone"),

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sparse_runs
 from backend_runs import logits_of, tokens
-from cases import quick_are
+from cases import quick_are, quick_if
 from tiny_gguf import write_llama, write_relu
 from vulkan_runs import assert_every_operation_is_right, validated, vulkan
 
@@ -59,8 +60,18 @@ def test_widths_that_no_block_divides(tmp_path: Path, n_embd: int) -> None:
         {"keys": {"llama.rope.dimension_count": 16}, "tied": True},
         {"experts": (6, 3), "n_ff": 32, "type_of": lambda name: T.Q8_0 if "exps" in name else T.F32},
         {"experts": (5, 2), "n_ff": 32, "one_by_one": True, "n_ff_shared": 32},
+        {"experts": (4, 2), "n_ff": 40, "down_neuron_major": True},
     ],
-    ids=["biases", "head norms, window", "relu", "gelu", "half of the channels", "experts", "shared experts"],
+    ids=[
+        "biases",
+        "head norms, window",
+        "relu",
+        "gelu",
+        "half of the channels",
+        "experts",
+        "shared experts",
+        "experts by neuron",
+    ],
 )
 def test_other_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     check(tmp_path, **options)
@@ -78,6 +89,25 @@ def test_a_row_per_neuron(tmp_path: Path, type_: GGMLType) -> None:
         expected = logits_of(backend, ids, [], [3, 1])
         assert np.array_equal(logits_of(backend, ids, [1, 2, 5, 6], [0, 2]), expected)
         backend.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "type_"),
+    quick_if(
+        lambda *case: case in (("llama", "exact", T.Q4_0), ("bamboo", "predicted", T.Q8_0)),
+        ("llama", "bamboo", "opt"), ("exact", "predicted"), (T.Q4_0, T.Q8_0, T.F16),
+    ),
+)  # fmt: skip
+def test_neurons_that_are_left_out(tmp_path: Path, kind: str, mode: str, type_: GGMLType) -> None:
+    """In planes beside a plain file, and those that a predictor does not name: no bit changes."""
+    gguf = sparse_runs.write(tmp_path, kind, type_, **{} if mode == "predicted" else {"dialect": "gguf"})
+    ready, graph = sparse_runs.prepared(gguf, mode)
+    backend, ids = vulkan(ready.weights, graph, max_batch=18), tokens(18)
+    assert_every_operation_is_right(ready.weights, backend, ids, SPLITS, [3, 1])
+    expected = logits_of(backend, ids, [], [3, 1])  # by products that leave no row out
+    assert np.array_equal(logits_of(backend, ids, [1, 2, 5, 6], [0, 2]), expected)
+    backend.close()
+    gguf.close()
 
 
 def test_positions_of_several_splits(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class GpuStage:
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
 
+    n_states = 0
+
     def __init__(  # noqa: PLR0913
         self,
         weights: WeightSource,

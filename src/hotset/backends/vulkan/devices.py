@@ -18,6 +18,7 @@ class VulkanInfo:
 
     kind: discrete, integrated, virtual, software or other. api: of Vulkan, "1.3.230". memory, free: bytes of
     its own, or of what it shares with the host. refusal: why it cannot be used; empty where it can.
+    features: what it has that is not needed, for a person. subgroup: lanes of its subgroups.
     """
 
     index: int
@@ -28,11 +29,28 @@ class VulkanInfo:
     memory: int
     free: int
     refusal: str
+    features: list[str]
+    subgroup: int
+
+    @property
+    def is_software(self) -> bool:
+        """Whether it computes on the CPU: for tests."""
+        return self.kind == "software"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its memory is this machine's, and its bandwidth that of the CPU."""
+        return self.kind in ("integrated", "software")
 
 
 def validates() -> bool:
     """Whether the validation layer watches every call (tests set it; it is slow)."""
     return os.environ.get("HOTSET_VULKAN_VALIDATION") == "1"
+
+
+def is_vulkan(name: object) -> bool:
+    """Whether a device's name is one of these."""
+    return isinstance(name, str) and name.partition(":")[0] == NAME
 
 
 def list_devices() -> list[VulkanInfo]:

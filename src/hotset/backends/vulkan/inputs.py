@@ -3,49 +3,87 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import PAGE_SIZE, Batch, check_states
+from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
-from hotset.model.operations import Rope, Value
+from hotset.model.graph import Graph
+from hotset.model.operations import Attention, Embed, Recurrent, Rope, Rotate, ShortConv, Value
 from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # of logits that are computed at a time
+_COLUMNS = 16  # of a state, of a workgroup
 SPLIT = 512  # positions of one running softmax (csrc/vulkan/shaders/attention.comp)
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """n_states: slots, 0 where the part has no recurrent state. entering: floats of a row of each value that
+    the host writes. ropes, heads, tiles: rotations, numbers of heads, and of tiles of states, each once."""
+
+    max_batch: int
+    n_pages: int
+    n_states: int
+    ropes: tuple[Rope, ...]
+    entering: Mapping[Value, int]
+    heads: tuple[int, ...]
+    tiles: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
+    ) -> InputShape:
+        """Of a part of a graph, which a value enters where it does not begin with the tokens."""
+        values = [op.out for op in graph.ops if isinstance(op, Embed)] + ([entering] if entering else [])
+        scans = (op for op in graph.recurrent if not isinstance(op, ShortConv))
+        return cls(
+            max_batch,
+            n_pages,
+            n_states if graph.recurrent else 0,
+            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate))),
+            {value: stride_of(value) for value in values},
+            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, Attention))),
+            tuple(dict.fromkeys(tiles_of(op) for op in scans)),
+        )
+
+    @property
+    def words(self) -> dict[object, int]:
+        """Of each of the numbers of a batch, by the key that StepInputs has it by."""
+        most = self.max_batch
+        words: dict[object, int] = {
+            "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
+            "thresholded": most, "states": 4 * most if self.n_states else 1,
+        }  # fmt: skip
+        words |= {rope: most * rope.n_rot for rope in self.ropes}
+        words |= {value: most * stride for value, stride in self.entering.items()}
+        words |= {("heads", n_head): 3 for n_head in self.heads}
+        return words | {("tiles", n_tiles): 3 for n_tiles in self.tiles}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(4 * size) for size in self.words.values())
 
 
 class StepInputs:
     """The numbers of a batch.
 
-    positions: uint32 [2, max_batch], of each token, and the row of the page tables that is its sequence's.
-    slots: uint32 [max_batch], where the cache holds it. tables: uint32 [max_batch, n_pages]. outputs: uint32
-    [OUTPUT_ROWS]. thresholded: float32 [max_batch]. angles: by rotation float32 [max_batch, n_rot / 2, 2].
-    rows: by the id of a value that enters float32 [max_batch, stride]. groups: by number of heads uint32 [3],
-    of the attention with splits apart.
+    positions: uint32 [3, max_batch], of each token, the row of the page tables that is its sequence's, and
+    the last position of that. slots: uint32 [max_batch], where the cache holds it. tables: uint32 [max_batch,
+    n_pages]. outputs: uint32 [OUTPUT_ROWS]. thresholded: float32 [max_batch]. states: uint32 [4, max_batch]
+    (csrc/vulkan/shaders/states.glsl). angles: by rotation float32 [max_batch, n_rot / 2, 2]. rows: by the id
+    of a value that enters float32 [max_batch, stride]. groups: uint32 [3], of workgroups: of the attention
+    with splits apart by number of heads, and of what goes through states by tiles of these (tiles_of).
     """
 
-    def __init__(
-        self,
-        device: _core.VulkanDevice,
-        *,
-        max_batch: int,
-        n_pages: int,
-        ropes: Sequence[Rope],
-        entering: Mapping[Value, int],
-        heads: Sequence[int],
-    ) -> None:
-        self._max_batch, self._n_pages = max_batch, n_pages
-        sizes: dict[object, int] = {
-            "positions": 2 * max_batch, "slots": max_batch, "tables": max_batch * n_pages, "outputs":
-            OUTPUT_ROWS, "thresholded": max_batch,
-        }  # fmt: skip
-        sizes |= {rope: max_batch * rope.n_rot for rope in ropes}
-        sizes |= {value: max_batch * stride for value, stride in entering.items()}
-        sizes |= {("groups", n_head): 3 for n_head in heads}
-        self.buffer = device.allocate(sum(aligned(4 * size) for size in sizes.values()), "to_device")
+    def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
+        self._max_batch, self._n_pages, self._n_states = shape.max_batch, shape.n_pages, shape.n_states
+        sizes = shape.words
+        self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
         view, at = self.buffer.view(), 0
         self._pieces: dict[object, Piece] = {}
@@ -54,24 +92,34 @@ class StepInputs:
             self._pieces[key] = Piece(self.buffer, at, 4 * size)
             self._words[key] = view[at : at + 4 * size].view(np.uint32)
             at += aligned(4 * size)
-        self._ropes, self._strides, self._heads = tuple(ropes), dict(entering), tuple(heads)
+        self._ropes, self._strides, self._heads, self._tiles = (
+            shape.ropes, shape.entering, shape.heads, shape.tiles,
+        )  # fmt: skip
 
     def __getitem__(self, key: object) -> Piece:
         """The piece of a name, a rotation or a value."""
         return self._pieces[key]
 
-    def groups_of(self, n_head: int) -> tuple[_core.VulkanBuffer, int]:
-        """Where the workgroups of an attention with so many heads are."""
-        return self.buffer, self._pieces["groups", n_head].offset
+    def groups_of(self, kind: str, number: int) -> tuple[_core.VulkanBuffer, int]:
+        """Where the workgroups are: of "heads", an attention with so many, or of "tiles" of states."""
+        return self.buffer, self._pieces[kind, number].offset
 
     def fill(self, batch: Batch, slots: np.ndarray, rows: Mapping[Value, np.ndarray]) -> None:
-        """Takes over a batch that was checked; slots: base.cache_slots. No program may be running."""
+        """Takes over a batch that was checked; slots: base.cache_slots. No program may be running.
+
+        Raises InvalidRequestError for states that break the contract of Batch.
+        """
         n = len(batch.tokens)
         # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
         used, own = np.unique(batch.sequences, return_inverse=True)
         width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._n_pages)
-        positions = self._words["positions"].reshape(2, -1)
-        positions[0, :n], positions[1, :n] = batch.positions, own.reshape(-1)
+        first = np.flatnonzero(np.append(True, batch.sequences[1:] != batch.sequences[:-1]))
+        lengths = np.diff(np.append(first, n))
+        if self._n_states:
+            self._fill_states(batch, first, lengths)
+        positions = self._words["positions"].reshape(3, -1)
+        last = batch.positions[first + lengths - 1]
+        positions[:, :n] = batch.positions, own.reshape(-1), np.repeat(last, lengths)
         self._words["slots"][:n] = slots
         self._words["tables"].reshape(-1, self._n_pages)[: len(used), :width] = batch.page_tables[
             used, :width
@@ -86,8 +134,24 @@ class StepInputs:
             self._words[value].view(np.float32).reshape(-1, stride)[:n, : value.width] = values
         n_splits = int(batch.positions.max()) // SPLIT + 1
         for n_head in self._heads:
-            self._words["groups", n_head][:3] = n_head, n, n_splits
+            self._words["heads", n_head][:3] = n_head, n, n_splits
+
+    def _fill_states(self, batch: Batch, first: np.ndarray, lengths: np.ndarray) -> None:
+        """first, lengths: of the sequences of a batch, their first tokens and how many they have."""
+        states, saves = check_states(batch, self._n_states)
+        n = len(batch.tokens)
+        words = self._words["states"].reshape(4, -1)
+        words[0, :n], words[3, : len(first)] = np.repeat(first, lengths), first
+        words[1, :n], words[2, :n] = states[batch.sequences].view(np.uint32), saves.view(np.uint32)
+        for n_tiles in self._tiles:
+            self._words["tiles", n_tiles][:3] = n_tiles, len(first), 1
 
     def choose(self, outputs: np.ndarray) -> None:
         """Takes over some of the rows whose logits are wanted."""
         self._words["outputs"][: len(outputs)] = outputs
+
+
+def tiles_of(op: Recurrent) -> int:
+    """Workgroups of a scan for one sequence (csrc/vulkan/shaders/scan.comp)."""
+    n_head, *_, width = (1, *op.state_shape)[-3:]
+    return n_head * -(-width // _COLUMNS)

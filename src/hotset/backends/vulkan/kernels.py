@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 import numpy as np
 
 from hotset import _core
+from hotset.model.operations import Value
 
 _LANES = 64  # of a workgroup that takes values one by one
 
@@ -23,18 +24,23 @@ class _Shape:
 
 
 KERNELS = {
-    "attention": _Shape(10, "8I2f"),
-    "combine": _Shape(4, "4I"),
+    "attention": _Shape(10, "9I2f"),
+    "combine": _Shape(4, "6I"),
+    "conv": _Shape(6, "5I"),
     "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(3, "5I"),
-    "linear_few": _Shape(7, "12I"),
-    "linear_many": _Shape(7, "12I"),
+    "head_dot": _Shape(5, "6I"),
+    "heads": _Shape(3, "8I"),
+    "linear_few": _Shape(7, "13If"),
+    "linear_many": _Shape(7, "13If"),
     "norm": _Shape(4, "4If"),
     "rotate": _Shape(3, "7I"),
-    "route": _Shape(3, "8If"),
+    "route": _Shape(4, "8If"),
+    "scan": _Shape(9, "16I"),
     "select": _Shape(3, "3I"),
     "store": _Shape(4, "5I"),
-    "transposed": _Shape(6, "6I"),
+    "streams": _Shape(4, "9If"),
+    "transposed": _Shape(7, "9I"),
 }
 
 
@@ -95,6 +101,14 @@ class Recorder:
         self.n_dispatches += 1
 
 
+Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
+
+
 def by_values(width: int, n: int) -> tuple[int, int, int]:
     """Workgroups of kernels that take values one by one, of n rows."""
     return -(-width // _LANES), n, 1
+
+
+def stride_of(value: Value) -> int:
+    """Floats from one row of a value to the next: products read four at a time."""
+    return -(-value.width // 4) * 4

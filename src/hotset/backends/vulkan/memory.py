@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hotset import _core
 
 ALIGNMENT = 256  # of pieces: the most that Vulkan lets a device ask of a storage buffer's offset
-_BLOCK = 32 << 20  # bytes of a buffer that pieces share
+BLOCK = 2 << 20  # bytes of a buffer that pieces share
+OWN_FROM = 512 << 10  # bytes of a piece from which on it has a buffer of its own
+PAGE = 64 << 10  # bytes that a driver rounds a buffer up to, at most
 
 
 def aligned(n: int) -> int:
@@ -47,15 +49,26 @@ class Arena:
     def piece(self, size: int) -> Piece:
         """Whatever was there is in it. Raises OutOfMemoryError."""
         taken = aligned(size)
-        if taken >= _BLOCK // 2:
+        if taken >= OWN_FROM:
             return Piece(self._new(taken), 0, size)
         buffer, used = self._open or (None, 0)
         if buffer is None or used + taken > buffer.size:
-            buffer, used = self._new(_BLOCK), 0
+            buffer, used = self._new(BLOCK), 0
         self._open = buffer, used + taken
         return Piece(buffer, used, size)
 
     def _new(self, size: int) -> _core.VulkanBuffer:
         buffer = self._device.allocate(size, "device")
-        self.nbytes += size
+        self.nbytes += buffer.reserved
         return buffer
+
+
+def planned_bytes(size: int) -> int:
+    """What a piece takes of the device at most, beside SPARE of each arena: no block is left with more room
+    than a piece that shares one."""
+    if size >= OWN_FROM:
+        return -(-aligned(size) // PAGE) * PAGE
+    return aligned(size) * BLOCK // (BLOCK - OWN_FROM)
+
+
+SPARE = BLOCK + PAGE  # of an arena: the room of its last block

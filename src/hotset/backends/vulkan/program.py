@@ -7,31 +7,41 @@ tensor type or a setting without a kernel is refused by name: nothing is compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
-from hotset.backends.vulkan.kernels import Kernels, Recorder, by_values
+from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
-from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
+from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights, MatrixPart
 from hotset.errors import UnsupportedModelError
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     Activate,
     Add,
+    AddStreams,
     Attention,
+    ChannelScan,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
+    GaussianTopK,
+    HeadDot,
+    Heads,
     LayerNorm,
     Linear,
+    LowRank,
     Mask,
+    MatchMagnitude,
     Multiply,
     Op,
     Primitive,
@@ -40,17 +50,23 @@ from hotset.model.operations import (
     Route,
     Scale,
     Scoring,
+    SelectiveScan,
     SelectOutputs,
+    ShortConv,
     SoftCap,
     Threshold,
+    TransposedHeads,
     TransposedLinear,
     UnitNorm,
     Value,
+    Wkv,
 )
 
 COMPUTED = (
     Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
     Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
+    Heads, TransposedHeads, ShortConv, DeltaNet, SelectiveScan, ChannelScan, Wkv, HeadDot, GaussianTopK,
+    AddStreams, MatchMagnitude, LowRank,
 )  # fmt: skip
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
@@ -60,19 +76,16 @@ KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # of 16 by
 ACTIVATIONS = {
     "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
     "clamped_plus_one": 7, "exp": 8, "gelu": 9, "xielu": 10,
+    "softplus": 11,
 }  # fmt: skip
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
-_BIAS, _RESIDUAL, _FIRING = 1, 2, 4
+_ADAPTED = 10
+_RMS, _LAYER, _TOP_K, _MATCH = range(4)  # csrc/vulkan/shaders/norm.comp
+_ALL = 0xFFFFFFFF  # positions that a token sees
+_BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
 _CUT_FROM = 64  # tokens of a step from which on each layer is a submission of its own
-
-Record = Callable[[Recorder, int], None]  # the dispatches of an operation, for so many rows
-
-
-def stride_of(value: Value) -> int:
-    """Floats from one row of a value to the next: products read four at a time."""
-    return -(-value.width // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -87,49 +100,55 @@ class CacheOfLayer:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What the programs of a stage compute with. cache: of each layer that has its own."""
+    """What the programs of a stage compute with. cache: of each layer that has its own; states: slots, by the
+    id of the value of an operation with a state."""
 
     weights: DeviceWeights
     kernels: Kernels
     inputs: StepInputs
     cache: Mapping[int, CacheOfLayer]
+    states: Mapping[int, Piece]
     kv_type: KVType
     max_batch: int
     n_pages: int
 
 
+_Wanted = Value | Mask | None
+
+
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
-    firing: where it is 0 the row of a product is not wanted, since that is multiplied with it.
+    wanted: which rows of a product are: where an activation that multiplies it is not 0, or what a mask says.
     """
 
     op: Primitive
     out: Value
     other: Value | None = None
-    firing: Value | None = None
+    wanted: _Wanted = None
 
 
 class Lowered:
     """The dispatches of a graph with a set of taps.
 
     body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time. logits: where the host reads
-    them, float32 [OUTPUT_ROWS, stride]. Raises UnsupportedModelError for what no kernel computes.
+    them, float32 [OUTPUT_ROWS, stride]. adapters: of a graph with what they add. Raises UnsupportedModelError
+    for what no kernel computes.
     """
 
-    def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
-        self.graph, self._weights, self._kernels, self._inputs = (
+    def __init__(
+        self, graph: Graph, taps: frozenset[str], parts: StageParts, adapters: DeviceAdapters | None = None
+    ) -> None:
+        self.graph, self.weights, self._kernels, self.inputs = (
             graph,
             parts.weights,
             parts.kernels,
             parts.inputs,
         )
-        self._cache, self._kv_type = parts.cache, parts.kv_type
-        self._max_batch, self._n_pages = parts.max_batch, parts.n_pages
-        steps = list(_fused(graph, taps))
-        first_of_tail = next(
-            (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs)), len(steps)
-        )
+        self._adapters = adapters
+        self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
+        self.max_batch, self._n_pages = parts.max_batch, parts.n_pages
+        steps, first_of_tail = steps_of(graph, taps)
         self._of_tail = {step.out.id for step in steps[first_of_tail:]}
         self.tapped = [value for value in graph.values if value.name in taps]
         self._pieces: dict[int, Piece] = {}
@@ -164,90 +183,79 @@ class Lowered:
         data = np.frombuffer(self._piece(value).read(4 * n * stride), np.float32)
         return data.reshape(n, stride)[:, : value.width].copy()
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it computes what adapters add."""
+        return self._adapters is not None
+
     def is_of_tail(self, value: Value) -> bool:
         """Whether it has rows for outputs alone."""
         return value.id in self._of_tail
 
     # ---- memory of values ----
 
-    def _allocate(self, steps: list[_Step], first_of_tail: int, kept: set[int]) -> None:
+    def _allocate(self, steps: list[Step], first_of_tail: int, kept: set[int]) -> None:
         """A place for each value while it is read, in one buffer; values alive at the same time lie apart."""
-        last: dict[int, int] = {}
-        for i, step in enumerate(steps):
-            for value in (*_read(step), step.out):
-                last[value.id] = i
-        for id in last:
-            if id in kept or (id not in self._of_tail and last[id] >= first_of_tail):
-                last[id] = len(steps)  # the tail runs once for each of its parts
+        places, size = places_of(steps, first_of_tail, kept, self.graph.result, self.max_batch)
         result = self.graph.result
-        alive: list[tuple[int, int, int]] = []  # begin, end, id
-        places: dict[int, tuple[int, int]] = {}
-        size = 0
-        for i, step in enumerate(steps):
-            alive = [one for one in alive if last[one[2]] >= i]
-            if step.out == result or isinstance(step.op, Embed):
-                continue
-            n_rows = OUTPUT_ROWS if step.out.id in self._of_tail else self._max_batch
-            n_bytes = aligned(4 * n_rows * stride_of(step.out))
-            at = 0
-            for begin, end, _ in sorted(alive):
-                if at + n_bytes <= begin:
-                    break
-                at = max(at, end)
-            alive.append((at, at + n_bytes, step.out.id))
-            places[step.out.id] = at, n_bytes
-            size = max(size, at + n_bytes)
         workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
         self._pieces = {id: Piece(workspace, *place) for id, place in places.items()}
-        n_rows = OUTPUT_ROWS if result.id in self._of_tail else self._max_batch
+        n_rows = OUTPUT_ROWS if result.id in self._of_tail else self.max_batch
         n_logits = 4 * n_rows * stride_of(result)
         logits = self._kernels.device.allocate(n_logits, "from_device")
         self._pieces[result.id] = Piece(logits, 0, n_logits)
-        self._parts, self._expert_parts = self._parts_of_attention(steps), self._parts_of_experts(steps)
-        parts = [one.buffer for one in (self._parts, self._expert_parts) if one is not None]
+        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
+        n_bytes = max(of_operations, *(self._bytes_of_low_rank(step.op) for step in steps))
+        device = self._kernels.device
+        self._parts = Piece(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
+        self.scratch = Piece(device.allocate(n_bytes, "device"), 0, n_bytes)
+        parts = [one.buffer for one in (self._parts, self.scratch) if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
-
-    def _parts_of_attention(self, steps: list[_Step]) -> Piece | None:
-        """What splits leave, of the largest attention with few tokens; None where a context is one split."""
-        ops = [step.op for step in steps if isinstance(step.op, Attention)]
-        largest = max((op.n_head * (op.head_dim_v + 2) for op in ops), default=0)
-        if self._n_splits == 1 or not largest:
-            return None
-        n_bytes = 4 * min(FEW, self._max_batch) * largest * self._n_splits
-        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
-
-    def _parts_of_experts(self, steps: list[_Step]) -> Piece | None:
-        """What the experts of each token yield, before it is summed; None without experts."""
-        widths = [step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum)]
-        if not widths:
-            return None
-        n_bytes = 4 * self._max_batch * max(widths)
-        return Piece(self._kernels.device.allocate(n_bytes, "device"), 0, n_bytes)
 
     @property
     def _n_splits(self) -> int:
         """Of the longest context."""
-        return -(-self._n_pages * PAGE_SIZE // SPLIT)
+        return n_splits(self._n_pages)
 
     def _piece(self, value: Value) -> Piece:
-        return self._pieces[value.id] if value.id in self._pieces else self._inputs[value]
+        return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
 
-    def _in(self, value: Value, n: int) -> _core.VulkanBinding:
+    def read(self, value: Value, n: int) -> _core.VulkanBinding:
+        """n rows of a value, for a dispatch that reads them."""
         return self._piece(value).bound(4 * n * stride_of(value))
 
-    def _out(self, value: Value, n: int) -> _core.VulkanBinding:
+    def written(self, value: Value, n: int) -> _core.VulkanBinding:
+        """The same for one that writes them."""
         return self._piece(value).bound(4 * n * stride_of(value), written=True)
 
     # ---- operations ----
 
-    def _lower(self, step: _Step) -> Record:  # noqa: C901 - a case for each operation
+    def _lower(self, step: Step) -> Record:  # noqa: C901 - a case for each operation
+        if (what := missing_kernel(step.op)) is not None:
+            raise _refused(step.op, what)
         match step.op:
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
+            case GaussianTopK():
+                return self._moments(step.op.x, step.out, None, _TOP_K, step.op.multiplier)
+            case MatchMagnitude():
+                return self._moments(step.op.x, step.out, step.op.like, _MATCH, step.op.least)
             case Linear():
                 return self._linear(step)
             case TransposedLinear():
-                return self._transposed(step.op, step.out, step.other)
+                return self._transposed(step)
+            case TransposedHeads():
+                return self._transposed(step)
+            case Heads():
+                return self._heads(step.op)
+            case HeadDot():
+                return self._head_dot(step.op)
+            case AddStreams():
+                return self._add_streams(step.op)
+            case ShortConv():
+                return short_conv(self, step.op)
+            case DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+                return scan(self, step.op)
             case ExpertLinear():
                 return self._expert_linear(step.op)
             case ExpertSum():
@@ -258,6 +266,8 @@ class Lowered:
                 return self._rotate(step.op)
             case Attention():
                 return self._attention(step.op)
+            case LowRank():
+                return self._low_rank(step.op)
             case SelectOutputs():
                 return self._select(step.op)
             case Activate():
@@ -274,7 +284,7 @@ class Lowered:
                     op.out, op.x, op.scores, _MASK, numbers=(op.threshold,), first_neuron=op.first
                 )
             case Threshold():
-                flags = self._inputs["thresholded"].bound()
+                flags = self.inputs["thresholded"].bound()
                 return self._elementwise(step.out, step.op.x, flags, _THRESHOLD, numbers=(step.op.threshold,))
             case Scale():
                 return self._scale(step.op)
@@ -282,68 +292,195 @@ class Lowered:
                 raise _refused(step.op, type(step.op).__name__)
 
     def _norm(self, op: RMSNorm | UnitNorm | LayerNorm) -> Record:
-        weight = None if isinstance(op, UnitNorm) or op.weight is None else self._weights.vector(op.weight)
-        bias = self._weights.vector(op.bias) if isinstance(op, LayerNorm) and op.bias is not None else None
+        weight = None if isinstance(op, UnitNorm) or op.weight is None else self.weights.vector(op.weight)
+        bias = self.weights.vector(op.bias) if isinstance(op, LayerNorm) and op.bias is not None else None
         width = op.x.width // op.n_head
-        constants = [isinstance(op, LayerNorm), weight is not None, bias is not None]
+        kind = _LAYER if isinstance(op, LayerNorm) else _RMS
+        constants = [kind, weight is not None, bias is not None]
         stride = width if weight is not None and weight.size == 4 * op.x.width else 0
         push = (width, stride_of(op.x), stride_of(op.out), stride, op.eps)
 
         def record(to: Recorder, n: int) -> None:
-            x = self._in(op.x, n)
-            bindings = [x, weight.bound() if weight else x, bias.bound() if bias else x, self._out(op.out, n)]
+            x = self.read(op.x, n)
+            vectors = [vector.bound() if vector else x for vector in (weight, bias)]
+            bindings = [x, *vectors, self.written(op.out, n)]
             to.add("norm", constants, bindings, push, (op.n_head, n, 1))
 
         return record
 
-    def _linear(self, step: _Step) -> Record:
-        op, out, residual, firing = step.op, step.out, step.other, step.firing
-        assert isinstance(op, Linear)
-        matrix = self._weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
-        bias = None if op.bias is None else self._weights.vector(op.bias)
-        flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0) | (_FIRING if firing else 0)
-        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
+    def _moments(self, x: Value, out: Value, like: Value | None, kind: int, number: float) -> Record:
+        """like: what has the width of a part and says how large it becomes."""
+        width = x.width if like is None else like.width
+        push = width, stride_of(x), stride_of(out), 0 if like is None else stride_of(like), number
 
         def record(to: Recorder, n: int) -> None:
-            x = self._in(op.x, n)
-            for part in matrix.parts:
-                codes = part.codes.bound()
-                bindings = [
-                    codes, part.more.bound() if part.more else codes, x, self._out(out, n),
-                    bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
-                    self._in(firing, n) if firing else codes,
-                ]  # fmt: skip
-                firsts = op.first_row + part.first, part.first
-                push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts
-                tiles = -(-part.n_rows // _TILE)
-                if n <= FEW:
-                    tokens = 1 if n == 1 else _TOKENS_OF_FEW
-                    groups = tiles, -(-n // tokens), 1
-                    to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
-                else:
-                    groups = tiles, -(-n // _TILE), 1
-                    to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+            read = self.read(x, n)
+            bindings = [read, read if like is None else self.read(like, n), read, self.written(out, n)]
+            to.add("norm", [kind, 0, 0], bindings, push, (x.width // width, n, 1))
 
         return record
 
-    def _transposed(self, op: TransposedLinear, out: Value, residual: Value | None) -> Record:
-        if op.scales is not None:
-            raise _refused(op, "down projections in planes (take --sparsity dense)")
-        matrix = self._weights.rows(op.weight, op.out.width, 0, op.x.width)
-        if len(matrix.parts) > 1:
-            raise _refused(op, "a down projection by neurons that is more than the device binds at a time")
-        part, bias = matrix.parts[0], None if op.bias is None else self._weights.vector(op.bias)
+    def _heads(self, op: Heads) -> Record:
+        common = op.x if op.shared is None else op.shared
+        push = (
+            op.out.width, stride_of(op.x), stride_of(common), stride_of(op.out), op.x.width // op.n_head,
+            op.first, op.count, op.out.width // op.n_head,
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            bindings = [self.read(op.x, n), self.read(common, n), self.written(op.out, n)]
+            to.add("heads", [], bindings, push, by_values(op.out.width, n))
+
+        return record
+
+    def _head_dot(self, op: HeadDot) -> Record:
+        weight = self.weights.vector(op.weight)
+        dims = op.a.width // op.n_head, op.x.width // op.n_head
+        push = *dims, *(stride_of(value) for value in (op.x, op.a, op.b, op.out))
+
+        def record(to: Recorder, n: int) -> None:
+            read = [self.read(value, n) for value in (op.x, op.a, op.b)]
+            to.add("head_dot", [], [*read, weight.bound(), self.written(op.out, n)], push, (op.n_head, n, 1))
+
+        return record
+
+    def _add_streams(self, op: AddStreams) -> Record:
+        weights, width = op.weights or op.x, op.x.width // op.n_streams
+        push = (
+            op.out.width, *(stride_of(value) for value in (op.x, op.y, weights, op.out)), width,
+            op.y.width // width, op.first, op.weights is not None, op.plus,
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            read = [self.read(value, n) for value in (op.x, op.y, weights)]
+            to.add("streams", [], [*read, self.written(op.out, n)], push, by_values(op.out.width, n))
+
+        return record
+
+    def _linear(self, step: Step) -> Record:
+        op, out, residual, wanted = step.op, step.out, step.other, step.wanted
+        assert isinstance(op, Linear)
+        matrix = self.weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
+        bias = None if op.bias is None else self.weights.vector(op.bias)
+        mask = wanted if isinstance(wanted, Mask) else None
+        firing = _value_of(wanted)
+        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
+
+        def record(to: Recorder, n: int) -> None:
+            rows = [self.read(value, n) if value else None for value in (op.x, residual, firing)]
+            ends = [rows[0], self.written(out, n), bias.bound() if bias else None, *rows[1:]]
+            self._product(to, n, matrix, ends, strides, op.first_row, mask)
+
+        return record
+
+    def _product(
+        self,
+        to: Recorder,
+        n: int,
+        matrix: DeviceMatrix,
+        ends: Sequence[_core.VulkanBinding | None],
+        strides: Sequence[int],
+        first_row: int = 0,
+        mask: Mask | None = None,
+    ) -> None:
+        """n rows times a matrix. ends: x, out, and what may be None: bias, residual, and which rows are
+        wanted, as scores where a mask is given. strides: of these but for the bias."""
+        x, out, *others = ends
+        of_wanted = _FIRING if mask is None else _CHOSEN
+        flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
+        scores = (0, 0.0) if mask is None else (mask.first, mask.threshold)
+        for part in matrix.parts:
+            codes = part.codes.bound()
+            assert x is not None
+            assert out is not None
+            bindings = [codes, part.more.bound() if part.more else codes, x, out]
+            bindings += [codes if end is None else end for end in others]
+            firsts = first_row + part.first, part.first
+            push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
+            tiles = -(-part.n_rows // _TILE)
+            if n <= FEW:
+                tokens = 1 if n == 1 else _TOKENS_OF_FEW
+                groups = tiles, -(-n // tokens), 1
+                to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
+            else:
+                groups = tiles, -(-n // _TILE), 1
+                to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+
+    def _low_rank(self, op: LowRank) -> Record:
+        """One adapter after the other: x times a, times the scale of each token, times b, beside what was."""
+        adapters = self._adapters
+        assert adapters is not None
+        pairs, of_tail = adapters.pairs_of(op), self.is_of_tail(op.out)
+        size = self._bytes_of_low_rank(op) // 2
+        reduced, scaled = self.scratch.part(0, size), self.scratch.part(size, size)
+        in_stride, y_stride, out_stride = (stride_of(value) for value in (op.x, op.y, op.out))
+
+        def record(to: Recorder, n: int) -> None:
+            before, before_stride = self.read(op.y, n), y_stride
+            for column, factor, a, b in pairs:
+                rank, stride = a.n_rows, -(-a.n_rows // 4) * 4
+                n_bytes = 4 * n * stride
+                ends = [self.read(op.x, n), reduced.bound(n_bytes, written=True), None, None, None]
+                self._product(to, n, a, ends, (in_stride, stride, 0, 0))
+                scales = adapters.scales(column, of_tail=of_tail).bound(4 * n)
+                push = rank, stride, 1, stride, 1, 0, factor, 0.0, 0.0, 0.0
+                bindings = [reduced.bound(n_bytes), scales, scaled.bound(n_bytes, written=True)]
+                to.add("elementwise", [_ADAPTED, 0], bindings, push, by_values(rank, n))
+                ends = [scaled.bound(n_bytes), self.written(op.out, n), None, before, None]
+                self._product(to, n, b, ends, (stride, out_stride, before_stride, 0))
+                before, before_stride = self.read(op.out, n), out_stride
+
+        return record
+
+    def _bytes_of_low_rank(self, op: Primitive) -> int:
+        """Of memory for x times a, and that times the scales."""
+        if not isinstance(op, LowRank) or self._adapters is None:
+            return 0
+        n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
+        return 2 * aligned(4 * n_rows * (self._adapters.rank(op) + 3))
+
+    def _transposed(self, step: Step) -> Record:
+        op, out, residual = step.op, step.out, step.other
+        assert isinstance(op, TransposedLinear | TransposedHeads)
+        n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
+        width = out.width // n_head
+        if isinstance(op, TransposedLinear) and op.scales is not None:
+            matrix = self.weights.planes(op.weight, op.scales, width)
+        else:
+            matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
+        part, bias = _only(op, matrix), None if bias_name is None else self.weights.vector(bias_name)
         flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
-        push = op.x.width, op.out.width, flags, *strides
+        push = op.x.width, width, flags, *strides, op.x.width, 0, 0
 
         def record(to: Recorder, n: int) -> None:
             codes = part.codes.bound()
             bindings = [
-                codes, part.more.bound() if part.more else codes, self._in(op.x, n), self._out(out, n),
-                bias.bound() if bias else codes, self._in(residual, n) if residual else codes,
+                codes, part.more.bound() if part.more else codes, self.read(op.x, n), self.written(out, n),
+                bias.bound() if bias else codes, self.read(residual, n) if residual else codes, codes,
             ]  # fmt: skip
-            to.add("transposed", [matrix.type], bindings, push, (-(-op.out.width // _TILE), n, 1))
+            to.add("transposed", [matrix.type, 0], bindings, push, (-(-width // _TILE), n, n_head))
+
+        return record
+
+    def _transposed_experts(self, op: ExpertSum, to_parts: Piece) -> Record:
+        """Products of each token's neurons with the rows of its experts, of each by itself."""
+        n_rows, width = op.x.width // op.n_used, op.out.width
+        matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
+        part, bias = _only(op, matrix), None if op.bias is None else self.weights.vector(op.bias)
+        push = (
+            n_rows, width, _BIAS if bias else 0, stride_of(op.x), op.n_used * width, 0,
+            -(-n_rows // _TILE) * _TILE, n_rows, stride_of(op.route),
+        )  # fmt: skip
+
+        def record(to: Recorder, n: int) -> None:
+            codes = part.codes.bound()
+            bindings = [
+                codes, part.more.bound() if part.more else codes, self.read(op.x, n),
+                to_parts.bound(4 * n * op.n_used * width, written=True), bias.bound() if bias else codes,
+                codes, self.read(op.route, n),
+            ]  # fmt: skip
+            to.add("transposed", [matrix.type, 1], bindings, push, (-(-width // _TILE), n, op.n_used))
 
         return record
 
@@ -351,16 +488,16 @@ class Lowered:
         return self._of_experts(op, op.of_parts, op.first_row, op.n_rows, None)
 
     def _expert_sum(self, op: ExpertSum) -> Record:
+        parts, width = self.scratch, op.n_used * op.out.width
         if op.neuron_major:
-            raise _refused(op, "experts whose down projection has a row per neuron")
-        parts, width = self._expert_parts, op.n_used * op.out.width
-        assert parts is not None
-        multiplied = self._of_experts(op, True, 0, op.out.width, parts)
+            multiplied = self._transposed_experts(op, parts)
+        else:
+            multiplied = self._of_experts(op, True, 0, op.out.width, parts)
         push = op.out.width, op.n_used, width, stride_of(op.route), stride_of(op.out)
 
         def record(to: Recorder, n: int) -> None:
             multiplied(to, n)
-            bindings = [parts.bound(4 * n * width), self._in(op.route, n), self._out(op.out, n)]
+            bindings = [parts.bound(4 * n * width), self.read(op.route, n), self.written(op.out, n)]
             to.add("expert_sum", [], bindings, push, by_values(op.out.width, n))
 
         return record
@@ -376,26 +513,24 @@ class Lowered:
         """Products of each token with the matrices of its experts. to_parts: where they go, instead of
         op.out."""
         n_cols = op.x.width // op.n_used if of_parts else op.x.width
-        if n_cols % 4 and of_parts:
-            raise _refused(op, f"experts of {n_cols} neurons, which is no multiple of 4")
-        matrix = self._weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
-        bias = None if op.bias is None else self._weights.vector(op.bias)
+        matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
+        bias = None if op.bias is None else self.weights.vector(op.bias)
         bias_rows = 0 if bias is None else bias.size // 4 // op.n_expert
         width = op.n_used * n_rows
         stride = stride_of(op.out) if to_parts is None else width
         strides = stride_of(op.x), stride, n_rows, stride_of(op.route)
 
         def record(to: Recorder, n: int) -> None:
-            out = self._out(op.out, n) if to_parts is None else to_parts.bound(4 * n * width, written=True)
+            out = self.written(op.out, n) if to_parts is None else to_parts.bound(4 * n * width, written=True)
             for part in matrix.parts:
                 codes = part.codes.bound()
                 bindings = [
-                    codes, part.more.bound() if part.more else codes, self._in(op.x, n), out,
-                    bias.bound() if bias else codes, codes, self._in(op.route, n),
+                    codes, part.more.bound() if part.more else codes, self.read(op.x, n), out,
+                    bias.bound() if bias else codes, codes, self.read(op.route, n),
                 ]  # fmt: skip
                 push = (
                     n, part.n_rows, n_cols, _BIAS if bias else 0, *strides, op.n_used, bias_rows,
-                    first_row + part.first, part.first,
+                    first_row + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
                 groups = -(-part.n_rows // _TILE), n * op.n_used, 1
                 to.add("linear_few", [matrix.type, 1, 2 if of_parts else 1], bindings, push, groups)
@@ -404,19 +539,18 @@ class Lowered:
 
     def _route(self, op: Route) -> Record:
         n_expert = op.x.width
-        if n_expert > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
-            most = f"{_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
-            raise _refused(op, f"routes of more than {most}")
-        bias = None if op.bias is None else self._weights.vector(op.bias)
-        flags = _SCORINGS[op.scoring] | (4 if op.normalised else 0) | (8 if bias else 0)
+        bias = None if op.bias is None else self.weights.vector(op.bias)
+        scales = None if op.scales is None else self.weights.vector(op.scales)
+        flags = _SCORINGS[op.scoring] | 4 * op.normalised | (8 if bias else 0) | (16 if scales else 0)
         push = (
             n_expert, stride_of(op.x), stride_of(op.out), op.n_used, flags, op.n_groups, op.n_groups_used,
             op.group_best, op.scale,
         )  # fmt: skip
 
         def record(to: Recorder, n: int) -> None:
-            x = self._in(op.x, n)
-            to.add("route", [], [x, bias.bound() if bias else x, self._out(op.out, n)], push, (n, 1, 1))
+            x = self.read(op.x, n)
+            vectors = [vector.bound() if vector else x for vector in (bias, scales)]
+            to.add("route", [], [x, *vectors, self.written(op.out, n)], push, (n, 1, 1))
 
         return record
 
@@ -428,26 +562,26 @@ class Lowered:
         )  # fmt: skip
 
         def record(to: Recorder, n: int) -> None:
-            angles = self._inputs[rope].bound(4 * n * rope.n_rot)
-            bindings = [self._in(op.x, n), angles, self._out(op.out, n)]
+            angles = self.inputs[rope].bound(4 * n * rope.n_rot)
+            bindings = [self.read(op.x, n), angles, self.written(op.out, n)]
             to.add("rotate", [], bindings, push, by_values(op.x.width, n))
 
         return record
 
     def _attention(self, op: Attention) -> Record:
-        if not op.causal:
-            raise _refused(op, "encoders")
-        if op.first_seen:
-            raise _refused(op, "layers for multi-token prediction")
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
-        sinks = None if op.sinks is None else self._weights.vector(op.sinks)
-        slopes = None if op.slopes is None else self._weights.numbers(np.array(op.slopes))
+        sinks = None if op.sinks is None else self.weights.vector(op.sinks)
+        slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
         names = "positions", "tables"
-        positions, tables = (self._inputs[name].bound() for name in names)
+        positions, tables = (self.inputs[name].bound() for name in names)
+        if op.causal:
+            visible = op.window - 1 if op.window else _ALL, 0
+        else:
+            visible = (op.window // 2,) * 2 if op.window else (_ALL, _ALL)
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         push = (
-            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self._max_batch,
-            op.window, self._n_splits, op.scale, op.softcap,
+            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self.max_batch,
+            *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
         stored = (
             (op.k, op.head_dim, cache.keys, cache.key_scales),
@@ -457,30 +591,30 @@ class Lowered:
         def record(to: Recorder, n: int) -> None:
             for i, (value, dim, rows, scales) in enumerate(stored if op.source is None else ()):
                 bindings = [
-                    self._in(value, n), self._inputs["slots"].bound(4 * n), rows.bound(written=True),
+                    self.read(value, n), self.inputs["slots"].bound(4 * n), rows.bound(written=True),
                     scales.bound(written=True),
                 ]  # fmt: skip
                 groups = by_values(n * op.n_head_kv * -(-dim // 32), 1)
                 to.add("store", [code], bindings, (n, stride_of(value), op.n_head_kv, dim, i), groups)
             read = [
-                self._in(op.q, n), cache.keys.bound(), cache.values.bound(), cache.key_scales.bound(),
+                self.read(op.q, n), cache.keys.bound(), cache.values.bound(), cache.key_scales.bound(),
                 cache.value_scales.bound(), positions, tables, sinks.bound() if sinks else positions,
             ]  # fmt: skip
             if self._parts is None or n > FEW:
-                bindings = [*read, self._out(op.out, n), slopes.bound() if slopes else positions]
+                bindings = [*read, self.written(op.out, n), slopes.bound() if slopes else positions]
                 groups = op.n_head, n, 1
                 to.add("attention", [*constants, 0, slopes is not None], bindings, push, groups)
                 return
             size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
             parts = self._parts.bound(size, written=True)
             bindings = [*read, parts, slopes.bound() if slopes else positions]
-            groups_of_step = self._inputs.groups_of(op.n_head)
+            groups_of_step = self.inputs.groups_of("heads", op.n_head)
             to.add_indirect("attention", [*constants, 1, slopes is not None], bindings, push, groups_of_step)
             bindings = [
-                self._parts.bound(size), positions, sinks.bound() if sinks else positions, self._out(op.out,
-                n),
+                self._parts.bound(size), positions, sinks.bound() if sinks else positions,
+                self.written(op.out, n),
             ]  # fmt: skip
-            joined = op.n_head, stride_of(op.out), op.window, self._n_splits
+            joined = op.n_head, stride_of(op.out), self.max_batch, *visible, self._n_splits
             to.add("combine", [op.head_dim_v, sinks is not None], bindings, joined, (op.n_head, n, 1))
 
         return record
@@ -490,17 +624,15 @@ class Lowered:
 
         def record(to: Recorder, n: int) -> None:
             bindings = [
-                self._in(op.x, self._max_batch), self._inputs["outputs"].bound(4 * n), self._out(op.out, n),
+                self.read(op.x, self.max_batch), self.inputs["outputs"].bound(4 * n), self.written(op.out, n),
             ]  # fmt: skip
             to.add("select", [], bindings, push, by_values(op.x.width, n))
 
         return record
 
-    def _activate(self, step: _Step) -> Record:
+    def _activate(self, step: Step) -> Record:
         op = step.op
         assert isinstance(op, Activate)
-        if op.kind not in ACTIVATIONS:
-            raise _refused(op, f"the activation {op.kind}")
         kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
         f = op.xielu
         numbers = (op.threshold, 0.0, 0.0, 0.0) if f is None else (f.eps, f.positive, f.negative, f.linear)
@@ -509,10 +641,10 @@ class Lowered:
     def _scale(self, op: Scale) -> Record:
         if op.weight is None:
             return self._elementwise(op.out, op.x, op.x, _SCALE, numbers=(op.factor,))
-        weight = self._weights.vector(op.weight)
+        weight = self.weights.vector(op.weight)
         if op.first_weight:  # a binding begins at a multiple of ALIGNMENT
-            numbers = np.frombuffer(weight.read(), np.float32)
-            weight = self._weights.numbers(numbers[op.first_weight : op.first_weight + op.x.width])
+            numbers = np.frombuffer(weight.read(), np.float32)[op.first_weight :][: op.x.width]
+            weight = self.weights.made((op.weight, op.first_weight, op.x.width), lambda: numbers)
         return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, numbers=(op.factor,))
 
     def _elementwise(
@@ -540,8 +672,8 @@ class Lowered:
         )
 
         def record(to: Recorder, n: int) -> None:
-            second = self._in(b, n) if isinstance(b, Value) else b
-            bindings = [self._in(a, n), second, self._out(out, n)]
+            second = self.read(b, n) if isinstance(b, Value) else b
+            bindings = [self.read(a, n), second, self.written(out, n)]
             to.add("elementwise", [kind, activation], bindings, push, by_values(out.width, n))
 
         assert of_values or kind in (_WEIGHTED, _THRESHOLD)
@@ -551,6 +683,85 @@ class Lowered:
 _KEPT = 64  # recordings
 
 
+def missing_kernel(op: Primitive) -> str | None:
+    """What of an operation no kernel computes, in words; None: all of it has one."""
+    match op:
+        case Activate() if op.kind not in ACTIVATIONS:
+            return f"the activation {op.kind}"
+        case Attention() if op.first_seen:
+            return "layers for multi-token prediction"
+        case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
+            return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
+        case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
+            return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
+    return None if isinstance(op, COMPUTED) else type(op).__name__
+
+
+def steps_of(graph: Graph, taps: frozenset[str] = frozenset()) -> tuple[list[Step], int]:
+    """What is computed one after the other, and where the tail begins, for the rows with logits."""
+    steps = list(_fused(graph, taps))
+    tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
+    return steps, next(tail, len(steps))
+
+
+def n_splits(n_pages: int) -> int:
+    """Running softmaxes of the longest context."""
+    return -(-n_pages * PAGE_SIZE // SPLIT)
+
+
+def places_of(
+    steps: list[Step], first_of_tail: int, kept: set[int], result: Value, max_batch: int
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """A place in one buffer, offset and bytes, for each value while it is read, and the bytes of that buffer;
+    values alive at the same time lie apart. kept: ids of values that stay. The result has its own buffer."""
+    of_tail = {step.out.id for step in steps[first_of_tail:]}
+    last: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        for value in (*_read(step), step.out):
+            last[value.id] = i
+    for id in last:
+        if id in kept or (id not in of_tail and last[id] >= first_of_tail):
+            last[id] = len(steps)  # the tail runs once for each of its parts
+    alive: list[tuple[int, int, int]] = []  # begin, end, id
+    places: dict[int, tuple[int, int]] = {}
+    size = 0
+    for i, step in enumerate(steps):
+        alive = [one for one in alive if last[one[2]] >= i]
+        if step.out == result or isinstance(step.op, Embed):
+            continue
+        n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
+        n_bytes = aligned(4 * n_rows * stride_of(step.out))
+        at = 0
+        for begin, end, _ in sorted(alive):
+            if at + n_bytes <= begin:
+                break
+            at = max(at, end)
+        alive.append((at, at + n_bytes, step.out.id))
+        places[step.out.id] = at, n_bytes
+        size = max(size, at + n_bytes)
+    return places, size
+
+
+def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, int]:
+    """Bytes of what the splits of the largest attention with few tokens leave, 0 where a context is one
+    split; and of what one operation computes on the way: what experts yield before it is summed, what a scan
+    reads."""
+    attention = [step.op for step in steps if isinstance(step.op, Attention)]
+    largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
+    splits = n_splits(n_pages)
+    of_splits = 4 * min(FEW, max_batch) * largest * splits if splits > 1 else 0
+    experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
+    of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
+    return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
+
+
+def _only(op: Primitive, matrix: DeviceMatrix) -> MatrixPart:
+    """All of a matrix by inputs, whose sums run over all rows."""
+    if len(matrix.parts) > 1:
+        raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
+    return matrix.parts[0]
+
+
 def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{op.out.name}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this "
@@ -558,36 +769,41 @@ def _refused(op: Primitive, what: str) -> UnsupportedModelError:
     )
 
 
-def _read(step: _Step) -> Iterator[Value]:
+def _read(step: Step) -> Iterator[Value]:
     yield from step.op.inputs
-    yield from (value for value in (step.other, step.firing) if value is not None)
+    yield from (value for value in (step.other, _value_of(step.wanted)) if value is not None)
 
 
-def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, Value | None]]:
+def _value_of(wanted: _Wanted) -> Value | None:
+    return wanted.scores if isinstance(wanted, Mask) else wanted
+
+
+def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
     """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
-    rows are wanted."""
+    rows are wanted, and the first product with what a predictor says."""
     if not isinstance(op, Ffn):
         yield op, None
         return
-    parts = list(op.primitives)
-    is_tapped = any(part.out.name in taps for part in parts)
-    fires = op.fires_exactly and op.top_k is None and op.up_act is None and op.product is not None
-    if fires and isinstance(op.up, Linear) and op.gate_threshold is None and not is_tapped:
+    parts, wanted = list(op.primitives), dict[int, _Wanted]()
+    is_whole = op.top_k is not None or bool(op.low_ranks) or any(part.out.name in taps for part in parts)
+    if not is_whole and op.route is None and op.mask is not None:
+        wanted[op.decides.out.id] = op.mask
+    fires = op.fires_exactly and op.up_act is None and op.product is not None
+    if fires and not is_whole and isinstance(op.up, Linear) and op.gate_threshold is None:
         parts.remove(op.up)
         parts.insert(parts.index(op.gate_act) + 1, op.up)
-        yield from ((part, op.fires if part is op.up else None) for part in parts)
-        return
-    yield from ((part, None) for part in parts)
+        wanted[op.up.out.id] = op.fires
+    yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
-def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
+def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ops = [one for op in graph.ops for one in _opened(op, taps)]
-    readers = Counter(value.id for op, firing in ops for value in (*op.inputs, firing) if value is not None)
+    readers = Counter(value.id for op, wanted in ops for value in (*op.inputs, _value_of(wanted)) if value)
     at = 0
     while at < len(ops):
-        op, firing = ops[at]
+        op, wanted = ops[at]
         behind = ops[at + 1][0] if at + 1 < len(ops) else None
         at += 1
         is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
@@ -597,7 +813,7 @@ def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[_Step]:
         if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
             if behind.a != behind.b and other.width == op.out.width:
-                yield _Step(op, behind.out, other, firing)
+                yield Step(op, behind.out, other, wanted)
                 at += 1
                 continue
-        yield _Step(op, op.out, None, firing)
+        yield Step(op, op.out, None, wanted)

@@ -9,37 +9,39 @@ from __future__ import annotations
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, cache_slots
+from hotset.backends.adapters import AdapterSet
+from hotset.backends.base import COUNTS, Batch, cache_slots
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
-from hotset.backends.vulkan.devices import VulkanInfo, validates
-from hotset.backends.vulkan.inputs import OUTPUT_ROWS, StepInputs
+from hotset.backends.vulkan import pipelines
+from hotset.backends.vulkan.adapters import DeviceAdapters
+from hotset.backends.vulkan.budget import cache_sizes, state_bytes
+from hotset.backends.vulkan.devices import VulkanInfo
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena
-from hotset.backends.vulkan.program import (
-    KV_CHANNELS,
-    KV_CODES,
-    CacheOfLayer,
-    Lowered,
-    StageParts,
-    stride_of,
-)
+from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, Rotate, Value
+from hotset.model.operations import PARTS, Attention, Embed, Value
 from hotset.offload.cache_stats import CacheStats
+from hotset.units import human_size
+
+_PLAIN = frozenset[str](), False  # the program without taps and adapters
 
 
 class VulkanStage:
     """The Stage protocol over graph.ops[first_op:last_op] on a Vulkan device.
 
     budget: bytes of the device's memory that it takes at most, loading and computing; None: what is there.
-    staged: the host copies to the device even where it could write its memory (of tests). nbytes: what the
-    stage holds, by kind: weights, kv, workspace. Raises DeviceError, OutOfMemoryError where the model does
-    not fit, and UnsupportedModelError for what no kernel computes.
+    n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
+    staged: the host copies to the device even where it could write its memory (of tests). opened: the device,
+    which other stages have too, and its budget with it. nbytes: what the stage holds, by kind: weights, kv
+    (with states), workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and
+    UnsupportedModelError for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -51,52 +53,52 @@ class VulkanStage:
         first_op: int = 0,
         last_op: int | None = None,
         n_pages: int,
+        n_states: int = 2,
         max_batch: int,
         kv_type: KVType = "f16",
         budget: int | None = None,
         staged: bool = False,
+        opened: _core.VulkanDevice | None = None,
     ) -> None:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer, self.n_pages, self.max_batch, self.kv_type = graph.n_layer, n_pages, max_batch, kv_type
-        if self.graph.recurrent:
-            raise UnsupportedModelError(
-                "models with recurrent layers have no Vulkan kernels yet; leave --device out, and the CPU "
-                "computes this one"
-            )
         if kv_type not in KV_CODES:
             raise UnsupportedModelError(
                 f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave --device out, and the "
                 "CPU computes"
             )
         self.name = device.name
-        self._source, self._info = weights, device
-        self._device = _core.VulkanDevice(device.index, validates(), staged)
-        if budget is not None:
-            self._device.limit(budget)
+        self.weights, self._info = weights, device
+        self._device = opened or pipelines.open_device(device, budget=budget, staged=staged)
         self._kernels = Kernels(self._device)
-        self._weights = DeviceWeights(weights, self._device)
+        self._matrices = DeviceWeights(weights, self._device)
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
-        entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
-        self._inputs = StepInputs(
-            self._device,
-            max_batch=max_batch,
-            n_pages=n_pages,
-            ropes=tuple(dict.fromkeys(op.rope for op in self.graph.ops if isinstance(op, Rotate))),
-            entering={value: stride_of(value) for value in entering},
-            heads=tuple(dict.fromkeys(op.n_head for op in attention)),
+        self.n_states = self._most_states(n_states) if graph.recurrent else 0
+        shape = InputShape.of(
+            self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
         )
-        self._cache = {op.layer: self._new_cache(op) for op in attention if op.source is None}
+        self._inputs = StepInputs(self._device, shape)
+        self._cache: dict[int, CacheOfLayer] = {}
+        for op in attention:
+            if op.source is None:
+                # An encoder needs keys and values while a layer is computed: its layers share them.
+                shared = None if op.causal else next(iter(self._cache.values()), None)
+                self._cache[op.layer] = shared or self._new_cache(op)
+        states = {op.out.id: self._kv.piece(self.n_states * state_bytes(op)) for op in self.graph.recurrent}
         self._parts = StageParts(
-            self._weights, self._kernels, self._inputs, self._cache, kv_type, max_batch, n_pages
+            self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
         )
-        self._lowered: dict[frozenset[str], Lowered] = {}
+        self._lowered: dict[tuple[frozenset[str], bool], Lowered] = {}  # by taps, and whether with adapters
+        self._adapters = AdapterSet(self.graph, weights.tensors)
+        self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
         self._closed = False
         self._program(frozenset())
+        pipelines.keep(device, self._device)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -115,9 +117,10 @@ class VulkanStage:
     def nbytes(self) -> dict[str, int]:
         """Bytes of the device's memory that the stage holds; workspace: values and inputs of the plain
         steps."""
-        values = self._lowered[frozenset()].nbytes if self._lowered else 0
+        values = self._lowered[_PLAIN].nbytes if self._lowered else 0
+        adapters = 0 if self._on_device is None else self._on_device.nbytes
         return {
-            "weights": self._weights.arena.nbytes,
+            "weights": self._matrices.arena.nbytes + adapters,
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes,
         }
@@ -125,8 +128,9 @@ class VulkanStage:
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run."""
         n = len(batch.tokens)
-        lowered = self._program(frozenset(batch.taps))
-        rows: dict[Value, np.ndarray] = {op.out: lookup(self._source, op, batch) for op in self._embeds}
+        scales = self._adapters.scales(batch)
+        lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
+        rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None:
@@ -142,9 +146,15 @@ class VulkanStage:
         )
         self._cancel.asked = False
         self._inputs.fill(batch, slots, rows)
+        if scales is not None and self._on_device is not None:
+            self._on_device.fill(scales[batch.sequences])
         result = self._run(lowered, batch)
-        self._source.check()
+        self.weights.check()
         return result
+
+    def rerun(self) -> None:
+        """Runs the step of one token as its numbers are, without logits: what measures a device."""
+        _core.vulkan_run([self._program(frozenset()).recorded("body", 1).program], self._cancel)
 
     def _run(self, lowered: Lowered, batch: Batch) -> np.ndarray:
         n, result = len(batch.tokens), self.graph.result
@@ -160,6 +170,8 @@ class VulkanStage:
             for at in range(0, len(batch.outputs), OUTPUT_ROWS):
                 chosen = batch.outputs[at : at + OUTPUT_ROWS]
                 self._inputs.choose(chosen)
+                if lowered.has_adapters and self._on_device is not None:
+                    self._on_device.choose(chosen)
                 _core.vulkan_run([*before, lowered.recorded("tail", len(chosen)).program], self._cancel)
                 logits[at : at + len(chosen)] = lowered.rows(result, len(chosen))
                 for value in taps:
@@ -171,10 +183,34 @@ class VulkanStage:
         embedded = {op.out: op for op in self._embeds}
         for value in lowered.tapped:
             if value in embedded:
-                self.tapped[value.name] = lookup(self._source, embedded[value], batch)
+                self.tapped[value.name] = lookup(self.weights, embedded[value], batch)
             elif not lowered.is_of_tail(value):
                 self.tapped[value.name] = lowered.rows(value, n)
         return logits
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """Those that sequences may have. Set between two steps, of the whole model's stage; where there is no
+        memory for them those before stay, and OutOfMemoryError is raised."""
+        return self._adapters
+
+    @adapters.setter
+    def adapters(self, adapters: AdapterSet) -> None:
+        before = self._adapters
+        try:
+            self._use(adapters)
+        except BaseException:
+            self._use(before)
+            raise
+
+    def _use(self, adapters: AdapterSet) -> None:
+        """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
+        for key in [key for key in self._lowered if key[1]]:
+            del self._lowered[key]
+        self._on_device, self._adapters = None, adapters
+        if adapters.adapters:
+            self._on_device = DeviceAdapters(self._device, self.weights, adapters, self.max_batch)
+            self._program(frozenset(), with_adapters=True)
 
     def counts(self) -> np.ndarray:
         """As Stage.counts: no neurons are counted."""
@@ -202,33 +238,55 @@ class VulkanStage:
 
     def close(self) -> None:
         """Frees the memory of the device; safe to call twice."""
+        if not self._closed:
+            pipelines.keep(self._info, self._device)
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
-        for name in ("_lowered", "_parts", "_cache", "_weights", "_kv", "_inputs", "_kernels", "_device"):
+        for name in (
+            "_lowered",
+            "_parts",
+            "_on_device",
+            "_cache",
+            "_matrices",
+            "_kv",
+            "_inputs",
+            "_kernels",
+            "_device",
+        ):
             self.__dict__.pop(name, None)
 
-    def _program(self, taps: frozenset[str]) -> Lowered:
+    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
         if self._closed:
             raise InvalidRequestError("the model has been closed; load it again")
-        if taps not in self._lowered:
-            while len(self._lowered) > 2:  # the plain program and the latest two with taps stay
-                self._lowered.pop(next(key for key in self._lowered if key))
-            self._lowered[taps] = Lowered(self.graph, taps, self._parts)
-        return self._lowered[taps]
+        key = taps, with_adapters
+        if key not in self._lowered:
+            with_taps = [known for known in self._lowered if known[0]]
+            while len(with_taps) > 1:  # the plain programs and the latest two with taps stay
+                self._lowered.pop(with_taps.pop(0))
+            graph, adapters = self.graph, None
+            if with_adapters:
+                graph, adapters = self._adapters.graph, self._on_device
+            self._lowered[key] = Lowered(graph, taps, self._parts, adapters)
+        return self._lowered[key]
+
+    def _most_states(self, n_states: int) -> int:
+        """At most n_states: as many as the device binds of the largest."""
+        largest = max((state_bytes(op) for op in self.graph.recurrent), default=1)
+        if self._device.max_range // largest < 2:
+            raise UnsupportedModelError(
+                f"the state of a layer takes {human_size(largest)}, and the device binds no two at a time"
+            )
+        return min(n_states, int(self._device.max_range) // largest)
 
     def _new_cache(self, op: Attention) -> CacheOfLayer:
         """Keys, values, and of q8_0 their scales as float32."""
         check_cache(op, self.kv_type)
-        per, places = KV_CHANNELS[self.kv_type], self.n_pages * op.n_head_kv * PAGE_SIZE
-        sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
+        sizes = cache_sizes(op, self.kv_type, self.n_pages)
         if max(sizes) > self._device.max_range:
             raise UnsupportedModelError(
                 f"the keys or values of a layer take {max(sizes) >> 20} MiB, and the device binds "
                 f"{self._device.max_range >> 20} MiB at a time; lower the context"
             )
-        keys, values = (self._kv.piece(size) for size in sizes)
-        if self.kv_type != "q8_0":
-            return CacheOfLayer(keys, values, keys, values)
-        scales = [self._kv.piece(4 * -(-dim // 32) * places) for dim in (op.head_dim, op.head_dim_v)]
-        return CacheOfLayer(keys, values, *scales)
+        keys, values, *scales = map(self._kv.piece, sizes)
+        return CacheOfLayer(keys, values, *(scales or (keys, values)))

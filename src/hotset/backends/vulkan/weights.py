@@ -9,7 +9,8 @@ block are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.vulkan.memory import Arena, Piece
 from hotset.errors import UnsupportedModelError
+from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts, row_bytes
 from hotset.formats.source import WeightSource
 
@@ -25,6 +27,7 @@ _SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
 _T = GGMLType
 _HALVES = (_T.F16, _T.BF16)
 _K_TYPES = (_T.Q4_K, _T.Q5_K, _T.Q6_K)
+_PLANES = 100  # added to a type: codes by neuron, scales by 32 neurons (formats/planes.py)
 COMPUTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, *_K_TYPES, _T.MXFP4)
 
 
@@ -41,9 +44,9 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A matrix, in parts where one binding is not allowed to hold it all."""
+    """A matrix, in parts where one binding is not allowed to hold it all. type: GGML's, or that of planes."""
 
-    type: GGMLType
+    type: int
     n_rows: int
     n_cols: int
     parts: tuple[MatrixPart, ...]
@@ -57,6 +60,7 @@ class DeviceWeights:
         self.arena = Arena(device)
         self._matrices: dict[tuple[object, ...], DeviceMatrix] = {}
         self._vectors: dict[str, Piece] = {}
+        self._made: dict[object, Piece] = {}
 
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> DeviceMatrix:
         """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
@@ -65,6 +69,32 @@ class DeviceWeights:
             type_ = self._type_of(name)
             data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
             self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
+        return self._matrices[key]
+
+    def planes(self, name: str, scales: str, n_cols: int) -> DeviceMatrix:
+        """A matrix with a row per neuron that is stored as planes."""
+        if (name,) not in self._matrices:
+            codes = self._source.data(name).view(np.uint8).reshape(-1, self._source.tensors[name].shape[0])
+            own = self._source.data(scales).view(np.uint32)
+            type_ = _T.Q8_0 if codes.shape[1] == n_cols else _T.Q4_0
+            # 32 scales of a tile and a block stand side by side as they are.
+            arrays = _codes(codes, 2 if type_ == _T.Q8_0 else 1), np.ascontiguousarray(own)
+            if max(array.nbytes for array in arrays) > self._max_range:
+                raise UnsupportedModelError(
+                    f"{name} is more than the device binds at a time; take --sparsity dense"
+                )
+            pieces = [self.arena.piece(array.nbytes) for array in arrays]
+            for piece, array in zip(pieces, arrays, strict=True):
+                piece.buffer.write(piece.offset, array.reshape(-1).view(np.uint8))
+            part = MatrixPart(pieces[0], pieces[1], 0, len(codes))
+            self._matrices[name,] = DeviceMatrix(type_ + _PLANES, len(codes), n_cols, (part,))
+        return self._matrices[name,]
+
+    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
+        """Rows of a matrix that is in no file of the model."""
+        if key not in self._matrices:
+            data = matrix.data.reshape(1, matrix.shape[0], -1)
+            self._matrices[key] = self._upload([data], matrix.type, matrix.shape[1], first, n_rows)
         return self._matrices[key]
 
     def experts(
@@ -84,11 +114,16 @@ class DeviceWeights:
         if name not in self._vectors:
             info = self._source.tensors[name]
             values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
-            self._vectors[name] = self.numbers(values)
+            self._vectors[name] = self._numbers(values)
         return self._vectors[name]
 
-    def numbers(self, values: np.ndarray) -> Piece:
-        """Float32 numbers that are not of a file."""
+    def made(self, key: object, make: Callable[[], np.ndarray]) -> Piece:
+        """Float32 numbers that are not of a file as they are, made when they are first asked for."""
+        if key not in self._made:
+            self._made[key] = self._numbers(make())
+        return self._made[key]
+
+    def _numbers(self, values: np.ndarray) -> Piece:
         piece = self.arena.piece(4 * len(values))
         piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
         return piece
@@ -107,9 +142,9 @@ class DeviceWeights:
     ) -> DeviceMatrix:
         """data: bytes of rows [n, rows, bytes of a row]; several arrays have experts one after the other."""
         n_expert, row = sum(len(part) for part in data), data[0].shape[2]
-        # The largest array of a tile of 32 rows, as far as bindings reach.
-        probe_codes, probe_more = packed(np.zeros((TILE, row), np.uint8), type_, n_cols)
-        largest = max(probe_codes.nbytes, 0 if probe_more is None else probe_more.nbytes) * n_expert
+        # The larger array of a tile of 32 rows, as far as bindings reach.
+        code_bytes, more_bytes = tile_bytes(type_, n_cols, row)
+        largest = max(code_bytes, more_bytes) * n_expert
         n_tiles = -(-n_rows // TILE)
         tiles_of_part = min(self._max_range // largest, n_tiles)
         if not tiles_of_part:
@@ -119,8 +154,8 @@ class DeviceWeights:
         parts = []
         for tile in range(0, n_tiles, tiles_of_part):
             n = min(tiles_of_part, n_tiles - tile)
-            codes = self.arena.piece(probe_codes.nbytes * n * n_expert)
-            more = None if probe_more is None else self.arena.piece(probe_more.nbytes * n * n_expert)
+            codes = self.arena.piece(code_bytes * n * n_expert)
+            more = self.arena.piece(more_bytes * n * n_expert) if more_bytes else None
             start, end = first + tile * TILE, first + min((tile + n) * TILE, n_rows)
             expert = 0
             for matrices in data:
@@ -142,6 +177,13 @@ class DeviceWeights:
                     piece.buffer.write(
                         piece.offset + (tile + at // TILE) * size, array.reshape(-1).view(np.uint8)
                     )
+
+
+@functools.cache
+def tile_bytes(type_: GGMLType, n_cols: int, row: int) -> tuple[int, int]:
+    """Bytes of 32 rows of a type, of `row` bytes each in the file: of the codes, and of the rest."""
+    codes, more = packed(np.zeros((TILE, row), np.uint8), type_, n_cols)
+    return codes.nbytes, 0 if more is None else more.nbytes
 
 
 def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -1,0 +1,142 @@
+"""What a model takes of a Vulkan device, in bytes and dispatches, before anything is there; and what of it no
+kernel computes. From the graph and the tensor table alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
+from hotset.backends.vulkan.kernels import stride_of
+from hotset.backends.vulkan.memory import PAGE, SPARE, planned_bytes
+from hotset.backends.vulkan.program import (
+    KV_CHANNELS,
+    n_splits,
+    part_bytes,
+    places_of,
+    steps_of,
+)
+from hotset.backends.vulkan.program import missing_kernel as missing_operation
+from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
+from hotset.backends.vulkan.weights import TILE, tile_bytes
+from hotset.model.cost import KVType
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    Attention,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Linear,
+    Primitive,
+    Recurrent,
+    ShortConv,
+    TransposedLinear,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+
+def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KVType) -> str | None:
+    """What of an operation, its tensors and its cache no kernel computes, in words; None: all has one."""
+    in_planes = isinstance(op, TransposedLinear) and op.scales is not None
+    for name in () if isinstance(op, Embed) or in_planes else op.matrices:
+        if tensors[name].type not in COMPUTED_TYPES:
+            return f"the type {tensors[name].type.name}"
+    if isinstance(op, Attention) and kv_type not in KV_CHANNELS:
+        return f"a {kv_type} cache"
+    return missing_operation(op)
+
+
+def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes that the matrices of an operation take on a device, of all experts."""
+    n_bytes = 0
+    for name in () if isinstance(op, Embed) else op.matrices:
+        info = tensors[name]
+        if isinstance(op, TransposedLinear) and op.scales is not None:  # planes, as they are
+            n_bytes += planned_bytes(info.nbytes)
+            continue
+        n_cols, n_rows, n_matrices = (*info.shape, 1, 1)[:3]
+        if isinstance(op, Linear):
+            n_rows = op.out.width
+        elif isinstance(op, ExpertLinear):
+            n_rows = op.n_rows
+        tiles = -(-n_rows // TILE) * n_matrices
+        n_bytes += sum(planned_bytes(size * tiles) for size in tile_bytes(info.type, n_cols, info.row_bytes))
+    return n_bytes
+
+
+def weight_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes that the weights of an operation take on a device; embeddings are looked up on the host."""
+    vectors = (weight.name for weight in op.weights_read if weight.kind == "vector")
+    of_vectors = sum(planned_bytes(4 * tensors[name].n_elements) for name in vectors)
+    if isinstance(op, Attention) and op.slopes is not None:
+        of_vectors += planned_bytes(4 * len(op.slopes))
+    if isinstance(op, Recurrent):  # which some vectors are made for as well
+        of_vectors *= 2
+    return matrix_bytes(op, tensors) + of_vectors
+
+
+def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:
+    """Bytes of keys and values of a layer, and of q8_0 of their scales as float32."""
+    per, places = KV_CHANNELS[kv_type], n_pages * op.n_head_kv * PAGE_SIZE
+    sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
+    if kv_type == "q8_0":
+        sizes += [4 * -(-dim // 32) * places for dim in (op.head_dim, op.head_dim_v)]
+    return sizes
+
+
+def state_bytes(op: Recurrent) -> int:
+    """Of a slot."""
+    return 4 * math.prod(op.state_shape)
+
+
+def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> int:
+    """What keys and values, or states, of an operation take of a device."""
+    if isinstance(op, Recurrent):
+        return planned_bytes(n_states * state_bytes(op))
+    if not isinstance(op, Attention) or op.source is not None or kv_type not in KV_CHANNELS:
+        return 0
+    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_pages)))
+
+
+def workspace_bytes(graph: Graph, max_batch: int, n_pages: int, n_states: int) -> int:
+    """At most, of a stage with some layers of a graph: values, the numbers of a step, logits, where these are
+    in the device's memory, and the room that is left in blocks."""
+    steps, first_of_tail = steps_of(graph)
+    _, values = places_of(steps, first_of_tail, set(), graph.result, max_batch)
+    residual = Value(-1, graph.ops[0].out.width, "residual")
+    sizes = [
+        values,
+        InputShape.of(graph, residual, max_batch=max_batch, n_pages=n_pages, n_states=n_states).nbytes,
+        4 * OUTPUT_ROWS * stride_of(graph.result),
+        4 * max_batch * stride_of(residual),  # which leaves, of a part without the output
+        *part_bytes(steps, max_batch, n_pages),
+    ]
+    return sum(size + PAGE for size in sizes) + 2 * SPARE
+
+
+def dispatches(graph: Graph, n_pages: int) -> Counter[int]:
+    """Dispatches of a token of each layer, and of what is in none."""
+    counts: Counter[int] = Counter()
+    for step in steps_of(graph)[0]:
+        match step.op:
+            case Embed():
+                n = 0
+            case Attention():
+                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_pages) > 1 else 1)
+            case ExpertSum():
+                n = 2
+            case ShortConv():
+                n = 1
+            case _ if isinstance(step.op, Recurrent):  # a norm of queries and keys, a decay, the scan
+                n = 3
+            case _:
+                n = 1
+        counts[step.op.layer] += n
+    return counts

@@ -1,0 +1,217 @@
+"""Operations with a state as dispatches: short convolutions, and matrices that each token changes and reads.
+
+States stand in slots (engine/states.py); which ones a step reads and writes is in StepInputs. A token of a
+sequence comes after the one before it, in one workgroup: the order of sums depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.vulkan.inputs import StepInputs, tiles_of
+from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
+from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.weights import DeviceWeights
+from hotset.model.operations import (
+    SHIFT,
+    ChannelScan,
+    DeltaNet,
+    Recurrent,
+    SelectiveScan,
+    ShortConv,
+    Value,
+    Wkv,
+)
+
+_SELECTIVE, _DELTA, _WKV6, _WKV7, _CHANNELS = range(5)  # csrc/vulkan/shaders/scan.comp
+_UNIT_NORM, _DECAY = 0, 9  # norm.comp, elementwise.comp
+_LENGTH_EPS = 1e-6  # of the squared length of a query or key
+
+
+class Values(Protocol):
+    """What a program has for its operations (program.Lowered). states: slots, by the id of the value of an
+    operation; scratch: for what it computes on the way."""
+
+    weights: DeviceWeights
+    inputs: StepInputs
+    states: Mapping[int, Piece]
+    scratch: Piece
+    max_batch: int
+
+    def read(self, value: Value, n: int) -> _core.VulkanBinding:
+        """n rows of a value, for a dispatch that reads them."""
+        ...
+
+    def written(self, value: Value, n: int) -> _core.VulkanBinding:
+        """The same for one that writes them."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a scan reads of each token. first: of a row, the floats before it."""
+
+    bound: Callable[[int], _core.VulkanBinding]
+    stride: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A scan's operands, as the shader has them. share: heads of a key that are adjacent; tiled: or how
+    many keys there are, of which every n-th head has one; 0: no."""
+
+    kind: int
+    by_row: bool
+    reader: _Rows
+    key: _Rows
+    value: _Rows
+    decay: _Rows
+    first: _Rows
+    second: _Rows
+    share: int = 1
+    tiled: int = 0
+
+
+def scratch_bytes(op: object, n: int) -> int:
+    """Of memory for what an operation computes on the way, for n tokens."""
+    if isinstance(op, DeltaNet):
+        return aligned(4 * n * _width_of_keys(op)) + 8 * n * op.alpha.width
+    return 8 * n * op.n_head if isinstance(op, SelectiveScan) else 0
+
+
+def short_conv(lowered: Values, op: ShortConv) -> Record:
+    """A convolution, and the inputs that it leaves to the next step."""
+    width, weights, inputs = op.x.width, lowered.weights, lowered.inputs
+    if op.weight is None:
+        weight = weights.made(("shift", width), lambda: np.tile(SHIFT, width))
+    else:
+        weight = weights.vector(op.weight)
+    bias = None if op.bias is None else weights.vector(op.bias)
+    state = lowered.states[op.out.id]
+    push = width, stride_of(op.x), stride_of(op.out), op.kernel, lowered.max_batch
+
+    def record(to: Recorder, n: int) -> None:
+        bindings = [
+            lowered.read(op.x, n), weight.bound(), (bias or weight).bound(), state.bound(written=True),
+            inputs["states"].bound(), lowered.written(op.out, n),
+        ]  # fmt: skip
+        to.add("conv", [bias is not None], bindings, push, by_values(width, n))
+
+    return record
+
+
+def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> Record:
+    """A matrix for each head, or of channels some numbers for each, that goes from token to token."""
+    prepared, operands = _operands(lowered, op)
+    n_head, dim_k, dim_v = (1, *op.state_shape)[-3:]
+    state, steps = lowered.states[op.out.id], lowered.inputs["states"]
+    groups = lowered.inputs.groups_of("tiles", tiles_of(op))
+    o = operands
+    strides = [one.stride for one in (o.reader, o.key, o.value, o.decay, o.first, o.second)]
+    firsts = [one.first for one in (o.reader, o.key, o.value)]
+
+    def record(to: Recorder, n: int) -> None:
+        prepared(to, n)
+        read = [one.bound(n) for one in (o.reader, o.key, o.value, o.decay, o.first, o.second)]
+        bindings = [*read, state.bound(written=True), steps.bound(), lowered.written(op.out, n)]
+        push = [
+            n_head, dim_v, n, lowered.max_batch, *strides, stride_of(op.out), *firsts, o.share,
+            o.tiled,
+        ]  # fmt: skip
+        to.add_indirect("scan", [o.kind, dim_k, o.by_row], bindings, push, groups)
+
+    return record
+
+
+def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
+    """What is computed first, for all tokens at once, and what the scan then reads."""
+
+    def rows(value: Value, first: int = 0) -> _Rows:
+        return _Rows(lambda n: lowered.read(value, n), stride_of(value), first)
+
+    def vector(name: str) -> _Rows:
+        piece = lowered.weights.vector(name)
+        return _Rows(lambda _: piece.bound(), 0)
+
+    match op:
+        case Wkv() if op.a is not None and op.b is not None:
+            r, k, v, w, a, b = map(rows, (op.r, op.k, op.v, op.w, op.a, op.b))
+            return _nothing, _Scan(_WKV7, True, r, k, v, w, a, b)
+        case Wkv():
+            r, k, v, w = map(rows, (op.r, op.k, op.v, op.w))
+            return _nothing, _Scan(_WKV6, True, r, k, v, w, w, w)  # the last two are not read
+        case ChannelScan():
+            return _nothing, _Scan(
+                _CHANNELS, False, rows(op.c), rows(op.b), rows(op.x), vector(op.rate), rows(op.dt),
+                vector(op.skip),
+            )  # fmt: skip
+        case SelectiveScan():
+            record, decay = _decay(lowered, op, lowered.scratch.part(0, scratch_bytes(op, lowered.max_batch)))
+            key = op.out.width
+            return record, _Scan(
+                _SELECTIVE, False, rows(op.x, key + op.n_group * op.dim_k), rows(op.x, key), rows(op.x),
+                decay, rows(op.x), vector(op.skip), op.n_head // op.n_group,
+            )  # fmt: skip
+        case DeltaNet():
+            return _delta_net(lowered, op, rows)
+    raise AssertionError(f"{op.out.name} is no scan")
+
+
+def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
+    """Queries and keys as a norm leaves them: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) of a unit norm."""
+    width, dim = _width_of_keys(op), op.dim_k
+    scale = np.repeat([1 / dim, dim**-0.5], width // 2)
+    weight = lowered.weights.made(("lengths", dim, width), lambda: scale)
+    at = aligned(4 * lowered.max_batch * width)
+    keys = lowered.scratch.part(0, 4 * lowered.max_batch * width)
+    gates, decay = _decay(lowered, op, lowered.scratch.part(at, 8 * lowered.max_batch * op.alpha.width))
+    push = dim, stride_of(op.x), width, dim, _LENGTH_EPS / dim
+
+    def record(to: Recorder, n: int) -> None:
+        gates(to, n)
+        x, out = lowered.read(op.x, n), keys.bound(4 * n * width, written=True)
+        to.add("norm", [_UNIT_NORM, 1, 0], [x, weight.bound(), x, out], push, (2 * op.n_head_k, n, 1))
+
+    reader = _Rows(lambda n: keys.bound(4 * n * width), width)
+    key = _Rows(reader.bound, width, width // 2)
+    beta = rows(op.beta)
+    by_row = op.alpha.width != op.n_head
+    return record, _Scan(
+        _DELTA, by_row, reader, key, rows(op.x, width), decay, beta, beta, op.n_head // op.n_head_k,
+        op.n_head_k if op.tiled else 0,
+    )  # fmt: skip
+
+
+def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: Piece) -> tuple[Record, _Rows]:
+    """What a token leaves of each row of a state, and then softplus(x + step), side by side."""
+    x = op.alpha if isinstance(op, DeltaNet) else op.dt
+    weights, n_rows = lowered.weights, x.width
+
+    def both() -> np.ndarray:
+        step, rate = (np.frombuffer(weights.vector(name).read(), np.float32) for name in (op.step, op.rate))
+        return np.concatenate([step, np.repeat(rate, n_rows // op.n_head)])
+
+    numbers = weights.made(("decay", op.step, op.rate), both)
+    push = n_rows, stride_of(x), 0, 2 * n_rows, n_rows, 0, 0.0, 0.0, 0.0, 0.0
+
+    def record(to: Recorder, n: int) -> None:
+        out = to_piece.bound(8 * n * n_rows, written=True)
+        bindings = [lowered.read(x, n), numbers.bound(), out]
+        to.add("elementwise", [_DECAY, 0], bindings, push, by_values(n_rows, n))
+
+    return record, _Rows(lambda n: to_piece.bound(8 * n * n_rows), 2 * n_rows)
+
+
+def _width_of_keys(op: DeltaNet) -> int:
+    """Of queries and keys together."""
+    return 2 * op.n_head_k * op.dim_k
+
+
+def _nothing(_: Recorder, __: int) -> None:
+    """Nothing is computed first."""

@@ -1,0 +1,403 @@
+"""Vulkan devices for the planner: which there are, how fast they are, and what a model takes there.
+
+    devices = list_candidates()                       those that --device auto may use
+    facts = placement_facts(graph, tensors, settings, ("vulkan:0",), n_pages=64)
+
+How fast a device is, is measured once with the kernels that run later, within some seconds, and kept in
+machine.json for each device, driver and version. A software driver computes on the CPU: it is used where it
+is named, for tests, and planned as a desktop's GPU would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan import budget
+from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices, validates
+from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.memory import free_memory
+from hotset.model.cost import KVType, kv_bytes
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    NO_LAYER,
+    Activate,
+    Attention,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Ffn,
+    Linear,
+    Primitive,
+    Recurrent,
+    SelectOutputs,
+)
+from hotset.parameters import real_number
+from hotset.placement import machine
+from hotset.placement.budget import LayerFacts, ModelFacts
+from hotset.placement.machine import HeldWeights, cpu_rates, once
+from hotset.placement.planner import PlacementFacts
+from hotset.placement.table import CPU, Device, DeviceRates, LayerPlacement, Placement, Rates, predict
+
+if TYPE_CHECKING:
+    from hotset.reporter import Reporter
+    from hotset.settings import LoadSettings
+
+KEPT_FREE = 256 << 20  # bytes of a device that are left alone where no budget is given
+_SHARE_OF_SHARED = 0.75  # of the free memory of this machine, of a device that shares it
+_WIDTH, _N_ROWS = 4096, 8192  # of the matrices that are measured, 19 MB each
+_MOST = 16  # of these, more than caches hold
+_PASS = 0.02  # seconds that reading them shall take
+_SECONDS = 0.2  # of each measurement
+_N_LAUNCHES = 64
+
+
+# -- how fast ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VulkanRates:
+    """read: bytes of weights per second. launch: seconds from one dispatch to the next that waits for it.
+    sync: seconds of a submission and its wait, without what is computed."""
+
+    read: float
+    launch: float
+    sync: float
+
+
+def measured(
+    info: VulkanInfo,
+    *,
+    progress: Reporter | None = None,
+    path: Path | None = None,
+    measure: Callable[[VulkanInfo], VulkanRates] | None = None,
+) -> VulkanRates:
+    """What is known of a device, measured where it is not. path: the file to keep it in; measure: of tests.
+    Raises DeviceError, OutOfMemoryError for one that fails."""
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("hotset")
+    how = ["with validation layers"] if validates() else []
+    key = [NAME, info.name, info.kind, f"driver {info.driver}", f"Vulkan {info.api}", version, *how]
+
+    def kept(found: Mapping[str, Any]) -> VulkanRates:
+        return VulkanRates(
+            real_number("a rate", found["read"], 1),
+            *(real_number("seconds", found[name], 0) for name in ("launch", "sync")),
+        )
+
+    return once(
+        " | ".join(key), kept, lambda: (measure or measure_now)(info),
+        f"Measuring {info.name} (Vulkan), once.", progress, path,
+    )  # fmt: skip
+
+
+def measure_now(info: VulkanInfo) -> VulkanRates:
+    """The rates of a device, measured in some seconds and not kept."""
+    one, many = (_seconds_of(info, _chain(n)) for n in (1, 1 + _N_LAUNCHES))
+    launch = max((many - one) / _N_LAUNCHES, 0.0)
+    sync = max(one - launch, 0.0)
+    each, n = _N_ROWS * row_bytes(GGMLType.Q4_0, _WIDTH), 1
+    while True:
+        passed = _seconds_of(info, _products(n))
+        seconds = max(passed - sync - n * launch, passed / 4)
+        wanted = min(int(n * _PASS / seconds), _MOST, info.free // 4 // each)
+        if wanted < 2 * n:
+            return VulkanRates(n * each / seconds, launch, sync)
+        n = wanted
+
+
+def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
+    """Of a step of one token, as it is recorded: the median of some."""
+    from hotset.backends.vulkan.stage import VulkanStage
+
+    weights, graph = model
+    stage = VulkanStage(weights, graph, info, n_pages=1, max_batch=1, kv_type="f16")
+    try:
+        stage.rerun()
+        times: list[float] = []
+        until = time.perf_counter() + _SECONDS
+        while len(times) < 3 or (time.perf_counter() < until and len(times) < 1000):
+            begun = time.perf_counter()
+            stage.rerun()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+    finally:
+        stage.close()
+
+
+def _chain(n: int) -> tuple[HeldWeights, Graph]:
+    """Operations that compute nothing to speak of, each of what the one before it made."""
+    weights, graph = HeldWeights(), Graph()
+    weights.add("x", (_WIDTH, 1), GGMLType.F32, np.ones((1, _WIDTH), np.float32))
+    x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
+    for i in range(n):
+        x = graph.add(Activate(graph.value(f"{i}", _WIDTH), x, "relu"))
+    graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
+    return weights, graph
+
+
+def _products(n: int) -> tuple[HeldWeights, Graph]:
+    """Products with so many matrices of Q4_0: rows of one tensor, which are on the device again and again,
+    each at its own place."""
+    weights, graph = HeldWeights(), Graph()
+    weights.add("x", (_WIDTH, 1), GGMLType.F32, np.ones((1, _WIDTH), np.float32))
+    n_rows = _N_ROWS + n
+    rows = np.full(n_rows * row_bytes(GGMLType.Q4_0, _WIDTH), 0x11, np.uint8)
+    weights.add("w", (_WIDTH, n_rows), GGMLType.Q4_0, rows)
+    x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
+    for i in range(n):
+        graph.add(Linear(graph.value(f"{i}", _N_ROWS), x, "w", first_row=i))
+    graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
+    return weights, graph
+
+
+def rates_beside(
+    info: VulkanInfo, n_threads: int | None, progress: Reporter | None = None, path: Path | None = None
+) -> DeviceRates:
+    """A device and this CPU, which compute one after the other; of a software driver those of a GPU."""
+    if info.is_software:
+        return replace(machine.STAND_IN, link=0.0, link_busy=0.0)
+    cpu = cpu_rates(n_threads, progress)
+    own = measured(info, progress=progress, path=path)
+    return DeviceRates(
+        cpu_read=cpu["read"], cpu_gather=cpu["gather"], cpu_read_busy=cpu["read"],
+        cpu_gather_busy=cpu["gather"], read=own.read, read_busy=own.read, launch=own.launch, sync=own.sync,
+        context=0, cpu_many=cpu["many"], link=0.0, link_busy=0.0, cpu_read_link=cpu["read"],
+    )  # fmt: skip
+
+
+# -- which device --------------------------------------------------------------------------------
+
+
+def may_be_there(root: Path = Path("/"), platform: str = sys.platform) -> bool:
+    """Whether a GPU may be there, without starting a driver: on Linux each has a node."""
+    if not platform.startswith("linux"):
+        return True
+    nodes = [*(root / "dev/dri").glob("renderD*"), root / "dev/nvidia0", root / "dev/dxg"]
+    return any(node.exists() for node in nodes)
+
+
+def why_unused(info: VulkanInfo) -> str:
+    """Why --device auto never uses a device; empty where it may."""
+    if info.refusal:
+        return info.refusal
+    return "a software driver, which computes on the CPU: for tests" if info.is_software else ""
+
+
+def best_device(progress: Reporter | None = None) -> str | None:
+    """The device that --device auto tries: of those that may be used the one that reads weights fastest."""
+    if not may_be_there():
+        return None
+    found: list[tuple[float, int]] = []
+    with contextlib.suppress(HotsetError):  # no driver
+        for info in list_devices():
+            with contextlib.suppress(HotsetError):  # one that fails is not the best
+                if not why_unused(info):
+                    found.append((measured(info, progress=progress).read, -info.index))
+    return f"{NAME}:{-max(found)[1]}" if found else None
+
+
+def named_devices(names: Sequence[str]) -> tuple[str, ...]:
+    """The devices of names, each with its number. Raises DeviceError, InvalidRequestError."""
+    found = [find_device(name) for name in names]
+    twice = {one.index for one in found if found.count(one) > 1 and not one.is_software}
+    if twice:
+        raise DeviceError(f"the Vulkan device {min(twice)} is named twice: {', '.join(names)}")
+    return tuple(f"{NAME}:{one.index}" for one in found)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A device for a person. rates: as measured; None where it cannot be used. unused: why --device auto does
+    not use it; empty where it may, if a model is faster there than on the CPU."""
+
+    info: VulkanInfo
+    rates: VulkanRates | None
+    unused: str
+
+
+def examine(progress: Reporter | None = None) -> list[Examined]:
+    """All devices, measured where they were not. Raises DeviceError where there is no driver."""
+    found = []
+    for info in list_devices():
+        unused, rates = why_unused(info), None
+        if not info.refusal:
+            try:
+                rates = measured(info, progress=progress)
+            except HotsetError as error:
+                unused = f"it fails: {error}"
+        found.append(Examined(info, rates, unused))
+    usable = [one for one in found if one.rates is not None and not one.unused]
+    best = max(usable, key=lambda one: (one.rates.read, -one.info.index), default=None)  # type: ignore[union-attr]
+    return [
+        replace(one, unused=f"vulkan:{best.info.index} is faster")
+        if best is not None and not one.unused and one is not best
+        else one
+        for one in found
+    ]
+
+
+# -- what a model takes --------------------------------------------------------------------------
+
+
+def placement_facts(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    settings: LoadSettings,
+    names: Sequence[str],
+    *,
+    n_pages: int,
+    n_states: int,
+) -> PlacementFacts:
+    """What is known of a model and of the Vulkan devices to place it on.
+
+    Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
+    kernel computes, or, where devices were asked for by name, any of its operations.
+    """
+    infos = [find_device(name) for name in names]
+    model = model_facts(graph, tensors, settings.kv_type, n_pages, settings.max_batch, n_states=n_states)
+    if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
+        is_split = graph.is_layered and len(missing) < len(model.layers)
+        if not settings.is_auto or not is_split:
+            layer, what = next(iter(missing.items()))
+            raise refused(f"blk.{layer}", what, or_auto=is_split)
+    limits = [limit_of(name, info, settings.vram_budget) for name, info in zip(names, infos, strict=True)]
+    rates = tuple(rates_beside(info, settings.n_threads, settings.progress) for info in infos)
+    n_layers = settings.n_gpu_layers
+    if not graph.is_layered or settings.lora:  # one device has all of it, or none
+        limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
+        if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
+            raise UnsupportedModelError(
+                "more than one value crosses from layer to layer in this model: it is not split between the "
+                "CPU and a Vulkan device; leave -ngl out"
+            )
+    return PlacementFacts(
+        model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
+        split_neurons=False, n_gpu_layers=n_layers, notes=tuple(_notes(infos, missing)),
+    )  # fmt: skip
+
+
+def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
+    auto = ", or take --device auto, and it computes these layers" if or_auto else ""
+    return UnsupportedModelError(
+        f"{where}: no Vulkan kernel computes {what} yet; leave --device out, and the CPU computes this model"
+        f"{auto}"
+    )
+
+
+def _notes(infos: Sequence[VulkanInfo], missing: Mapping[int, str]) -> list[str]:
+    notes = [
+        f"{info.name} is a software driver: the plan is that of a desktop with a GPU of 500 GB/s"
+        for info in infos if info.is_software
+    ]  # fmt: skip
+    notes += [
+        f"{info.name} shares this machine's memory, {100 * _SHARE_OF_SHARED:.0f}% of what is free at most"
+        for info in infos if info.kind == "integrated"
+    ]  # fmt: skip
+    for what in dict.fromkeys(missing.values()):
+        layers = [i for i, one in missing.items() if one == what]
+        notes.append(f"{len(layers)} layers stay on the CPU: no Vulkan kernel computes {what}")
+    return notes
+
+
+def limit_of(name: str, info: VulkanInfo, gib: float | None, free: float | None = None) -> Device:
+    """Bytes that may be used of a device. free: of this machine's memory; None: what is free now."""
+    there = info.free
+    if info.shares_memory:
+        there = min(there, int(_SHARE_OF_SHARED * (free_memory() if free is None else free)))
+    if gib is None or gib == -1:
+        return Device(name, max(there - KEPT_FREE, 0), 0)
+    if gib * 2**30 > there:
+        raise OutOfMemoryError(
+            f"a budget of {gib:g} GiB is more than the {there / 2**30:.1f} GiB that are free on {info.name}; "
+            "lower --vram-budget, or free some of its memory"
+        )
+    return Device(name, int(gib * 2**30), 0)
+
+
+def model_facts(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    kv_type: KVType,
+    n_pages: int,
+    max_batch: int,
+    *,
+    n_states: int = 0,
+) -> ModelFacts:
+    """Counts a model as a Vulkan device has it: whole layers, with their experts."""
+    parts: dict[int, list[Primitive]] = {}
+    for op in graph.primitives:
+        parts.setdefault(op.layer, []).append(op)
+    n_kernels = budget.dispatches(graph, n_pages)
+    n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
+    layers = tuple(
+        _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
+        for i in range(graph.n_layer)
+    )
+    output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
+    for op in output:
+        if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
+            raise refused(op.out.name, what)
+    weights = sum(budget.weight_bytes(op, tensors) for op in output)
+    return ModelFacts(layers, weights, budget.workspace_bytes(graph, max_batch, n_pages, n_states), 0)
+
+
+def _layer(
+    ops: Sequence[Primitive],
+    tensors: Mapping[str, TensorInfo],
+    kv_type: KVType,
+    cache: tuple[int, int],
+    n_ff: int,
+    n_kernels: int,
+) -> LayerFacts:
+    n_pages, n_states = cache
+    missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in ops)), None)
+    fixed = kv = kv_read = idle = 0
+    for op in ops:
+        if missing is None:
+            fixed += budget.weight_bytes(op, tensors)
+        else:
+            fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, Embed))
+        if isinstance(op, ExpertLinear | ExpertSum):
+            all_bytes = sum(tensors[name].nbytes for name in op.matrices)
+            idle += all_bytes * (op.n_expert - op.n_used) // op.n_expert
+        kv += budget.cache_bytes(op, kv_type, n_pages, n_states)
+        if isinstance(op, Recurrent):  # of a step's tokens one, as it goes through
+            kv_read += 2 * budget.state_bytes(op)
+        if isinstance(op, Attention):
+            n_tokens = n_pages * PAGE_SIZE
+            kv_read += int(op.n_visible(n_tokens // 2 - 1)) * kv_bytes(op, kv_type)
+    return LayerFacts(
+        n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0, idle_bytes=idle, n_kernels=n_kernels, missing=missing
+    )
+
+
+# -- whether it pays -----------------------------------------------------------------------------
+
+
+def seconds_on_cpu(facts: PlacementFacts) -> float:
+    """Of a token, where the CPU computes it alone."""
+    on_cpu = [LayerPlacement(CPU)] * len(facts.model.layers)
+    return predict(facts.model, Rates(facts.rates), on_cpu, facts.frequencies).total
+
+
+def compared(placement: Placement, facts: PlacementFacts) -> tuple[bool, str]:
+    """Whether a placement is predicted to be faster than the CPU alone, and a sentence on it."""
+    assert placement.predicted is not None
+    here, alone = placement.predicted.total, seconds_on_cpu(facts)
+    devices = " and ".join(placement.devices)
+    said = f"{1e3 * here:.3g} ms per token with {devices}, {1e3 * alone:.3g} ms on the CPU alone"
+    return here < alone, f"chosen by measured rates (--device auto): {said}"

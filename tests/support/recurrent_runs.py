@@ -1,0 +1,83 @@
+"""Engines over backends with recurrent states: requests, their logits, and what these should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hotset.backends.base import Backend, Batch, StepResult
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import SamplingParams
+from hotset.engine.sequence import Sequence as Request
+from hotset.errors import StepCancelledError
+
+N_CTX = 256
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 260, n).tolist()
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
+    """Logits of the positions from `first` on, [n, n_vocab]."""
+    rows: list[np.ndarray] = []
+    sequence = engine.enqueue(
+        engine.prepare_score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
+    )
+    drain(engine)
+    assert sequence.finish_reason == "length", sequence.error
+    return np.concatenate(rows)
+
+
+def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
+    """A queued request, and the logits that its tokens are drawn from, as they come."""
+    rows: list[np.ndarray] = []
+    sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
+    assert sequence.sampler is not None
+    sample = sequence.sampler.sample
+
+    def noted(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
+        rows.append(logits.copy())
+        return sample(logits, largest)
+
+    sequence.sampler.sample = noted  # type: ignore[method-assign]
+    return sequence, rows
+
+
+def assert_are_of_one_step(alone: Backend, sequence: Request, rows: list[np.ndarray]) -> None:
+    """The logits of an answer are those of its tokens in one step of a backend, whose cache is not read."""
+    assert sequence.finish_reason == "length", sequence.error
+    found = score(Engine(alone, N_CTX), sequence.tokens[:-1], sequence.n_prompt - 1)
+    np.testing.assert_array_equal(np.array(rows), found)
+
+
+class Unsteady:
+    """A backend of which some steps are cancelled, before or after all was written, and some fail."""
+
+    def __init__(self, inner: Backend, seed: int) -> None:
+        self.inner, self._draw = inner, np.random.default_rng(seed)
+        self.n_steps = self.n_cancelled = self.n_failed = 0
+        self.fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, batch: Batch) -> StepResult:
+        draw = self._draw.random()
+        if draw < 0.4:
+            self.n_cancelled += 1
+            if draw < 0.3:
+                self.inner.step(batch)
+            raise StepCancelledError
+        result = self.inner.step(batch)
+        self.n_steps += 1
+        if self.fails and self.n_steps % 40 == 0:
+            self.n_failed += 1
+            raise RuntimeError("told to fail")
+        return result
