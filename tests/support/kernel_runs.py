@@ -19,7 +19,7 @@ PART = tuple(
         "test_linear_t_of_several_ranges[0.02]", "test_linear_t_of_planes[2-None-9]",
         "test_sparse_ffn[1-0.3-True-fatrelu-None-types2]", "test_neurons_that_are_cut[2-False-relu-None]",
         "test_fired[2-True-relu-False-True]", "test_pack_bits[29-3]", "test_gaussian_top_k[100]",
-        "test_cut[5]", "test_angles", "test_rotate[16-16-True-neox]",
+        "test_cut[5]", "test_largest[37]", "test_angles", "test_rotate[16-16-True-neox]",
         "test_attention[lengths1-2-70-heads1-dims1-neox-dtype1]",
         "test_attention[lengths2-40-20-heads2-dims2-None-dtype2]",
         "test_expert_rows_of_several_pairs_are_exact[Q8_0]",

@@ -26,6 +26,7 @@ from interpreted_triton import patch_once
 from make_blocks import random_blocks
 from ptx import kernels as ptx
 
+from hotset.backends.base import LOGIT_GROUP
 from hotset.backends.gpu import exact, experts_kernel, fallback, spin_kernel, triton_kernels
 from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
@@ -531,6 +532,15 @@ def test_pack_bits(n_scored: int, first: int) -> None:
     scores[0, 0] = np.nan
     found = kernels.pack_bits(t(scores), 0.25, first)
     assert torch.equal(found, fallback.pack_bits(t(scores), 0.25, first))
+
+
+@pytest.mark.parametrize("n_groups", [1, 37])
+def test_largest(n_groups: int) -> None:
+    logits = randn(3, n_groups * LOGIT_GROUP)
+    logits[0, 5], logits[1, -1], logits[2, 63] = np.nan, np.inf, -np.inf
+    found, expected = (ops.largest(t(logits)) for ops in (kernels, fallback))
+    assert found.isnan().sum() == 3
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize("width", [32, 100])

@@ -62,6 +62,7 @@ def decode_step() -> None:
         n_head=32, kind="neox",
     )  # fmt: skip
     kernels.attention(new(1, D), pages, pages, table, one, one, n_head=32, scale=0.1)
+    kernels.largest(new(1, 32000))
 
 
 def prompt_step() -> None:

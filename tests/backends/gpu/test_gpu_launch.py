@@ -47,7 +47,7 @@ OF_EXPERTS = ("experts", "choose_experts", "fetch_experts", "route", "sum_expert
 OF_STEPS = (
     "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
-    "attention",
+    "attention", "largest",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE
 from hotset.backends.gpu import fallback
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu.matrix import DeviceMatrix
@@ -1393,6 +1393,16 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
     tl.store(out + at, _zero_small(y, tl.load(thresholded + t) != 0, threshold), mask=i < n)
 
 
+@triton.jit
+def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
+    """The largest of each of a row's groups of G numbers, B groups a program; NaN where one is not finite."""
+    i = tl.program_id(1) * B + tl.arange(0, B)
+    group = tl.program_id(0).to(tl.int64) * n_groups + i
+    y = tl.load(x + group[:, None] * G + tl.arange(0, G)[None, :], mask=(i < n_groups)[:, None], other=0.0)
+    most = tl.max(tl.where(tl.abs(y) < float("inf"), y, float("inf")), axis=1)
+    tl.store(out + group, tl.where(most == float("inf"), float("nan"), most), mask=i < n_groups)
+
+
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _angles_kernel(
     positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
@@ -2003,6 +2013,17 @@ def zero_small(x: Tensor, by: fallback.TokenThreshold | None) -> Tensor:
     launcher.launch(
         _zero_small_kernel, (n_tokens, -(-n // 1024)), x, out, by.tokens, by.threshold, n, N=1024, warps=4
     )
+    return out
+
+
+def largest(logits: Tensor) -> Tensor:
+    """fallback.largest."""
+    n_tokens, n_groups = len(logits), logits.shape[1] // LOGIT_GROUP
+    out = torch.empty((n_tokens, n_groups), device=logits.device)
+    launcher.launch(
+        _largest_kernel, (n_tokens, -(-n_groups // 16)), logits.contiguous(), out, n_groups,
+        G=LOGIT_GROUP, B=16, warps=4,
+    )  # fmt: skip
     return out
 
 
