@@ -30,6 +30,7 @@ from threshold_models import EVERY, graph_of  # noqa: E402
 from threshold_models import run as run_thresholded  # noqa: E402
 from tiny_gguf import write_relu  # noqa: E402
 
+from hotset.backends.base import LOGIT_GROUP  # noqa: E402
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
 from hotset.backends.gpu import stage as stages  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
@@ -45,7 +46,7 @@ from hotset.offload.misses import Fetching  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts", "route", "sum_experts")
 OF_STEPS = (
-    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
+    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "gated", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
     "attention", "largest",
 )  # fmt: skip
@@ -118,7 +119,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
     top_k = open_gguf(write_relu(tmp_path / "top_k.gguf", dialect="gguf", keys=keys))
     ready, graph = prepared(top_k, "exact")
     logits_of(gpu(ready.weights, graph), ids, splits, [3])
-    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    ready, graph = prepared(write(tmp_path, "bamboo", n_vocab=2 * LOGIT_GROUP), "exact")
     tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
     weights, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)

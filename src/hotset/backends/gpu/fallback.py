@@ -197,6 +197,20 @@ def fired(  # noqa: PLR0913
     return value
 
 
+def gated(
+    h: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+) -> Tensor:
+    """f(gate) * g(up), [T, n], of h [T, n_cols] and a matrix of n rows of gate and, behind them, n of up."""
+    gate, up = linear(h, m, bias).split(m.n_rows // 2, dim=1)
+    return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
+
+
 def sparse_ffn(  # noqa: PLR0913
     h: Tensor,
     gate: DeviceMatrix | None,

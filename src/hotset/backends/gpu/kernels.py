@@ -40,6 +40,7 @@ class Kernels:
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons
         self.fired = ops.fired
+        self.gated = ops.gated
         self.sparse_ffn = ops.sparse_ffn
         self.pack_bits = ops.pack_bits
         self.largest = ops.largest
