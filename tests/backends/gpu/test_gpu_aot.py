@@ -340,6 +340,7 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
     assert {row["kernel"] for row in rows} == {
         "_matvec_kernel", "_chosen_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel",
         "_norm_kernel", "_angles_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
+        "_largest_kernel",
     }  # fmt: skip
     check(rows, target)
 
