@@ -195,7 +195,9 @@ def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("type_", "n_blocks", "n_tokens"), [(Q4_0, 3, 1), (Q8_0, 1, 3), (Q4_0, 2, 8), (Q4_0, 1, 9)]
+    ("type_", "n_blocks", "n_tokens"),
+    [(Q4_0, 3, 1), (Q8_0, 1, 3), (Q4_0, 2, 8), (Q4_0, 1, 9)],
+    ids=lambda v: v.name if isinstance(v, GGMLType) else None,
 )
 @pytest.mark.parametrize(("kind", "up_kind"), [("silu", None), ("relu", "relu")])
 def test_gated(
