@@ -392,6 +392,25 @@ def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
     device.launch()
 
 
+@pytest.mark.parametrize("max_batch", [100, 300, 700])
+def test_every_tile_of_a_product_is_warmed_up(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
+    """On Hopper, where tiles follow from the tokens, the rows and the multiprocessors."""
+    monkeypatch.setattr(triton_kernels, "is_hopper", lambda x: True)
+    monkeypatch.setattr(triton_kernels, "multiprocessors", lambda device: 132)
+    half, sizes = torch.empty(0, dtype=torch.float16), torch.empty(0)
+    warm = [n for n in (max_batch, *stages.WARM_SIZES) if n <= max_batch]
+    every = set()
+    for n_rows in (512, 4096, 11008, 22016, 32000):
+        m = weights(T.Q4_0, n_rows, 4096)
+        tile_of = {
+            n: triton_kernels._product_tile(triton_kernels.Halves(half, sizes, n), m, n_rows)
+            for n in range(9, max_batch + 1)
+        }
+        assert set(tile_of.values()) == {tile_of[n] for n in warm if n > 8}
+        every |= set(tile_of.values())
+    assert len(every) == {100: 5, 300: 6, 700: 6}[max_batch]
+
+
 def test_a_grid_has_room_for_any_number_of_tokens(launched: dict[str, set[Any]]) -> None:
     """Tokens of a step, or pairs of these and experts, may be more than a grid's second side has programs."""
     n = 70_000

@@ -42,7 +42,18 @@ from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
-WARM_SIZES = 128, 64, 32, 16, 8, 4, 2, 1  # of steps, in tokens, beside the largest: each size of tiles once
+WARM_SIZES = (
+    512,
+    256,
+    128,
+    64,
+    32,
+    16,
+    8,
+    4,
+    2,
+    1,
+)  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 

@@ -1558,6 +1558,7 @@ AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
 CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
 WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
+MOST_TILED_TOKENS = 512  # from here on the tiles of a product do not change
 HOPPER_PRODUCTS = 2048  # of halves, of a multiprocessor in a cycle: 989 TFLOP/s of an H100
 HOPPER_L2_BYTES = 24  # that a multiprocessor reads in a cycle: 5.5 TB/s of an H100
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
@@ -1754,10 +1755,9 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
         tiles = [Tile(64, 128, depth, 4), Tile(128, 128, depth, 8)]
         if tokens >= 256:
             tiles.append(Tile(128, 256, depth, 8))
-        n_programs = multiprocessors(given.x.device)
-        return min(
-            tiles, key=lambda tile: tile.cycles(given.n_tokens, n_out, m.row_bytes / m.n_cols, n_programs)
-        )
+        # As for a few numbers of tokens, of which each is warmed up (stage.WARM_SIZES).
+        shape = min(tokens, MOST_TILED_TOKENS), n_out, m.row_bytes / m.n_cols, multiprocessors(given.x.device)
+        return min(tiles, key=lambda tile: tile.cycles(*shape))
     if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:
         return Tile(128, 128, depth, 8)
     return Tile(64, min(tokens, 128), depth, 4)
