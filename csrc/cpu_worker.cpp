@@ -1,6 +1,7 @@
 #include "cpu_worker.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -58,6 +59,7 @@ CpuWorkerPlan::CpuWorkerPlan(Plan& plan, int64_t width, int max_tokens, int64_t 
       max_tokens_(max_tokens),
       max_rows_(plan.max_tokens()),
       timeout_ns_(timeout_ns),
+      thread_choice_(plan.n_threads()),
       plan_(plan),
       service_(new Service) {
     thresholded_.resize(max_tokens_);
@@ -304,13 +306,17 @@ void CpuWorkerPlan::compute(Layer& layer) {
     const int n = n_tokens_.load();
     layer.counts.requests++;
     if (layer.n_used) return compute_experts(layer);
-    if (!expand(layer, n)) {  // no neuron at all
+    const int64_t bytes = expand(layer, n) * layer.neuron_bytes;
+    if (!bytes) {  // no neuron at all
         std::fill_n(out(), n * width_, 0.0f);
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(layer.x).row(0));
-    if (!plan_.run_rows(layer.first_op, layer.end_op, n, thresholded_.data()))
+    const int n_threads = thread_choice_.choose(bytes);
+    const int64_t start = now_ns();
+    if (!plan_.run_rows(layer.first_op, layer.end_op, n, thresholded_.data(), n_threads))
         return;  // poisoned: the result is not read
+    thread_choice_.note(bytes, n_threads, now_ns() - start);
     std::copy_n(plan_.buffer(layer.sum).row(0), n * width_, out());
     count(layer);
 }
@@ -356,22 +362,23 @@ void CpuWorkerPlan::count(Layer& layer) {
     }
 }
 
-// Writes the scores: above zero where a neuron is cold and, with a predictor, named. False: none is.
-bool CpuWorkerPlan::expand(const Layer& layer, int n_tokens) {
+// Writes the scores: above zero where a neuron is cold and, with a predictor, named. Returns how many are, of
+// a token each by itself.
+int64_t CpuWorkerPlan::expand(const Layer& layer, int n_tokens) {
     const int64_t n = layer.n_neurons, n_bytes = ceil_div(n, 8);
     const Buffer& scores = plan_.buffer(layer.scores);
-    uint8_t any = 0;
+    int64_t n_wanted = 0;
     for (int t = 0; t < n_tokens; t++) {
         const uint8_t* bits = memory_ + bits_offset_ + t * n_bytes;
         float* row = scores.row(t);
         for (int64_t b = 0; b < n_bytes; b++) {
             const uint8_t wanted = layer.predicted ? bits[b] & layer.cold[b] : layer.cold[b];
-            any |= wanted;
+            n_wanted += std::popcount(wanted);
             std::memcpy(row + b * 8, kScoreTable.scores[wanted],
                         std::min<int64_t>(8, n - b * 8) * sizeof(float));
         }
     }
-    return any;
+    return n_wanted;
 }
 
 // ---- the thread that watches the time

@@ -43,6 +43,7 @@
 #include <vector>
 
 #include "plan.h"
+#include "thread_choice.h"
 
 namespace hotset {
 
@@ -65,8 +66,9 @@ struct CpuWorkerLayer {
     std::vector<Counted> counted;  // of each operation
     int x = -1, sum = -1;
     // Split neurons: which are cold, bit i % 8 of byte i / 8. scores: buffer that says which are wanted.
-    // predicted: the device hands over bits; else all cold neurons are computed.
-    int64_t n_neurons = 0;
+    // predicted: the device hands over bits; else all cold neurons are computed. neuron_bytes: weights of
+    // one.
+    int64_t n_neurons = 0, neuron_bytes = 0;
     std::vector<uint8_t> cold;
     bool predicted = false;
     int scores = -1;
@@ -171,7 +173,7 @@ class CpuWorkerPlan {
     void compute(Layer& layer);
     void compute_experts(Layer& layer);
     void count(Layer& layer);
-    bool expand(const Layer& layer, int n_tokens);
+    int64_t expand(const Layer& layer, int n_tokens);
     void watch(Service& service);
     void poison_locked(Service& service, const std::string& reason);
 
@@ -180,6 +182,7 @@ class CpuWorkerPlan {
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
+    ThreadChoice thread_choice_;   // for split neurons
     std::vector<int32_t> misses_;  // places in a route, by expert
     std::vector<uint8_t> thresholded_,
         row_thresholded_;  // of the step's tokens, and of the rows that are computed

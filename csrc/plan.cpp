@@ -138,10 +138,10 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
                 t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;
             }
     }
-    return execute(turn, poll, slot, 0, n_ops());
+    return execute(turn, poll, slot, 0, n_ops(), 0);
 }
 
-bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded) {
+bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded, int n_threads) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, nullptr);
@@ -151,10 +151,11 @@ bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thre
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
     t.set_thresholded(thresholded);
-    return execute(turn, nullptr, slot, first_op, last_op);
+    return execute(turn, nullptr, slot, first_op, last_op, n_threads);
 }
 
-bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op) {
+bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op,
+                   int n_threads) {
     Step& step = *steps_[slot];
     step.phases.clear();
     for (int i = first_op; i < last_op; i++) {
@@ -175,7 +176,7 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
     }
     step.reached_ns.resize(step.phases.size() + 1);
     failure_ = nullptr;
-    const bool done = turn.pool().run(slot, step, cancel_, poll, this);
+    const bool done = turn.pool().run(slot, step, cancel_, poll, this, n_threads);
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (!done) return false;
     latest_ = &step;

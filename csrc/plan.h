@@ -240,8 +240,9 @@ class Plan {
              const int32_t* saves = nullptr, const float* scales = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
-    // thresholded: as for `run`.
-    bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded = nullptr);
+    // thresholded: as for `run`. n_threads: of the pool; 0: all.
+    bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded = nullptr,
+                  int n_threads = 0);
     // Ends the step in flight, out of a phase that one thread computes alone: `run` throws this.
     void fail(std::exception_ptr failure) const {
         failure_ = std::move(failure);
@@ -269,7 +270,8 @@ class Plan {
 
   private:
     class Step;
-    bool execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op);
+    bool execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op,
+                 int n_threads);
 
     const Kernels& kernels_;
     const int max_tokens_;

@@ -246,12 +246,13 @@ void ThreadPool::leave_all() {
 }
 
 bool ThreadPool::run(int slot_index, const Job& job, std::atomic<bool>& cancel, const Poll* poll,
-                     const void* owner) {
+                     const void* owner, int n_threads) {
     if (job.n_phases() == 0) return true;
     Slot& slot = *slots_[slot_index];
     slot.job = &job;
     slot.cancel = &cancel;
     slot.owner.store(owner);
+    slot.n_threads = n_threads > 0 ? std::min(n_threads, this->n_threads()) : this->n_threads();
     slot.first_epoch = slot.end_epoch + 1;
     slot.end_epoch = slot.first_epoch + job.n_phases();
     slot.open(slot.first_epoch);
@@ -315,7 +316,8 @@ void ThreadPool::serve(Worker& worker) {
         worker.inside_.store(slot);
         // The announcement counts only if the slot is still the current one: else it may be being refilled,
         // or what its step read may be gone.
-        if (slot && current_.load() == slot && generation_.load() == seen) participate(worker, *slot);
+        if (slot && current_.load() == slot && generation_.load() == seen && worker.index_ < slot->n_threads)
+            participate(worker, *slot);
         worker.inside_.store(nullptr);
     }
 }
@@ -325,8 +327,8 @@ bool ThreadPool::claim(Worker& worker, Slot& slot, int owner) {
     if (slot.cancel->load(std::memory_order_relaxed)) return false;
     auto range_of = [&](uint64_t ticket) {
         const int n = slot.job->n_chunks(int((ticket >> kTicketBits) - slot.first_epoch));
-        const int first = int(int64_t(n) * owner / n_threads());
-        return std::pair(first, int(int64_t(n) * (owner + 1) / n_threads()) - first);
+        const int first = int(int64_t(n) * owner / slot.n_threads);
+        return std::pair(first, int(int64_t(n) * (owner + 1) / slot.n_threads) - first);
     };
     std::atomic<uint64_t>& next = slot.tickets[owner].value;
     uint64_t ticket = next.load(std::memory_order_acquire);
@@ -357,8 +359,8 @@ void ThreadPool::participate(Worker& worker, Slot& slot) {
         const int64_t start = now_ns();
         worker.poll_at(start);
         int n_own = 0, look_at = 1;
-        for (int i = 0; i < n_threads(); i++)
-            while (claim(worker, slot, (worker.index_ + i) % n_threads())) {
+        for (int i = 0; i < slot.n_threads; i++)
+            while (claim(worker, slot, (worker.index_ + i) % slot.n_threads)) {
                 if (++n_own < look_at || !worker.poll_) continue;
                 const int64_t now = now_ns();
                 look_at =
@@ -394,7 +396,7 @@ void ThreadPool::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_
             continue;
         }
         if (ahead <= kPrefetchPhases && phase + ahead < n_phases) {
-            const int chunk = int(int64_t(job.n_chunks(phase + ahead)) * worker.index_ / n_threads());
+            const int chunk = int(int64_t(job.n_chunks(phase + ahead)) * worker.index_ / slot.n_threads);
             if (job.prefetch(phase + ahead, chunk, piece++)) continue;
             ahead = piece > 1 ? n_phases : ahead + 1;  // one phase with something to fetch is enough
             piece = 0;

@@ -153,6 +153,7 @@ struct Slot {
     std::atomic<const void*> owner{nullptr};    // of what the step reads
     uint64_t first_epoch = 1;
     uint64_t end_epoch = 1;
+    int n_threads = 0;  // that compute it: those of lower indices
     struct alignas(64) Ticket {
         std::atomic<uint64_t> value{0};  // epoch << kTicketBits | chunks claimed of the thread's range
     };
@@ -182,7 +183,9 @@ class ThreadPool {
     // asked every
     // kPoll_ns by this thread. True: all phases are complete. False: `cancel` became true, by `poll` or by
     // anyone, before they were; nothing of the job is written after the return. owner: see `leave`.
-    bool run(int slot, const Job& job, std::atomic<bool>& cancel, const Poll* poll, const void* owner);
+    // n_threads: how many compute it, the caller among them; 0: all.
+    bool run(int slot, const Job& job, std::atomic<bool>& cancel, const Poll* poll, const void* owner,
+             int n_threads = 0);
 
     // Returns when no thread reads what belongs to `owner`, none of whose steps is running.
     void leave(const void* owner);

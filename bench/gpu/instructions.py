@@ -1,4 +1,5 @@
-"""What the compiled kernels of a token's step execute for each weight: the table of docs/internals/gpu.md.
+"""What the compiled kernels of a token's step execute for each weight, and those of a prompt's products for
+each tile: the tables of docs/internals/gpu.md.
 
 usage: python bench/gpu/instructions.py [sm_80 sm_90 ...]
 
@@ -34,6 +35,18 @@ COLUMNS = [
 ]  # fmt: skip
 
 
+PRODUCT_COLUMNS = [
+    "product of 512 tokens", "rows × tokens", "instructions", "of the tensor cores' cycles", "bytes",
+    "loads", "copies", "registers", "spilled",
+]  # fmt: skip
+PRODUCTS = (
+    (GGMLType.Q4_0, D),
+    *((GGMLType[name], 2 * FF) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16")),
+)
+TENSOR_CORES = {80: 1024, 90: 2048}  # products of halves in a cycle of a multiprocessor: A100, H100
+MULTIPROCESSORS = {80: 108, 90: 132}
+
+
 @dataclass(frozen=True)
 class Row:
     """A kernel, for each weight of its loop the instructions of a thread, and the rest of COLUMNS."""
@@ -62,6 +75,8 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "bits of a predictor, Q4_0", lambda: kernels.linear_bits(new(1, D), q4_0, None, 0.0)
     yield "neurons, Q4_0", lambda: kernels.neurons(new(1, D), q4_0, q4_0, **given)
     yield "chosen, Q4_0", lambda: kernels.neurons(new(1, D), q4_0, q4_0, selected=selected, **given)
+    both = weights(GGMLType.Q4_0, 2 * FF, D)
+    yield "gate and up, Q4_0", lambda: kernels.gated(new(1, D), both, activation="silu")
     yield "axpy, Q4_0", lambda: kernels.linear_t(new(1, FF), q4_0)
 
 
@@ -73,6 +88,30 @@ def rows(target: str, wanted: Collection[str] = ()) -> Iterator[Row]:
         with pytest.MonkeyPatch.context() as patch:
             _, constants, made = next(iter(compiled(run, TARGETS[target], patch)))
         yield _row(name, constants, made)
+
+
+def products(target: str) -> Iterator[list[str]]:
+    """Of the products of a prompt of 512 tokens, rows of PRODUCT_COLUMNS: what a warp executes for a tile
+    of 64 rows, 64 columns and 128 tokens; how much of the time that the tensor cores take four schedulers
+    give out what the tile needs; and bytes of inputs and weights that it reads. loads, copies: see Loop."""
+    arch = TARGETS[target].arch
+    for type_, n_rows in PRODUCTS:
+        m = weights(type_, n_rows, D)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "multiprocessors", lambda device: MULTIPROCESSORS[arch])
+            run = lambda m=m: kernels.linear(new(512, D), m)  # noqa: E731
+            *_, (_, constants, made) = compiled(run, TARGETS[target], patch)
+        loop, used = longest_loop(made.asm["cubin"]), resources(made, "cuda")
+        n, tokens, depth = constants["N"], constants["M"], constants["W"] * kernels._per_word(m)
+        tiles = n * tokens * depth / (64 * 128 * 64)
+        cycles = n * tokens * depth / TENSOR_CORES[arch]
+        issued = loop.instructions * made.metadata.num_warps / 4
+        n_bytes = depth * (2 * tokens + n * m.row_bytes / D) / tiles
+        yield [
+            f"{type_.name}, {n_rows} × {D}", f"{n} × {tokens}", f"{issued / tiles:.0f}",
+            f"{issued / cycles:.0%}", f"{n_bytes:.0f}", str(loop.loads), str(loop.copies),
+            str(used["registers"]), str(used["spilled"]),
+        ]  # fmt: skip
 
 
 def _row(name: str, constants: dict[str, Any], made: Any) -> Row:
@@ -89,3 +128,5 @@ if __name__ == "__main__":
     for target in sys.argv[1:] or ("sm_80", "sm_90"):
         print(f"Triton {triton.__version__}, {target}")
         print_table(COLUMNS, [row.cells() for row in rows(target)])
+        if TARGETS[target].arch in TENSOR_CORES:
+            print_table(PRODUCT_COLUMNS, list(products(target)))

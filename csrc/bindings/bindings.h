@@ -14,6 +14,8 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
+
 #include "facts.h"
 #include "kernels/kernels.h"
 #include "store/store.h"
@@ -38,6 +40,20 @@ const Kernels& chosen_kernels(const std::optional<std::string>& isa);
 
 Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols);
 
+// What every backend wants of the batch of a step, whose arrays are those of base.Batch.
+struct BatchArrays {
+    const Ints &tokens, &positions, &sequences;
+    const IntMatrix& pages;
+    const Ints& outputs;
+};
+// n_vocab: none where no token is looked up. n_positions: of learned position embeddings, 0 without.
+struct BatchLimits {
+    int max_tokens, n_pages;
+    std::optional<int64_t> n_vocab;
+    int64_t n_positions = 0;
+};
+void check_batch(const BatchLimits& limits, const BatchArrays& batch);
+
 // The rows of one part of a group of a store, in place of the bytes of a matrix.
 struct StoredRows {
     std::shared_ptr<RowStore> store;
@@ -54,6 +70,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape.
 struct StepCancelled : std::exception {};
 
 // Each adds a subject to the module.
+void bind_checks(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_cpu_worker(nb::module_& m);

@@ -28,11 +28,12 @@ class CpuWorker {
     // cold: bit i % 8 of byte i / 8 for each neuron. gates, of_firing: operations that compute gates alone,
     // and what is made of those that fire.
     int layer(int number, int first_op, int end_op, const std::vector<int>& gates,
-              const std::vector<int>& of_firing, int x, int sum, int64_t n_neurons, const Bytes& cold,
-              bool predicted, int scores) {
+              const std::vector<int>& of_firing, int x, int sum, int64_t n_neurons, int64_t neuron_bytes,
+              const Bytes& cold, bool predicted, int scores) {
         CpuWorkerLayer layer = described(number, first_op, end_op, gates, of_firing, x, sum);
         require(n_neurons > 0 && cold.size() == size_t(n_neurons + 7) / 8, "a layer has a bit per neuron");
-        layer.n_neurons = n_neurons;
+        require(neuron_bytes > 0, "a neuron has weights");
+        layer.n_neurons = n_neurons, layer.neuron_bytes = neuron_bytes;
         layer.cold.assign(cold.data(), cold.data() + cold.size());
         if (n_neurons % 8) layer.cold.back() &= uint8_t((1 << n_neurons % 8) - 1);
         layer.predicted = predicted;
@@ -194,7 +195,7 @@ void bind_cpu_worker(nb::module_& m) {
     nb::class_<CpuWorker>(m, "CpuWorker", "The CPU worker of a hybrid engine (csrc/cpu_worker.h).")
         .def(nb::init<nb::object, int64_t, int, double>(), "plan"_a, "width"_a, "max_tokens"_a, "timeout"_a)
         .def("layer", &CpuWorker::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a,
-             "x"_a, "sum"_a, "n_neurons"_a, "cold"_a, "predicted"_a, "scores"_a)
+             "x"_a, "sum"_a, "n_neurons"_a, "neuron_bytes"_a, "cold"_a, "predicted"_a, "scores"_a)
         .def("experts", &CpuWorker::experts, "number"_a, "first_op"_a, "end_op"_a, "x"_a, "sum"_a,
              "n_expert"_a, "n_used"_a, "route"_a)
         .def("route", &CpuWorker::route, "layer"_a)

@@ -85,6 +85,7 @@ NB_MODULE(_core, m) {
     nb::register_exception_translator(&translate);
     bind_mapped(m);
     bind_runtime(m);
+    bind_checks(m);
     bind_kernels(m);
     bind_draw(m);
     bind_replacement(m);

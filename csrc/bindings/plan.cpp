@@ -52,34 +52,11 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
     const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
-    require(n > 0 && n <= plan_->max_tokens(),
-            "a step takes 1 to " + std::to_string(plan_->max_tokens()) + " tokens, not " + std::to_string(n));
-    require(int(positions.size()) == n && int(sequences.size()) == n,
-            "every token has a position and a sequence");
-    require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
-    for (int t = 0; t < n; t++) {
-        const int token = tokens.data()[t], position = positions.data()[t], sequence = sequences.data()[t];
-        require(!embeds_tokens() || (token >= 0 && token < limits.n_vocab),
-                "token " + std::to_string(token) + " is not in the vocabulary");
-        require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
-        require(position >= 0 && position / kPageSize < max_pages,
-                "position " + std::to_string(position) + " lies beyond the page table");
-        require(!limits.n_positions || position < limits.n_positions,
-                "position " + std::to_string(position) + " lies beyond the model's context of " +
-                    std::to_string(limits.n_positions));
-        const bool adjacent = t > 0 && sequences.data()[t - 1] == sequence;
-        require(!adjacent || positions.data()[t - 1] < position, "positions of a sequence must rise");
-        for (int i = adjacent ? positions.data()[t - 1] / kPageSize : 0; i <= position / kPageSize; i++) {
-            const int page = pages.data()[int64_t(sequence) * max_pages + i];
-            require(page >= 0 && page < limits.n_pages, "a position has no page in the cache");
-        }
-    }
     const int n_outputs = int(outputs.size());
-    for (int i = 0; i < n_outputs; i++) {
-        const int t = outputs.data()[i];
-        require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t),
-                "outputs must be rising indices of tokens");
-    }
+    require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
+    const std::optional<int64_t> n_vocab = embeds_tokens() ? std::optional(limits.n_vocab) : std::nullopt;
+    check_batch({plan_->max_tokens(), limits.n_pages, n_vocab, limits.n_positions},
+                {tokens, positions, sequences, pages, outputs});
     if (limits.n_states) check_states(positions, sequences, n_sequences, states, saves);
     require((input_ >= 0) == x.has_value(),
             "a plan that begins with tokens takes no rows; one that begins with rows needs them");

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../runtime.h"
+#include "../thread_choice.h"
 
 namespace {
 
@@ -46,9 +47,10 @@ class Chunks : public Job {
     }
 };
 
-bool run(Runtime& runtime, const Chunks& job, std::atomic<bool>& cancel, const Poll* poll = nullptr) {
+bool run(Runtime& runtime, const Chunks& job, std::atomic<bool>& cancel, const Poll* poll = nullptr,
+         int n_threads = 0) {
     const Runtime::Turn turn(runtime, cancel, poll);
-    return turn.pool().run(turn.pool().free_slot(), job, cancel, poll, &job);
+    return turn.pool().run(turn.pool().free_slot(), job, cancel, poll, &job, n_threads);
 }
 
 void expect_whole(Runtime& runtime) {
@@ -229,6 +231,57 @@ void test_a_phase_of_one_thread_alone(int n_threads) {
     expect_whole(runtime);
 }
 
+// Threads beyond those that a step is given do none of it, and join the next one.
+void test_a_step_of_some_threads() {
+    Runtime runtime(4);
+    for (int turn = 0; turn < 200; turn++)
+        for (const int n_threads : {1, 3, 2, 4}) {
+            std::atomic<bool> cancel{false};
+            std::atomic<int> last{0};
+            Chunks job(std::vector<int>(5, 11));
+            job.body = [&](int, int, Worker& worker) {
+                for (int seen = last;
+                     seen < worker.index() && !last.compare_exchange_weak(seen, worker.index());) {
+                }
+            };
+            check(run(runtime, job, cancel, nullptr, n_threads), "a step of some threads is not done");
+            check(job.n_committed == job.total(), "a step of some threads lacks chunks");
+            runtime.leave(&job);
+            check(last < n_threads, "a thread took part that was not asked");
+        }
+}
+
+// Tries each number of threads, and stays with the one that a made-up machine is quickest with.
+void test_how_many_threads_are_chosen() {
+    for (const double meeting_ns : {0.0, 8000.0, 1e9}) {
+        const auto ns = [&](int64_t bytes, int n) {
+            return int64_t(meeting_ns * n + double(bytes) / (4.2 * n));
+        };
+        ThreadChoice choice(15);
+        for (const int64_t bytes : {int64_t(0), int64_t(100'000), int64_t(1'200'000), int64_t(80'000'000)}) {
+            int best = 1;
+            for (const int n : {15, 7, 3, 1})
+                if (ns(bytes, n) < ns(bytes, best)) best = n;
+            for (int i = 0; i < 5 * ThreadChoice::kTrials; i++) {
+                const int n = choice.choose(bytes), disturbed = i % 3 == 1 ? 10 : 1;
+                choice.note(bytes, n, disturbed * ns(bytes, n));
+            }
+            check(ns(bytes, choice.choose(bytes)) == ns(bytes, best),
+                  "another number of threads would be quicker");
+        }
+    }
+    // What has become slower is found out.
+    ThreadChoice choice(2);
+    for (int i = 0; i < 100; i++)
+        choice.note(1000, choice.choose(1000), choice.choose(1000) == 2 ? 100 : 200);
+    check(choice.choose(1000) == 2, "two threads were quicker");
+    for (int64_t i = 0; i < 2 * ThreadChoice::kAgain; i++) {
+        const int n = choice.choose(1000);
+        choice.note(1000, n, n == 2 ? 400 : 200);
+    }
+    check(choice.choose(1000) == 1, "two threads have become slower");
+}
+
 }  // namespace
 
 int main() {
@@ -241,5 +294,7 @@ int main() {
     test_a_late_thread_writes_nothing();
     test_leave_waits_for_late_threads();
     test_turns();
+    test_a_step_of_some_threads();
+    test_how_many_threads_are_chosen();
     std::printf("thread_pool_test: passed\n");
 }

@@ -10,6 +10,16 @@ LOGIT_GROUP: int
 
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
+def cache_slots(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    sequences: np.ndarray,
+    pages: np.ndarray,
+    outputs: np.ndarray,
+    max_tokens: int,
+    n_pages: int,
+    n_vocab: int | None,
+) -> np.ndarray: ...
 def read_bandwidth(data: np.ndarray, n_threads: int) -> float: ...
 def linear(type: int, data: np.ndarray, rows: int, x: np.ndarray, isa: str | None = None) -> np.ndarray: ...
 def dequantize(type: int, data: np.ndarray, rows: int, cols: int) -> np.ndarray: ...
@@ -208,6 +218,7 @@ class CpuWorker:
         x: int,
         sum: int,
         n_neurons: int,
+        neuron_bytes: int,  # its weights
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
         scores: int,

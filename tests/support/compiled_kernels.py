@@ -149,13 +149,14 @@ def _resources_of_hsaco(assembly: str) -> dict[str, int]:
 @dataclass(frozen=True)
 class Loop:
     """Instructions of a loop, as the device executes them: all of them; barriers; loads and stores of shared
-    memory; loads of global memory."""
+    memory; loads of global memory, and copies of it to shared memory, for which no thread waits."""
 
     instructions: int
     barriers: int
     shared_loads: int
     shared_stores: int
     loads: int
+    copies: int
 
 
 def longest_loop(code: bytes) -> Loop:
@@ -175,7 +176,7 @@ def longest_loop(code: bytes) -> Loop:
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
     first, last = max(inner, key=lambda ends: ends[1] - ends[0])
     counted = Counter(names[first : last + 1])
-    kinds = (("BAR",), ("LDS", "LDSM"), ("STS", "STSM"), ("LDG", "LDGSTS"))
+    kinds = (("BAR",), ("LDS", "LDSM"), ("STS", "STSM"), ("LDG",), ("LDGSTS",))
     return Loop(counted.total(), *(sum(counted[name] for name in kind) for kind in kinds))
 
 

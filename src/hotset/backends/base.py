@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
+from hotset import _core
 from hotset.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    pass
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
 SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
@@ -107,39 +105,24 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
     return states, saves
 
 
-def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> np.ndarray:
+def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int | None) -> np.ndarray:
     """Where the cache holds each token of a batch, int64 [n_tokens]: page * PAGE_SIZE + place in the page.
 
-    Raises InvalidRequestError for a batch that breaks the contract of Batch.
+    n_vocab: None where no token is looked up. Raises InvalidRequestError for a batch that breaks the contract
+    of Batch. It is native code, since it runs between two steps.
     """
-    n = len(batch.tokens)
-    if not 1 <= n <= max_batch:
-        raise InvalidRequestError(f"a step takes 1 to {max_batch} tokens, not {n}")
-    if n != len(batch.positions) or n != len(batch.sequences):
-        raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
-    if batch.thresholded is not None and (
-        batch.thresholded.dtype != np.bool_ or batch.thresholded.shape != (n,)
-    ):
+    thresholded = batch.thresholded
+    if thresholded is not None and (thresholded.dtype != np.bool_ or thresholded.shape != batch.tokens.shape):
         raise InvalidRequestError(
             "thresholded must be a boolean array with an element for each token of the batch"
         )
-    if batch.tokens.min() < 0 or batch.tokens.max() >= n_vocab:
-        raise InvalidRequestError(f"a token id lies outside the vocabulary of {n_vocab}")
-    if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
-        raise InvalidRequestError("an output index lies outside the batch")
-    if not 0 <= batch.sequences.min() <= batch.sequences.max() < len(batch.page_tables):
-        raise InvalidRequestError("a sequence of the batch has no page table")
-    positions = batch.positions.astype(np.int64)
-    tables, last = batch.page_tables[batch.sequences], positions // PAGE_SIZE
-    missing = (tables < 0) | (tables >= n_pages)
-    needed = np.arange(tables.shape[1]) <= last[:, None]
-    bad = (positions < 0) | (last >= tables.shape[1]) | (missing & needed).any(axis=1)
-    if bad.any():
-        token = int(bad.argmax())
-        raise InvalidRequestError(
-            f"position {positions[token]} of sequence {batch.sequences[token]} has no page in the cache"
-        )
-    return np.asarray(tables[np.arange(n), last].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE)
+    try:
+        return _core.cache_slots(
+            batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs, max_batch,
+            n_pages, n_vocab,
+        )  # fmt: skip
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 # What operations of a layer count (csrc/plan.h), in this order: fields of StepStats.

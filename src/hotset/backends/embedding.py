@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 import numpy as np
 
+from hotset import _core
 from hotset.backends.base import Batch
 from hotset.errors import InvalidRequestError
-from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.operations import Embed
 from hotset.offload.uploads import rows_at
@@ -17,17 +18,31 @@ from hotset.offload.uploads import rows_at
 def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
     """The rows that an Embed takes for the tokens of a batch, float32 [n_tokens, width].
 
+    Decoded by native code, since it runs between two steps. Raises as `encoded_rows`.
+    """
+    rows = encoded_rows(weights, op, batch)
+    info = weights.tensors[op.weight]
+    return _core.dequantize(int(info.type), rows.reshape(-1), len(rows), info.shape[0])
+
+
+def encoded_rows(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
+    """The same as the file has them, uint8 [n_tokens, bytes of a row].
+
     Raises InvalidRequestError for a position past the last that the model has learned.
     """
-    info = weights.tensors[op.weight]
-    width, n_rows = info.shape[0], math.prod(info.shape[1:])  # one row may be a vector
-    rows = {"token": batch.tokens, "position": batch.positions + op.first_row}.get(op.of)
-    if rows is None:
-        rows = np.zeros_like(batch.tokens)
-    if op.of == "position" and rows.max() >= n_rows:
-        raise InvalidRequestError(
-            f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "
-            "the last that the model has learned"
-        )
-    encoded = rows_at(weights, op.weight, rows)
-    return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows))).reshape(-1, width)
+    match op.of:
+        case "token":
+            rows = batch.tokens
+        case "position":
+            rows = batch.positions + op.first_row
+            n_rows = math.prod(weights.tensors[op.weight].shape[1:])
+            if rows.max() >= n_rows:
+                raise InvalidRequestError(
+                    f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "
+                    "the last that the model has learned"
+                )
+        case "type":  # one row, which may be a vector
+            rows = np.zeros_like(batch.tokens)
+        case _:
+            assert_never(op.of)
+    return np.ascontiguousarray(rows_at(weights, op.weight, rows))

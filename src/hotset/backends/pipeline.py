@@ -93,7 +93,7 @@ class ChainBackend:
         took too long."""
         self._cancelled = False
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
-        if unknown := set(batch.taps).difference(*self._values):
+        if batch.taps and (unknown := set(batch.taps).difference(*self._values)):
             raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
         began = time.perf_counter()
         taps: dict[str, np.ndarray] = {}
@@ -101,14 +101,16 @@ class ChainBackend:
         for stage, values in zip(self.stages, self._values, strict=True):
             if self._cancelled:
                 raise StepCancelledError
-            own = replace(batch, taps=tuple(name for name in batch.taps if name in values))
+            own = batch
+            if batch.taps:
+                own = replace(batch, taps=tuple(name for name in batch.taps if name in values))
             rows = stage.run(own, rows)
             if own.taps:
                 taps |= stage.tapped
         assert rows is not None
         logits = on_host(rows)
         self._latest = len(batch.tokens), time.perf_counter() - began
-        return StepResult(logits, taps)
+        return StepResult(logits, taps, self.stages[-1].largest)
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.

@@ -16,8 +16,9 @@ import numpy as np
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots, check_states
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.embedding import lookup
+from hotset.backends.embedding import encoded_rows
 from hotset.errors import InvalidRequestError, StepCancelledError
+from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVFormat, KVType, check_cache, kv_formats
 from hotset.model.graph import Graph
@@ -189,7 +190,8 @@ class ReferenceBackend:
         assert not isinstance(op, LowRank), "it is of some sequences, which _with_adapters knows"
         match op:
             case Embed():
-                return lookup(self.weights, op, batch)
+                info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
+                return dequantize(encoded, info.type, (info.shape[0], len(encoded)))
             case RMSNorm():
                 return normalised(op, values[op.x.id], self._weight(op.weight), None)
             case UnitNorm():

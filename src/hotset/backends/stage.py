@@ -68,6 +68,11 @@ class Stage(Protocol):
         """Values of the latest step that its batch asked for, by name."""
         ...
 
+    @property
+    def largest(self) -> np.ndarray | None:
+        """Of the logits of the latest step, as StepResult.largest."""
+        ...
+
     def run(self, batch: Batch, x: Rows | None = None) -> Rows:
         """One step of a batch that was checked (base.cache_slots); all its taps are values of this stage.
 

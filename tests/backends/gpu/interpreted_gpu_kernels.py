@@ -26,6 +26,7 @@ from interpreted_triton import patch_once
 from make_blocks import random_blocks
 from ptx import kernels as ptx
 
+from hotset.backends.base import LOGIT_GROUP
 from hotset.backends.gpu import exact, experts_kernel, fallback, spin_kernel, triton_kernels
 from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
@@ -158,6 +159,9 @@ def width_of(type_: GGMLType, n_blocks: int) -> int:
 # Every type with few tokens and with many; odd shapes with one of them.
 CASES = [(type_, 13, 1 if type_ in K_TYPES else 3, (1, 3, 2)[i % 3]) for i, type_ in enumerate(SUPPORTED)]
 CASES += [(type_, 13, 1, 9) for type_ in SUPPORTED]
+# Rows of an even number of blocks, whose scales come two to a word, and the tiles of many rows and tokens.
+CASES += [(type_, 70, 2, 9) for type_ in SUPPORTED if type_ not in FLOATS]
+CASES += [(type_, 130, 2 if type_ in K_TYPES else 5, 300) for type_ in (Q4_0, GGMLType.F16, GGMLType.Q4_K)]
 CASES += [(Q4_0, 1, 1, 1), (Q4_0, 66, 1, 17), (Q4_0, 5, 8, 1), (Q4_0, 3, 5, 8), (Q8_0, 4, 1, 5)]
 each_case = pytest.mark.parametrize(
     ("type_", "n_rows", "n_blocks", "n_tokens"),
@@ -178,6 +182,35 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
     out = torch.full((n_tokens, n_rows), float("nan"))
     assert kernels.linear(x, m, bias, residual, out) is out
     agree(out, fallback.linear(*as_multiplied(x, m), bias, residual), magnitude, n_cols)
+
+
+@pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16], ids=lambda type_: type_.name)
+def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device of Hopper has them that has more to do than multiprocessors."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
+    m, x = matrix(type_, 250, 64)[0], t(randn(500, 64))
+    tile = kernels._product_tile(kernels._halves(x, m), m, 250)
+    assert (tile.rows, tile.tokens) == ((128, 256) if kernels.is_hopper(x) else (64, 128))
+    test_linear(type_, 250, 2, 500)
+
+
+@pytest.mark.parametrize(
+    ("type_", "n_blocks", "n_tokens"),
+    [(Q4_0, 3, 1), (Q8_0, 1, 3), (Q4_0, 2, 8), (Q4_0, 1, 9)],
+    ids=lambda v: v.name if isinstance(v, GGMLType) else None,
+)
+@pytest.mark.parametrize(("kind", "up_kind"), [("silu", None), ("relu", "relu")])
+def test_gated(
+    type_: GGMLType, n_blocks: int, n_tokens: int, kind: Any, up_kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of the product and of what is made of it afterwards."""
+    monkeypatch.setattr(kernels, "MATVEC_PROGRAMS", 1)
+    m, _ = matrix(type_, 2 * 13, width_of(type_, n_blocks))
+    h, bias = t(randn(n_tokens, m.n_cols)), t(randn(m.n_rows, seed=1))
+    given = {"activation": kind, "up_activation": up_kind}
+    for added in (None, bias):
+        gate, up = kernels.linear(h, m, added).split(13, dim=1)
+        assert torch.equal(kernels.gated(h, m, added, **given), kernels.fired(gate, up, **given))
 
 
 @pytest.mark.parametrize(
@@ -531,6 +564,15 @@ def test_pack_bits(n_scored: int, first: int) -> None:
     scores[0, 0] = np.nan
     found = kernels.pack_bits(t(scores), 0.25, first)
     assert torch.equal(found, fallback.pack_bits(t(scores), 0.25, first))
+
+
+@pytest.mark.parametrize("n_groups", [1, 37])
+def test_largest(n_groups: int) -> None:
+    logits = randn(3, n_groups * LOGIT_GROUP)
+    logits[0, 5], logits[1, -1], logits[2, 63] = np.nan, np.inf, -np.inf
+    found, expected = (ops.largest(t(logits)) for ops in (kernels, fallback))
+    assert found.isnan().sum() == 3
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize("width", [32, 100])

@@ -20,6 +20,7 @@ from backend_runs import batch, logits_of, tokens
 from gpu_runs import N_LAYER, Recorder, Recording, assert_close, gpu, masks, run, split, write
 from sparse_runs import prepared
 
+from hotset.backends.base import LOGIT_GROUP
 from hotset.backends.gpu import devices
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import StepInputs
@@ -145,13 +146,12 @@ def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pyte
     cuda = FakeGraphs(monkeypatch)
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     backend = gpu(ready.weights, graph)
-    steps = [batch([(tokens(n), 0, [0])]) for n in (1, 2, 8, 9)]
-    first = [backend.step(step).logits.copy() for step in steps]
-    assert cuda.log == ["synchronize", "begin", "end"] * 3  # and the allocator keeps what it has
-    assert len(cuda.pools) == len({id(stream) for stream in cuda.streams}) == 1
-    for step, expected in zip(steps, first, strict=True):
+    for n in (1, 2, 8, 9):
+        step = batch([(tokens(n), 0, [0])])
+        expected = backend.step(step).logits.copy()
         np.testing.assert_array_equal(backend.step(step).logits, expected)
-    assert cuda.log.count("replay") == 3
+    assert cuda.log == ["synchronize", "begin", "end", "replay"] * 3  # and the allocator keeps what it has
+    assert len(cuda.pools) == len({id(stream) for stream in cuda.streams}) == 1
     assert not backend.notes
 
 
@@ -264,6 +264,41 @@ def test_numbers_of_a_step_are_not_overwritten_before_they_are_copied() -> None:
     copies.end()
     copies.wait()
     assert seen == [([3 * i, 3 * i + 1, 3 * i + 2], [i], float(i)) for i in range(3)]
+
+
+def test_page_tables_are_copied_when_they_change() -> None:
+    copies = LateCopies()
+    inputs = StepInputs(8, 4, {0: 16}, torch.device("cpu"), copies)  # type: ignore[arg-type]
+
+    def filled(*parts: tuple[np.ndarray, int, list[int]]) -> int:
+        """How many copies a step makes."""
+        inputs.fill(batch(list(parts)), {0: np.ones((sum(len(ids) for ids, _, _ in parts), 16), np.float32)})
+        n = len(copies._queued)
+        copies.wait()
+        return n
+
+    one, two = (tokens(1), 3, [2, -1]), (tokens(2), 70, [1, 3])
+    assert [filled(one) for _ in range(2)] == [2, 1]
+    assert [filled(one, two), filled(one, two), filled(one), filled(two, one)] == [2, 1, 1, 2]
+    assert inputs.sequences[:3].tolist() == [0, 0, 1]
+    assert inputs.positions[:3].tolist() == [70, 71, 3]
+    assert inputs.page_tables[:2, :2].tolist() == [[1, 3], [2, -1]]
+    assert filled((tokens(1), 64, [2, 5])) == 2
+    assert inputs.page_tables[0, :2].tolist() == [2, 5]
+
+
+def test_the_largest_logits_of_groups_come_with_the_logits(tmp_path: Path) -> None:
+    n_vocab = 2 * LOGIT_GROUP
+    ready, graph = prepared(write(tmp_path, "bamboo", n_vocab=n_vocab), "exact")
+    recorder = Recorder()
+    backend = gpu(ready.weights, graph, capture=recorder)
+    for step in range(3):  # as it is, recorded, replayed
+        found = backend.step(batch([(tokens(1, seed=step), step, [0])]))
+        assert found.largest is not None
+        expected = found.logits.reshape(1, -1, LOGIT_GROUP).max(axis=2)
+        np.testing.assert_array_equal(found.largest, expected)
+    assert recorder.made[0].n_replays == 2
+    assert backend.step(batch([(tokens(20), 3, [0])])).largest is None  # more rows than come so
 
 
 def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:

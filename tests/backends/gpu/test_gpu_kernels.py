@@ -11,7 +11,7 @@ from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, input_major, matrix, randn, 
 from make_blocks import random_blocks
 
 from hotset.backends import reference
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
 from hotset.backends.gpu import fallback
 from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
@@ -204,6 +204,14 @@ def test_bits_are_those_of_a_mask(n_scored: int, first: int) -> None:
     bits = fallback.pack_bits(torch.from_numpy(scores), 0.25, first)
     assert np.array_equal(bits.numpy(), np.packbits(expected, axis=1, bitorder="little"))
     assert np.array_equal(fallback.unpack_bits(bits, n_scored + first).numpy(), expected)
+
+
+def test_the_largest_of_each_group_of_logits() -> None:
+    x = randn(3, 4 * LOGIT_GROUP)
+    x[0, 5], x[1, 70], x[2, 130] = np.nan, np.inf, -np.inf
+    expected = x.reshape(3, 4, LOGIT_GROUP).max(axis=2)
+    expected[0, 0] = expected[1, 1] = expected[2, 2] = np.nan
+    np.testing.assert_array_equal(fallback.largest(torch.from_numpy(x)).numpy(), expected)
 
 
 # ---- thresholds -------------------------------------------------------------------------------------------

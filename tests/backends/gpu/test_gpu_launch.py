@@ -30,6 +30,7 @@ from threshold_models import EVERY, graph_of  # noqa: E402
 from threshold_models import run as run_thresholded  # noqa: E402
 from tiny_gguf import write_relu  # noqa: E402
 
+from hotset.backends.base import LOGIT_GROUP  # noqa: E402
 from hotset.backends.gpu import experts_kernel, fallback, launch, spin_kernel, triton_kernels  # noqa: E402
 from hotset.backends.gpu import stage as stages  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CudaDriver  # noqa: E402
@@ -45,9 +46,9 @@ from hotset.offload.misses import Fetching  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts", "route", "sum_experts")
 OF_STEPS = (
-    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn",
+    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "gated", "sparse_ffn",
     "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
-    "attention",
+    "attention", "largest",
 )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
     top_k = open_gguf(write_relu(tmp_path / "top_k.gguf", dialect="gguf", keys=keys))
     ready, graph = prepared(top_k, "exact")
     logits_of(gpu(ready.weights, graph), ids, splits, [3])
-    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    ready, graph = prepared(write(tmp_path, "bamboo", n_vocab=2 * LOGIT_GROUP), "exact")
     tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
     tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
     weights, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
@@ -389,6 +390,25 @@ def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
     device.refuses = "release"
     driver.unregister(memory)
     device.launch()
+
+
+@pytest.mark.parametrize("max_batch", [100, 300, 700])
+def test_every_tile_of_a_product_is_warmed_up(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
+    """On Hopper, where tiles follow from the tokens, the rows and the multiprocessors."""
+    monkeypatch.setattr(triton_kernels, "is_hopper", lambda x: True)
+    monkeypatch.setattr(triton_kernels, "multiprocessors", lambda device: 132)
+    half, sizes = torch.empty(0, dtype=torch.float16), torch.empty(0)
+    warm = [n for n in (max_batch, *stages.WARM_SIZES) if n <= max_batch]
+    every = set()
+    for n_rows in (512, 4096, 11008, 22016, 32000):
+        m = weights(T.Q4_0, n_rows, 4096)
+        tile_of = {
+            n: triton_kernels._product_tile(triton_kernels.Halves(half, sizes, n), m, n_rows)
+            for n in range(9, max_batch + 1)
+        }
+        assert set(tile_of.values()) == {tile_of[n] for n in warm if n > 8}
+        every |= set(tile_of.values())
+    assert len(every) == {100: 5, 300: 6, 700: 6}[max_batch]
 
 
 def test_a_grid_has_room_for_any_number_of_tokens(launched: dict[str, set[Any]]) -> None:

@@ -164,10 +164,14 @@ def _described(
 ) -> np.ndarray:  # fmt: skip
     """A matrix in shared memory [warpgroups, *shape] of a descriptor: where it begins, how far core matrices
     of 8 rows are apart in either direction, and the swizzle, which permutes 16 bytes within rows."""
-    bits = np.unique(descriptor)
-    assert len(bits) == 1, "descriptors are those of all blocks"
-    (x,) = (int(one) for one in bits)
-    start, leading, stride = (x & 0x3FFF) << 4, (x >> 16 & 0x3FFF) << 4, (x >> 32 & 0x3FFF) << 4
+    of_threads = np.broadcast_to(descriptor, lanes.size).reshape(lanes.shape).astype(np.uint64)
+    if (of_threads != of_threads[:, :1]).any():
+        raise Fault("threads of a warpgroup have different descriptors")
+    start = ((of_threads[:, 0] & np.uint64(0x3FFF)) << np.uint64(4)).astype(np.int64)[:, None, None]
+    layouts = np.unique(of_threads >> np.uint64(14))
+    assert len(layouts) == 1, "matrices of all warpgroups are laid out alike"
+    x = int(layouts[0]) << 14
+    leading, stride = (x >> 16 & 0x3FFF) << 4, (x >> 32 & 0x3FFF) << 4
     width = {0: 16, 1: 128, 2: 64, 3: 32}[x >> 62]
     assert not x >> 49 & 7, "no offset of the base"
     size = np.dtype(TYPES[kind]).itemsize
@@ -184,8 +188,8 @@ def _described(
         at = at ^ ((at >> 7 & (width // 16 - 1)) << 4)
     # Each warp reads all of it.
     warps = lanes.reshape(len(lanes), 4, 32)[:, :, 0]
-    flat = np.tile(at.reshape(-1), warps.size).astype(np.uint64)
-    first = np.repeat(warps.reshape(-1), at.size)
+    flat = np.repeat(at.reshape(len(lanes), 1, -1), 4, axis=1).reshape(-1).astype(np.uint64)
+    first = np.repeat(warps.reshape(-1), at[0].size)
     machine.operands.append((first, machine.n_products[first], flat, np.dtype(f"u{size}")))
     raw = machine.read_operands(machine.operands[-1]).reshape(len(lanes), 4, *shape)[:, 0]
     return _numbers(raw, kind)[..., 0]

@@ -148,9 +148,12 @@ class CpuBackend:
         """Runs one step; the logits are a view that the next step overwrites."""
         if self.entering is not None or not self.has_output:
             raise InvalidRequestError("a part of a model has no step of its own; it is a stage of a chain")
-        logits = self.run(batch)
-        assert self._latest is not None
-        return StepResult(logits, self.tapped, self._latest[0].largest_logits())
+        return StepResult(self.run(batch), self.tapped, self.largest)
+
+    @property
+    def largest(self) -> np.ndarray | None:
+        """Of the logits of the latest step, as StepResult.largest."""
+        return None if self._latest is None else self._latest[0].largest_logits()
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""

@@ -53,10 +53,7 @@ from hotset.backends.gpu.devices import current
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Ffn,
-    Route,
-)
+from hotset.model.operations import Ffn, Route, TransposedLinear, one_matrix
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -324,9 +321,12 @@ def _worker(
         ffn = one.ffn
         at = ffn.layer, one.first_op, one.end_op
         if ffn.route is None:
+            assert isinstance(ffn.down, TransposedLinear)
+            names = [one_matrix(op).weight for op in (ffn.gate, ffn.up) if op is not None]
+            n_bytes = sum(weights.tensors[name].row_bytes for name in (*names, ffn.down.weight))
             native.layer(
-                *at, one.gates, one.ups, one.x, one.out, ffn.n_ff, cold[ffn.layer], ffn.mask is not None,
-                one.given,
+                *at, one.gates, one.ups, one.x, one.out, ffn.n_ff, n_bytes, cold[ffn.layer],
+                ffn.mask is not None, one.given,
             )  # fmt: skip
         else:
             native.experts(*at, one.x, one.out, ffn.route.x.width, ffn.route.n_used, one.given)
@@ -715,7 +715,7 @@ def round_trip_seconds(
     plan.add("transposed_linear", x=values, weight=rows, sparse=True, out=out)
     native = _core.CpuWorker(plan, width, 1, PROBE_TIMEOUT)
     everything = np.full(n_ff // 8, 255, np.uint8)
-    native.layer(0, 0, plan.n_ops, [], [], x, out, n_ff, everything, True, scores)
+    native.layer(0, 0, plan.n_ops, [], [], x, out, n_ff, 2 * 4 * width, everything, True, scores)
     native.start()
     exchange = _exchange(kind, _Shared(native, 1, width, [n_ff // 8], [1]), device, driver)
     h = torch.ones(1, width, device=device)

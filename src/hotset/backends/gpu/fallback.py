@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import COUNTS, PAGE_SIZE
+from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE
 from hotset.backends.gpu import exact
 from hotset.backends.gpu.matrix import DeviceMatrix, HostRows
 from hotset.backends.stage import SLICE_VALUES
@@ -197,6 +197,20 @@ def fired(  # noqa: PLR0913
     return value
 
 
+def gated(
+    h: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+) -> Tensor:
+    """f(gate) * g(up), [T, n], of h [T, n_cols] and a matrix of n rows of gate and, behind them, n of up."""
+    gate, up = linear(h, m, bias).split(m.n_rows // 2, dim=1)
+    return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
+
+
 def sparse_ffn(  # noqa: PLR0913
     h: Tensor,
     gate: DeviceMatrix | None,
@@ -236,6 +250,13 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8))
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32, device=scores.device)
     return (bits.reshape(len(bits), -1, 8) * weights).sum(dim=2, dtype=torch.int32).to(torch.uint8)
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The largest of each LOGIT_GROUP logits [T, n_vocab], float32 [T, n_vocab / LOGIT_GROUP]; NaN where one
+    is not finite."""
+    groups = logits.reshape(len(logits), -1, LOGIT_GROUP)
+    return torch.where(groups.isfinite(), groups, torch.nan).amax(dim=2)
 
 
 def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:

@@ -40,8 +40,10 @@ class Kernels:
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons
         self.fired = ops.fired
+        self.gated = ops.gated
         self.sparse_ffn = ops.sparse_ffn
         self.pack_bits = ops.pack_bits
+        self.largest = ops.largest
         self.rms_norm = ops.rms_norm
         self.layer_norm = ops.layer_norm
         self.gaussian_top_k = ops.gaussian_top_k

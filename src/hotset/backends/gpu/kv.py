@@ -1,7 +1,7 @@
-"""What a step reads on a device and never moves: the paged cache, and the numbers of the batch.
+"""What a step reads and leaves, and never moves: the paged cache, the numbers of a batch, logits and counts.
 
 A captured graph replays with the addresses that it was captured with, so a step's tokens are always written
-to the same tensors, and a step, captured or not, reads nothing else.
+to the same tensors, and a step, captured or not, reads nothing else. Likewise, what it leaves to the host.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
 from hotset.backends.gpu.arena import Arena
+from hotset.backends.gpu.capture import MAX_CAPTURED
+from hotset.backends.gpu.kernels import Kernels
 from hotset.model.cost import KVType, check_gpu_cache
 from hotset.model.operations import Attention
 
+OUTPUTS = MAX_CAPTURED  # rows of logits that come to the host without being waited for one by one
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -88,20 +91,32 @@ class StepInputs:
     ) -> None:
         self._copies = copies or Copies(device)
         pinned = device.type == "cuda"
-        self._numbers = torch.zeros((4, max_batch), dtype=torch.int32, pin_memory=pinned)
+        # Numbers and vectors lie one behind the other, so that one copy brings those of a few tokens.
+        n_words = 4 * max_batch + max_batch * sum(vectors.values())
+        self._words = torch.zeros(n_words, dtype=torch.int32, pin_memory=pinned)
+        self._on_device = self._words.to(device, copy=True)
+        self._numbers = self._words[: 4 * max_batch].view(4, max_batch).numpy()
+        numbers = self._on_device[: 4 * max_batch].view(4, max_batch)
+        self.positions, self.sequences, self.outputs, self.thresholded = numbers.unbind(0)
+        self.vectors: dict[int, Tensor] = {}
+        self._vectors: dict[int, np.ndarray] = {}
+        self._begins: dict[int, int] = {}  # of the vectors in the words
+        at = 4 * max_batch
+        for id, width in vectors.items():
+            here, there = (
+                words[at : at + max_batch * width].view(torch.float32).view(max_batch, width)
+                for words in (self._words, self._on_device)
+            )
+            self._vectors[id], self.vectors[id], self._begins[id] = here.numpy(), there, at
+            at += max_batch * width
         self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
-        self._vectors = {
-            id: torch.zeros((max_batch, width), pin_memory=pinned) for id, width in vectors.items()
-        }
-        self._on_device = self._numbers.to(device, copy=True)
-        self.positions, self.sequences, self.outputs, self.thresholded = self._on_device.unbind(0)
         self.page_tables = self._tables.to(device, copy=True)
-        self.vectors = {id: rows.to(device, copy=True) for id, rows in self._vectors.items()}
+        self._n_known = 0  # rows of the tables that the device has as they are here
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(t.nbytes for t in (self._on_device, self.page_tables, *self.vectors.values()))
+        return self._on_device.nbytes + self.page_tables.nbytes
 
     def fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
         """Takes over a batch that was checked (base.cache_slots), and what enters, [n_tokens, width] each.
@@ -116,19 +131,77 @@ class StepInputs:
 
     def _fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
         n = len(batch.tokens)
-        # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
-        rows, own = np.unique(batch.sequences, return_inverse=True)
-        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
-        numbers = self._numbers.numpy()
-        numbers[0, :n], numbers[1, :n] = batch.positions, own.reshape(-1)
-        numbers[2, : len(batch.outputs)] = batch.outputs
+        numbers, n_outputs = self._numbers, len(batch.outputs)
+        numbers[0, :n] = batch.positions
+        numbers[2, :n_outputs] = batch.outputs
+        numbers[2, n_outputs:] = 0  # a captured step computes the logits of as many rows as tokens
         numbers[3, :n] = 0 if batch.thresholded is None else batch.thresholded
-        numbers[2, len(batch.outputs) :] = 0  # a captured step computes the logits of as many rows as tokens
-        self._tables.numpy()[: len(rows), :width] = batch.page_tables[rows, :width]
-        self._copies.copy(self._on_device, self._numbers)
-        self._copies.copy(self.page_tables[: len(rows)], self._tables[: len(rows)])
+        # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
+        if n == 1:
+            rows = batch.sequences
+            numbers[1, 0] = 0
+        else:
+            begins = np.flatnonzero(np.diff(batch.sequences, prepend=-1))
+            rows = batch.sequences[begins]
+            numbers[1, :n] = np.repeat(np.arange(len(rows)), np.diff(begins, append=n))
+        self._fill_tables(batch, rows)
+        end = 4 * numbers.shape[1]  # of the words that are copied together
         for id, values in vectors.items():
             if isinstance(values, np.ndarray):
-                self._vectors[id].numpy()[:n] = values
-                values = self._vectors[id][:n]
-            self._copies.copy(self.vectors[id][:n], values)
+                self._vectors[id][:n] = values
+                begin, stop = self._begins[id], self._begins[id] + values.size
+                if begin == end:
+                    end = stop
+                else:
+                    self._copies.copy(self._on_device[begin:stop], self._words[begin:stop])
+            else:
+                self._copies.copy(self.vectors[id][:n], values)
+        self._copies.copy(self._on_device[:end], self._words[:end])
+
+    def _fill_tables(self, batch: Batch, rows: np.ndarray) -> None:
+        """The page tables of some sequences, which change once in PAGE_SIZE tokens: they are copied then."""
+        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
+        tables, n = batch.page_tables[rows, :width], len(rows)
+        here, known = self._tables.numpy()[:n, :width], self._n_known
+        if n <= known and (here == tables).all():
+            return
+        self._n_known = 0  # until the copy is on its way
+        here[:] = tables
+        self._copies.copy(self.page_tables[:n], self._tables[:n])
+        self._n_known = max(n, known)
+
+
+class StepOutputs:
+    """What a step leaves to the host, in memory to which a device copies without being waited for.
+
+    counts: int64 [n_layer, N_COUNTS]; logits: float32 [OUTPUTS, n_vocab], of the first rows of a step of few;
+    largest: float32 [OUTPUTS, n_vocab / LOGIT_GROUP], as StepResult.largest; None where there is none. The
+    calls of `take` may be part of a graph.
+    """
+
+    def __init__(self, counts: Tensor, n_vocab: int) -> None:
+        """counts: of the device. n_vocab: 0 for a stage without logits."""
+        self._copies = Copies(counts.device)
+        pinned = counts.device.type == "cuda"
+        self.counts = torch.zeros_like(counts, device="cpu", pin_memory=pinned)
+        self.logits = torch.zeros((OUTPUTS if n_vocab else 0, n_vocab), pin_memory=pinned)
+        n_groups = 0 if n_vocab % LOGIT_GROUP else n_vocab // LOGIT_GROUP
+        self.largest = torch.zeros((len(self.logits), n_groups), pin_memory=pinned) if n_groups else None
+
+    def take(self, counts: Tensor, logits: Tensor | None, kernels: Kernels) -> None:
+        """Counts, and logits [n <= OUTPUTS, n_vocab], of the device."""
+        self._copies.copy(self.counts, counts)
+        if logits is None:
+            return
+        n = len(logits)
+        self._copies.copy(self.logits[:n], logits)
+        if self.largest is not None:
+            self._copies.copy(self.largest[:n], kernels.largest(logits))
+
+    def end(self) -> None:
+        """What `wait` waits for is what was taken until now."""
+        self._copies.end()
+
+    def wait(self) -> None:
+        """Until it is here."""
+        self._copies.wait()

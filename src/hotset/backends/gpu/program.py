@@ -450,11 +450,7 @@ class Program:
     ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
         """Products of one input, and a sum with each. after: the activation, of one product alone."""
         assert not after or len(linears) == 1
-        # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
-        kinds = {
-            (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
-        }
-        stacks = [linears] if len(kinds) == 1 else [[op] for op in linears]
+        stacks = self._stacks(linears)
         products = [self._product(ops, after or {}) for ops in stacks]
         widths = [[op.out.width for op in ops] for ops in stacks]
 
@@ -466,6 +462,14 @@ class Program:
             ]
 
         return run
+
+    def _stacks(self, linears: list[Linear]) -> list[list[Linear]]:
+        """Products of one input that are one: q, k and v, or gate and up, of one type. Fewer launches, each
+        with more to do."""
+        kinds = {
+            (self._weights.source.tensors[op.weight].type, op.weight in self._input_major) for op in linears
+        }
+        return [linears] if len(kinds) == 1 else [[op] for op in linears]
 
     def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
         """One product with matrices of one type; of input-major ones channels of zeros are not read."""
@@ -680,7 +684,13 @@ class Program:
         if (by_rows := self._leaves_out_rows(ffn)) and self._sparse:
             given = self._rows(ffn, None) | options
             return lambda f, h, bits: k.neurons(h, selected=bits, counts=counts, **given, **thresholds(f))
-        products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
+        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        thresholded = ffn.gate_threshold is not None or ffn.down_threshold is not None
+        plain = not (by_rows or ffn.has_zeros or thresholded or linears[0].weight in self._input_major)
+        if plain and len(self._stacks(linears)[0]) == 2:
+            both, bias = self._weights.linear(*linears), self._weights.biases(linears)
+            return lambda _f, h, _bits: k.gated(h, both, bias, **options)
+        products = self._products(linears)
         if (top_k := ffn.top_k) is not None:
 
             def above(f: Frame, h: Tensor, _: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from hotset.backends.gpu.experts import ExpertCache, can_hold
 from hotset.backends.gpu.experts_fetch import Fetcher
 from hotset.backends.gpu.fallback import N_COUNTS
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
+from hotset.backends.gpu.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
 from hotset.backends.gpu.launch import compiled_first
 from hotset.backends.gpu.program import Call, CpuWorkerProtocol, Frame, Program, StageParts
 from hotset.backends.gpu.stream import CopyStream
@@ -42,7 +42,18 @@ from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
-WARM_SIZES = 128, 64, 32, 16, 8, 4, 2, 1  # of steps, in tokens, beside the largest: each size of tiles once
+WARM_SIZES = (
+    512,
+    256,
+    128,
+    64,
+    32,
+    16,
+    8,
+    4,
+    2,
+    1,
+)  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
@@ -117,6 +128,7 @@ class GpuStage:
             self._capture = Graphs(self.device)
         self.notes: list[str] = []
         self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
+        self.largest: np.ndarray | None = None  # of the latest step, as StepResult.largest
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
         self.n_layer = graph.n_layer
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
@@ -125,11 +137,7 @@ class GpuStage:
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
-            # The counts of a step come with its logits: who asks for them waits for nothing more.
-            self._counted = torch.zeros_like(
-                self._counts, device="cpu", pin_memory=self.device.type == "cuda"
-            )
-            self._counting = Copies(self.device)
+            self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
@@ -162,7 +170,7 @@ class GpuStage:
         }
 
     def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
-        """As Stage.run. Logits of more than OUTPUT_ROWS rows are on the host."""
+        """As Stage.run. Logits of up to kv.OUTPUTS rows, and of more than OUTPUT_ROWS, are on the host."""
         self._cancelled = False
         try:
             return self._step(batch, x)
@@ -178,7 +186,7 @@ class GpuStage:
         }
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
-        n = len(batch.tokens)
+        n, n_outputs = len(batch.tokens), len(batch.outputs)
         if self.entering is not None and x is not None:
             if tuple(x.shape) != (n, self.entering.width):
                 raise InvalidRequestError(
@@ -195,9 +203,10 @@ class GpuStage:
                 self._expert_cache.begin_step()
             try:
                 with nullcontext() if cold is None else cold.step(n, batch.thresholded):
-                    result = self._run(program, n, len(batch.outputs))
-                    self._counting.copy(self._counted, self._counts)
-                    self._counting.end()
+                    result = self._run(program, n, n_outputs)
+                    self._outputs.end()
+                if self.has_output and n_outputs:  # without any the next step may begin
+                    self._outputs.wait()
             except BaseException:
                 if self._fetcher is not None:
                     with suppress(RuntimeError):  # of the device that failed
@@ -205,13 +214,15 @@ class GpuStage:
                 raise
             if self._experts and cold is not None and not self._warming:
                 self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
+        largest = self._outputs.largest
+        self.largest = None if largest is None or n_outputs > OUTPUTS else largest[:n_outputs].numpy()
         self._source.check()
         return result
 
     def counts(self) -> np.ndarray:
         """As Stage.counts, the CPU worker's neurons among them."""
-        self._counting.wait()
-        counts = self._counted.numpy().copy()
+        self._outputs.wait()
+        counts: np.ndarray = self._outputs.counts.numpy().copy()
         if self._cold is not None and self._is_served:
             cold = self._cold.counts()
             counts[list(self._cold.layers), : cold.shape[1]] += cold
@@ -321,20 +332,20 @@ class GpuStage:
             return self._eager(program, n, n_outputs)
         if n not in self._captured:
             return self._record(program, n, n_outputs)
-        graph, logits = self._captured[n]
+        graph, result = self._captured[n]
         graph.replay()
-        return logits[:n_outputs] if self.has_output else logits
+        return self._outputs.logits[:n_outputs] if self.has_output else result
 
     def _record(self, program: Program, n: int, n_outputs: int) -> Tensor:
         """Runs a step, and records it for the next of its size. A capture that fails is the last of this
         stage, which goes on without; `notes` then says so."""
         assert self._capture is not None
         # With as many outputs as it is recorded with: no kernel may be loaded first within a capture.
-        result = self._eager(program, n, n).clone()
+        result = self._eager(program, n, n)
         if self._expert_cache is not None:
             self._expert_cache.settle()
         try:
-            self._captured[n] = self._capture(lambda: self._compute(program, n, n, {}))
+            self._captured[n] = self._capture(lambda: self._computed(program, n, n, {}))
         except StepCancelledError:
             raise
         except Exception as error:
@@ -348,11 +359,18 @@ class GpuStage:
 
     def _eager(self, program: Program, n: int, n_outputs: int) -> Tensor:
         taps: dict[str, list[Tensor]] = {}
-        result = self._compute(program, n, n_outputs, taps)
+        result = self._computed(program, n, n_outputs, taps)
         self.tapped = {
             name: np.concatenate([rows.cpu().numpy() for rows in parts]) for name, parts in taps.items()
         }
         return result
+
+    def _computed(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
+        """As _compute; counts, and the logits of few rows, are on their way to the host."""
+        result = self._compute(program, n, n_outputs, taps)
+        few = self.has_output and 0 < n_outputs <= OUTPUTS
+        self._outputs.take(self._counts, result if few else None, self.kernels)
+        return self._outputs.logits[:n_outputs] if few else result
 
     def _compute(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
         """The calls of a step, over what stands in the inputs."""

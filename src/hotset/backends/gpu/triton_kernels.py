@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE
 from hotset.backends.gpu import fallback
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu.matrix import DeviceMatrix
@@ -383,29 +383,38 @@ def _dot_rows(
 def _matvec_kernel(
     x, out, bias, residual, codes, scales, mins, high, sub_scales,
     n_tokens, n_rows, n_cols, stride, n_words, words_of_split, threshold, zero,
-    TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr, BITS: tl.constexpr,
+    PAIRS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]. With BITS, of eight
-    rows a program: uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold."""
-    rows = tl.program_id(0) * R + tl.arange(0, R)
-    live = rows < n_rows
+    rows a program: uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold. With
+    PAIRS f(gate) * g(up), [T, n_rows / 2], of rows of gates and, behind all of them, of up."""
+    EACH: tl.constexpr = 2 if PAIRS else 1  # rows of a number of out
+    n_out = n_rows // EACH
+    rows = tl.program_id(0) * (R // EACH) + tl.arange(0, R // EACH)
+    live = rows < n_out
     first = tl.program_id(1) * words_of_split
     last = tl.minimum(first + words_of_split, n_words)
     begins = ()  # type: Any
     for r in tl.static_range(R):  # where there are fewer, the last one again, which is not stored
-        row = tl.minimum(tl.program_id(0) * R + r, n_rows - 1)
+        row = tl.minimum(tl.program_id(0) * (R // EACH) + r // EACH, n_out - 1) + r % EACH * n_out
         begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
     y = _dot_rows(x, n_tokens, n_cols, begins, None, stride, first, last, zero, TYPE, T, R, W)
     t = tl.arange(0, T)[:, None]
     mask = (t < n_tokens) & live[None, :]
-    where = t * n_rows + rows[None, :]
+    where = t * n_out + rows[None, :]
+    if PAIRS:
+        y, up = tl.split(tl.reshape(y, [T, R // 2, 2]))
+        if bias is not None:
+            up += tl.load(bias + n_out + rows, mask=live, other=0.0)[None, :]
     if SPLIT == 1:
         if bias is not None:
             y += tl.load(bias + rows, mask=live, other=0.0)[None, :]
         if residual is not None:
             y += tl.load(residual + where, mask=mask, other=0.0)
         y = _activated(y, threshold, KIND)
+    if PAIRS:
+        y = tl.where(y != 0.0, y * _activated(up, threshold, UP_KIND), 0.0)
     if BITS:
         chosen = ~(y < threshold) & live[None, :]
         byte = tl.sum(chosen.to(tl.int32) << tl.arange(0, R)[None, :], axis=1)
@@ -958,6 +967,64 @@ def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, 
 
 
 @triton.jit
+def _half(word):
+    """The lower half of each int32 as float16."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _of_blocks(numbers, row, block, n_blocks, w, PER_BLOCK: tl.constexpr, TWO: tl.constexpr):
+    """Of words w [W] the float16 of their block: [R, W], or [R, 1] where all are of one. TWO: they are of
+    `block` and the next; where there is none, the words are not there either. numbers: float16, or where
+    rows have an even number of them int32, two each."""
+    if numbers.dtype.element_ty == tl.int32:
+        both = tl.load(numbers + row * (n_blocks // 2) + block // 2)
+        a, b = _half(both >> (block % 2 * 16)), _half(both >> 16)
+    else:
+        a = tl.load(numbers + row * n_blocks + block)
+        b = tl.load(numbers + row * n_blocks + tl.minimum(block + 1, n_blocks - 1)) if TWO else a
+    if TWO:
+        return tl.where((w // PER_BLOCK % 2 == 0)[None, :], a, b)
+    else:
+        return a
+
+
+@triton.jit
+def _load_tile(
+    codes, scales, mins, high, sub_scales, stride, rows, first, n_words, TYPE: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """As _load, of words first to first + W of rows [R], for tensor cores: of what several words share one
+    number, [R, 1], and all in pieces of four bytes, which are copied to shared memory while other tiles are
+    multiplied. Smaller ones would be waited for.
+    """
+    PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
+    TWO: tl.constexpr = W > PER_BLOCK
+    w = first + tl.arange(0, W)
+    row, inside = rows.to(tl.int64)[:, None], (w < n_words)[None, :]
+    block, n_blocks = first // PER_BLOCK, stride // PER_BLOCK
+    words = tl.load(codes + row * stride + w[None, :], mask=inside, other=0)
+    d = _of_blocks(scales, row, block, n_blocks, w, PER_BLOCK, TWO)
+    bits, m, s0, s1, s2 = words, d, words, words, words
+    if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
+        m = _of_blocks(mins, row, block, n_blocks, w, PER_BLOCK, TWO)
+    if TYPE == Q5_0 or TYPE == Q5_1:
+        bits = tl.load(high + row * n_blocks + block)
+        if TWO:
+            after = tl.load(high + row * n_blocks + tl.minimum(block + 1, n_blocks - 1))
+            bits = tl.where((w // PER_BLOCK % 2 == 0)[None, :], bits, after)
+    elif TYPE == Q4_K:
+        at = sub_scales + (row * n_blocks + block) * 3
+        s0, s1, s2 = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    elif TYPE == Q6_K:  # a byte for four words and for their other nibbles
+        at = row * (stride // 2) + (w // 16 * 8 + w % 8)[None, :]
+        bits = tl.load(high + at, mask=inside, other=0)
+        four = sub_scales + row * (stride // 8) + first // 16 * 2
+        up = (24 - w % 16 // 4 * 8)[None, :]
+        s0, s1 = (tl.load(four) << up) >> 24, (tl.load(four + 1) << up) >> 24
+    return words, bits, d, m, s0, s1, s2
+
+
+@triton.jit
 def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
     """acc [R, T] + weights [R, K] times inputs [K, T], which lie at x + at, and what rounding left of
     them n_all further on (_halves_kernel)."""
@@ -988,7 +1055,7 @@ def _put(acc, sizes, out, bias, residual, t, n_tokens, column, n, inside):
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _matmul_kernel(
-    x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
+    x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales,
     n_tokens, n_rows, n_cols, stride, n_words,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -1002,31 +1069,21 @@ def _matmul_kernel(
     t = tl.program_id(1) * M + tl.arange(0, M)
     # Rows and tokens that are not there are the last once more: their results are not stored.
     row = tl.minimum(rows, n_rows - 1)
-    live = rows >= 0
     token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_cols
     n_all = n_tokens.to(tl.int64) * n_cols
     acc = tl.zeros([N, M], tl.float32)
-    w = tl.arange(0, W)
     k = tl.arange(0, W * PER_WORD)
-    if TYPE != FLOAT:  # of these the next are on their way while the last are multiplied
-        words, bits, d, m, s0, s1, s2 = _load(
-            codes, scales, mins, high, sub_scales, group_of, stride, row, live, w, n_words, TYPE
-        )
     for first in range(0, n_words, W):
         column = first * PER_WORD + k
         inside = column < n_cols
         if TYPE == FLOAT:
             at = codes + row.to(tl.int64)[:, None] * stride + column[None, :]
             y = tl.load(at, mask=inside[None, :], other=0.0)
-            acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
         else:
+            raw = _load_tile(codes, scales, mins, high, sub_scales, stride, row, first, n_words, TYPE, W)
             w = first + tl.arange(0, W)
-            raw = words, bits, d, m, s0, s1, s2
-            words, bits, d, m, s0, s1, s2 = _load(
-                codes, scales, mins, high, sub_scales, group_of, stride, row, live, w + W, n_words, TYPE
-            )
-            y = _tile(raw, scales, mins, high, sub_scales, group_of, stride, row, live, w, n_words, TYPE)
-            acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
+            y = _tile(raw, scales, mins, high, sub_scales, None, stride, row, None, w, n_words, TYPE)
+        acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
     _put(acc, sizes, out, bias, residual, t, n_tokens, rows, n_rows, rows < n_rows)
 
 
@@ -1393,6 +1450,16 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
     tl.store(out + at, _zero_small(y, tl.load(thresholded + t) != 0, threshold), mask=i < n)
 
 
+@triton.jit
+def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
+    """The largest of each of a row's groups of G numbers, B groups a program; NaN where one is not finite."""
+    i = tl.program_id(1) * B + tl.arange(0, B)
+    group = tl.program_id(0).to(tl.int64) * n_groups + i
+    y = tl.load(x + group[:, None] * G + tl.arange(0, G)[None, :], mask=(i < n_groups)[:, None], other=0.0)
+    most = tl.max(tl.where(tl.abs(y) < float("inf"), y, float("inf")), axis=1)
+    tl.store(out + group, tl.where(most == float("inf"), float("nan"), most), mask=i < n_groups)
+
+
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _angles_kernel(
     positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
@@ -1491,6 +1558,9 @@ AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
 CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
 WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
+MOST_TILED_TOKENS = 512  # from here on the tiles of a product do not change
+HOPPER_PRODUCTS = 2048  # of halves, of a multiprocessor in a cycle: 989 TFLOP/s of an H100
+HOPPER_L2_BYTES = 24  # that a multiprocessor reads in a cycle: 5.5 TB/s of an H100
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
@@ -1511,6 +1581,17 @@ def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
         if sub_scales is not None and m.type == GGMLType.Q4_K:
             sub_scales = sub_scales.view(torch.int32)
     return codes, m.scales, m.mins, high, sub_scales
+
+
+def _parts_of_tiles(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
+    """The same, and smaller numbers in words, too, as _load_tile reads them."""
+    codes, scales, mins, high, sub_scales = _parts(m)
+    assert m.group_of is None, "planes are multiplied by their transpose"
+    if scales is not None and scales.shape[1] % 2 == 0:
+        scales, mins = scales.view(torch.int32), None if mins is None else mins.view(torch.int32)
+    if sub_scales is not None and m.type == GGMLType.Q6_K:
+        sub_scales = sub_scales.view(torch.int32)
+    return codes, scales, mins, high, sub_scales
 
 
 def _row(m: DeviceMatrix) -> tuple[int, int]:
@@ -1562,11 +1643,40 @@ def linear(
         _matvec_kernel, (programs, splits),
         x, y, bias, residual, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=splits, KIND=KINDS[activation], BITS=False, T=tokens, R=rows,
-        W=words, warps=warps,
+        TYPE=FORMATS[m.type], SPLIT=splits, KIND=KINDS[activation], UP_KIND=-1, BITS=False, PAIRS=False,
+        T=tokens, R=rows, W=words, warps=warps,
     )  # fmt: skip
     if splits > 1:
         _add(y, out, bias, residual, activation, threshold)
+    return out
+
+
+def gated(
+    h: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+) -> Tensor:
+    """fallback.gated; few tokens in one launch, but where so few rows have split columns."""
+    h, n_tokens, n = _inputs(h), len(h), m.n_rows // 2
+    rows = MATVEC_ROWS[pow2(n_tokens)] if 0 < n_tokens <= FEW_TOKENS else 0
+    fused = activation in FUSED and up_activation in FUSED
+    if not rows or not fused or -(-m.n_rows // rows) < MATVEC_PROGRAMS:
+        gate, up = linear(h, m, bias).split(n, dim=1)
+        return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
+    stride, n_words = _row(m)
+    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(h))
+    out = _new(h, n_tokens, n)
+    launcher.launch(
+        _matvec_kernel, (-(-n // (rows // 2)), 1),
+        h, out, bias, None, *_parts(m),
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
+        TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[activation], UP_KIND=KINDS[up_activation], BITS=False,
+        PAIRS=True, T=pow2(n_tokens), R=rows, W=words, warps=warps,
+    )  # fmt: skip
     return out
 
 
@@ -1583,8 +1693,8 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
         _matvec_kernel, (bits.shape[1], 1),
         x, bits, bias, None, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[None], BITS=True, T=tokens, R=8, W=words,
-        warps=warps,
+        TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[None], UP_KIND=-1, BITS=True, PAIRS=False, T=tokens, R=8,
+        W=words, warps=warps,
     )  # fmt: skip
     return bits
 
@@ -1623,6 +1733,14 @@ class Tile:
     depth: int
     warps: int
 
+    def cycles(self, n_tokens: int, n_rows: int, weight_bytes: float, n_multiprocessors: int) -> float:
+        """About how long a product takes on Hopper, for each weight of a row: the multiprocessors compute a
+        tile each, as fast as their tensor cores do or as its inputs and weights come from the L2 cache."""
+        n_programs = -(-n_tokens // self.tokens) * -(-n_rows // self.rows)
+        n_bytes = 2 * self.tokens + weight_bytes * self.rows
+        each = max(self.rows * self.tokens / HOPPER_PRODUCTS, n_bytes / HOPPER_L2_BYTES)
+        return -(-n_programs // n_multiprocessors) * each
+
 
 def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
     """The tile of a product with n_out numbers for each token."""
@@ -1632,9 +1750,24 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
         return Tile(64, min(tokens, 64), 16, 8)
     if is_float32 or is_amd(given.x):
         return Tile(64, min(tokens, 64), 32, 4)
-    if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:  # decoded tiles leave no registers for this
-        return Tile(128, 128, 64 if given.sizes is not None else 32, 8)
-    return Tile(64, min(tokens, 128), 64 if given.sizes is not None else 32, 4)
+    depth = 64 if given.sizes is not None else 32
+    if is_hopper(given.x) and given.sizes is not None and tokens >= 128:
+        tiles = [Tile(64, 128, depth, 4), Tile(128, 128, depth, 8)]
+        if tokens >= 256:
+            tiles.append(Tile(128, 256, depth, 8))
+        # As for a few numbers of tokens, of which each is warmed up (stage.WARM_SIZES).
+        shape = min(tokens, MOST_TILED_TOKENS), n_out, m.row_bytes / m.n_cols, multiprocessors(given.x.device)
+        return min(tiles, key=lambda tile: tile.cycles(*shape))
+    if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:
+        return Tile(128, 128, depth, 8)
+    return Tile(64, min(tokens, 128), depth, 4)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a device; of a simulated one a few."""
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def is_hopper(x: Tensor) -> bool:
@@ -1669,7 +1802,7 @@ def _linear_many(
     tile = _product_tile(given, m, m.n_rows)
     launcher.launch(
         _matmul_kernel, (-(-m.n_rows // tile.rows), -(-n_tokens // tile.tokens)),
-        given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of,
+        given.x, given.sizes, out, bias, residual, *_parts_of_tiles(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words,
         TYPE=FORMATS[m.type], PRECISION=_precision(given.x), M=tile.tokens, N=tile.rows,
         W=tile.depth // _per_word(m), warps=tile.warps,
@@ -1876,9 +2009,7 @@ def _gate_and_up(
 
 def _n_resident(device: torch.device) -> int:
     """Programs of _chosen_kernel that a device runs at a time; which of them has a neuron changes no bit."""
-    if device.type != "cuda":
-        return 64
-    return CHOSEN_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return CHOSEN_PROGRAMS * multiprocessors(device)
 
 
 def _all_neurons(
@@ -2003,6 +2134,17 @@ def zero_small(x: Tensor, by: fallback.TokenThreshold | None) -> Tensor:
     launcher.launch(
         _zero_small_kernel, (n_tokens, -(-n // 1024)), x, out, by.tokens, by.threshold, n, N=1024, warps=4
     )
+    return out
+
+
+def largest(logits: Tensor) -> Tensor:
+    """fallback.largest."""
+    n_tokens, n_groups = len(logits), logits.shape[1] // LOGIT_GROUP
+    out = torch.empty((n_tokens, n_groups), device=logits.device)
+    launcher.launch(
+        _largest_kernel, (n_tokens, -(-n_groups // 16)), logits.contiguous(), out, n_groups,
+        G=LOGIT_GROUP, B=16, warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -96,6 +96,7 @@ class VulkanStage:
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
+        self.largest = None  # of logits: it is not found here
         self._closed = False
         self._program(frozenset())
         pipelines.keep(device, self._device)
@@ -140,10 +141,8 @@ class VulkanStage:
                     f"{list(x.shape)}"
                 )
             rows[self.entering] = on_host(x)
-        # Without n_vocab: who owns the chain has checked the tokens.
-        slots = cache_slots(
-            batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=int(batch.tokens.max()) + 1
-        )
+        # Without n_vocab: the chain has checked the tokens.
+        slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
         self._cancel.asked = False
         self._inputs.fill(batch, slots, rows)
         if scales is not None and self._on_device is not None:
