@@ -82,6 +82,7 @@ class HFClass:
     required: entries that change what a model computes in a way that no key describes, and the only value
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
+    writes_pattern: the file says which layers have one even where the row does: llama.cpp needs the key.
     named_windows: none has one where config.json has no layer_types, whatever the row says of files.
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
@@ -98,13 +99,14 @@ class HFClass:
     number (null leaves the key out), an integer from 1 on or a truth value.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     query_factor: queries and keys pass norms without weights, and queries are multiplied by this entry.
+    layer_bases: layer_rope_theta may hold the base of each layer's rotation, the same for all, or 0: none.
     from_last: layers without a window or a rotation are counted from the last one.
     norms_less_one: norms are stored less one, all but whole_norms. rotates: the pairs of channels that the
     checkpoint's rows of q and k are meant for. partial: whether partial_rotary_factor is heeded.
-    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. depth_scales: config.json has MiniCPM's scales. scattered_groups: a key is of
-    each so-many-th query head, and not of as many side by side. latent: keys and values are made of
-    one vector (model/config.py, Latent).
+    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up, and ffn_up_shexp, has
+    the rows of the gate and then those of up. depth_scales: config.json has MiniCPM's scales.
+    scattered_groups: a key is of each so-many-th query head, and not of as many side by side. latent: keys
+    and values are made of one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
     stored_by_input: how the names of matrices end that are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
@@ -140,6 +142,7 @@ class HFClass:
     integers: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    writes_pattern: bool = False
     named_windows: bool = False
     sections: bool = False
     sees: bool = False
@@ -152,6 +155,7 @@ class HFClass:
     own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
     query_factor: str | None = None
+    layer_bases: bool = False
     from_last: bool = False
     norms_less_one: bool = False
     whole_norms: tuple[str, ...] = ("ssm_norm",)
