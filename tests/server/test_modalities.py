@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,34 @@ def test_what_is_kept_has_a_limit() -> None:
         assert excerpt.take(bytes(1 << 16))
     assert len(excerpt._head) == len(excerpt._tail) == 1 << 16
     assert excerpt.body("multipart/form-data", 64) == excerpt.body("application/json", 64) == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("part", "model"),
+    [
+        ('Content-Disposition: form-data; name="model"\r\n\r\nwhisper', "whisper"),
+        ("Content-Type: text/plain\r\nContent-Disposition: form-data; name=model\r\n\r\nwhisper", "whisper"),
+        ('Content-Disposition: form-data; name="model_size"\r\n\r\nlarge', None),
+        ('Content-Disposition: form-data; name="model"\r\n\r\n' + "a" * 257, None),
+    ],
+)
+def test_the_field_of_a_form(part: str, model: str | None) -> None:
+    excerpt = Excerpt()
+    excerpt.take(f"--b\r\n{part}\r\n--b--\r\n".encode())
+    found = json.loads(excerpt.body("Multipart/Form-Data; boundary=b", 64))
+    assert found.get("model") == model
+
+
+@pytest.mark.parametrize(
+    "form", [";name=model" * 6000, ";name=model\r\n" * 5000, ";name=model" * 2900 + "\r\n" + "a\r\n" * 10_000]
+)
+def test_a_form_that_is_made_to_take_long_does_not(form: str) -> None:
+    """Each took 20 s of the event loop when a regular expression read the parts."""
+    excerpt = Excerpt()
+    excerpt.take(form.encode())
+    began = time.process_time()
+    assert excerpt.body("multipart/form-data; boundary=b", 64) == b"{}"
+    assert time.process_time() - began < 1
 
 
 def test_keys_come_first(path: Path) -> None:

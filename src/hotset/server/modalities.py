@@ -41,7 +41,9 @@ _KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, in which th
 _MOST_BYTES = (
     32 << 20
 )  # that are read, so that the client gets to the reply; OpenAI's clients send 25 MB at most
-_FORM_FIELD = re.compile(rb'; *name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n--')
+_MOST_NAME_BYTES = 256
+_MOST_HEAD_BYTES = 1024  # of a part of a form
+_OF_MODEL = re.compile(rb'; ?name="?model"?(?:[;\r\n]|\Z)')
 
 
 def check_part(part: Any) -> Any:
@@ -86,6 +88,18 @@ async def _served(http: Request) -> str:
     return f"the model {names[0]!r}" if len(names) == 1 else "any model of this server"
 
 
+def _of_form(form: bytes) -> str | None:
+    """The field `model` of a piece of a form. No regular expression looks for it: one that spans lines takes
+    seconds on a piece that is made for it."""
+    *parts, _ = form.split(b"\r\n--")  # the last one may have no end
+    for part in parts:
+        head, _, value = part.partition(b"\r\n\r\n")
+        is_field = len(head) <= _MOST_HEAD_BYTES and 0 < len(value) <= _MOST_NAME_BYTES
+        if is_field and _OF_MODEL.search(head):
+            return value.decode("utf-8", "replace")
+    return None
+
+
 class Excerpt:
     """Finds the model that the body of a request to one of ROUTES names, a form or JSON, of any size."""
 
@@ -102,9 +116,8 @@ class Excerpt:
 
     def body(self, content_type: str, max_nesting: int) -> bytes:
         """JSON of a ModelNamed, without a model where none is found in what was kept."""
-        if content_type.startswith("multipart/"):
-            found = _FORM_FIELD.search(self._head) or _FORM_FIELD.search(self._tail)
-            name: Any = found[1].decode("utf-8", "replace") if found else None
+        if content_type.lower().startswith("multipart/"):
+            name: Any = _of_form(self._head) or _of_form(self._tail)
         else:
             name = self._of_json(max_nesting)
         return dumped({"model": name} if isinstance(name, str) else {})
