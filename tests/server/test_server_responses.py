@@ -290,8 +290,11 @@ def test_calls_of_a_namespace_are_sent_back():
     [
         ([AGENTS | {"name": "a" * 127}], "names of 128 characters"),
         ([AGENTS | {"tools": [PLAIN] * 600}] * 2, "1024 tools"),
+        ([PLAIN | {"name": "agents__spawn"}, AGENTS], "'agents__spawn' twice, of two namespaces"),
+        ([AGENTS | {"name": "a__b"}, AGENTS | {"name": "a", "tools": [PLAIN | {"name": "b__spawn"}]}],
+         "'a__b__spawn' twice"),
     ],
-)
+)  # fmt: skip
 def test_namespaces_have_the_limits_of_tools(tools: list[Any], message: str):
     with pytest.raises(InvalidRequestError, match=message):
         request(tools=tools)

@@ -316,8 +316,9 @@ def _functions(tools: Sequence[FunctionTool | NamespaceTool]) -> Iterator[tuple[
 
 
 def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]]:
-    """Raises InvalidRequestError for too many, and for one whose full name is too long."""
+    """Raises InvalidRequestError for too many, and for a full name that is too long or has two meanings."""
     found: list[dict[str, Any]] = []
+    owners: dict[str, str | None] = {}
     for namespace, tool in _functions(tools):
         name = _full_name(namespace, tool.name)
         if len(name) > MAX_TOOL_NAME or len(found) == MAX_TOOLS:
@@ -325,6 +326,10 @@ def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> list[dict[str, Any]
                 f"{MAX_TOOLS} tools" if len(found) == MAX_TOOLS else f"names of {MAX_TOOL_NAME} characters"
             )
             raise InvalidRequestError(f"tools: a request has at most {limit}, those of namespaces with these")
+        if owners.setdefault(name, namespace) != namespace:
+            raise InvalidRequestError(
+                f"tools: the model would see {name!r} twice, of two namespaces; rename one of these functions"
+            )
         function = tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}
         function = {"parameters": {"type": "object", "properties": {}}} | function
         found.append({"type": "function", "function": function})
