@@ -166,10 +166,10 @@ def test_what_failed_here_is_an_error(path: Path, collector: Collector) -> None:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
         await client.post("/v1/completions", json=BODY, headers={"traceparent": "00-" + "z" * 9000})
 
-    run(path, work, otlp_traces_endpoint=collector.url, max_seconds=0.0)
+    run(path, work, otlp_traces_endpoint=f"{collector.url}?tenant=a", max_seconds=0.0)
     assert [span.status.code for span in collector.spans] == [Status.STATUS_CODE_ERROR] * 2
     assert not collector.spans[1].parent_span_id, "which was none"
-    assert collector.paths[0] == "/v1/traces"
+    assert collector.paths[0] == "/v1/traces?tenant=a"
 
 
 def test_the_environment_variables_of_opentelemetry_count(

@@ -72,8 +72,9 @@ class Traces:
     """
 
     def __init__(self, endpoint: str) -> None:
-        if urlsplit(endpoint).path in ("", "/"):
-            endpoint = endpoint.rstrip("/") + _DEFAULT_PATH
+        parts = urlsplit(endpoint)
+        if parts.path in ("", "/"):
+            endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
         logging.getLogger("opentelemetry").setLevel(
             logging.CRITICAL
         )  # a line for each try; _Exporter has one
