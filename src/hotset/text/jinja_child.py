@@ -1,7 +1,7 @@
 """What runs in the process that renders templates: Jinja, its sandbox, and limits.
 
 `renderer.py` starts it. A message is eight bytes of length and that many of JSON. The first one out says that
-the process is ready; then each message in gets one out: {"source": ..., "dialect": ...} compiles,
+the process is ready; then each message in gets one out: {"source": ..., "environment": ...} compiles,
 {"render": {...}} renders, and with "literal" the text is read as a Python literal, whose JSON is the answer.
 
 Nothing here belongs to the rest of hotset, and nothing heavy is imported: the process must start in the time
@@ -97,10 +97,10 @@ def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) ->
     return re.sub(pattern, replacement, text, count=count)
 
 
-def _environment(dialect: str) -> ImmutableSandboxedEnvironment:
-    """dialect: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
+def _environment(name: str) -> ImmutableSandboxedEnvironment:
+    """name: "chat", as Hugging Face renders chat templates, or "task", as EleutherAI's evaluation harness
     renders those of its task files (lm_eval/utils.py)."""
-    if dialect == "task":
+    if name == "task":
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         environment.filters["regex_replace"] = _regex_replace
     else:
@@ -126,7 +126,7 @@ class _Renderer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if "source" in request:
-                self._template = _environment(request["dialect"]).from_string(request["source"])
+                self._template = _environment(request["environment"]).from_string(request["source"])
                 return {}
             assert self._template is not None
             text = self._template.render(request["render"])
@@ -206,7 +206,7 @@ def main(max_bytes: int, max_chars: int, max_seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     renderer = _Renderer(max_chars)
     # Compiles once before the limits stand: it imports what Jinja imports late.
-    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "dialect": "chat"})
+    renderer.answer({"source": "{% for a in b %}{{ a | tojson }}{% endfor %}", "environment": "chat"})
     renderer.answer({"render": {"b": [1]}})
     _strftime_now("%Y")
     _limit(max_bytes)

@@ -48,10 +48,10 @@ _KEPT_VARIABLES = (
 
 @dataclass(frozen=True)
 class TemplateKind:
-    """dialect: which Jinja environment the child takes (`jinja_child.py`). The rest is for messages:
+    """environment: the child's Jinja environment (`jinja_child.py`). The rest is for messages:
     the template, what it is rendered with, what to do about it, and what to do where none can be rendered."""
 
-    dialect: str
+    environment: str
     noun: str
     given: str
     remedy: str
@@ -136,7 +136,7 @@ class Renderer:
         child = self._start()
         if child.compiled:
             return child
-        answer = self._asked(child, _encoded({"source": self._source, "dialect": self._kind.dialect}))
+        answer = self._asked(child, _encoded({"source": self._source, "environment": self._kind.environment}))
         if answer.get("error") == "syntax":
             raise TokenizerError(
                 f"The {self._kind.noun} is not valid Jinja (line {answer.get('line')}: "
