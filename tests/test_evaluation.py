@@ -367,6 +367,20 @@ def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Pat
     assert not log.exists()
 
 
+def test_the_log_is_no_file_of_the_task(path: Path, tmp_path: Path) -> None:
+    data, task = tmp_path / "piqa.jsonl", tmp_path / "task.yaml"
+    write_piqa(data, "abc")
+    before = data.read_bytes()
+    task.write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: piqa.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
+        'doc_to_choice: "{{[sol1, sol2]}}"\n'
+    )
+    done = inside("eval", path, task, "--log-samples", data)
+    assert (done.returncode, data.read_bytes()) == (1, before)
+    assert "is a file that is read" in done.stderr
+
+
 def test_a_task_file(path: Path, tmp_path: Path) -> None:
     write_piqa(tmp_path / "piqa.jsonl", "abcdef")
     task = tmp_path / "task.yaml"

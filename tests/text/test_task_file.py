@@ -17,7 +17,7 @@ import pytest
 
 from hotset.cli.evaluate import _with_examples
 from hotset.errors import HotsetError
-from hotset.text import renderer
+from hotset.text import few_shot, renderer, task_file
 from hotset.text.few_shot import Shots, with_examples
 from hotset.text.multiple_choice import Question, read_questions
 from hotset.text.task_file import read_task
@@ -153,11 +153,17 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
     [
         ("[", "is not YAML"),
         ("- a\n", "is no task file"),
-        ("a: " + "[" * 5000, "is not YAML"),
-        ("a: " + "1" * 5000, "is not YAML"),
+        *((start * 100_000, "line 1, is nested deeper than 64 levels") for start in ("[", "{", "? ", "- ")),
+        ("a: " + "1" * 5000, "line 1, has a number of 5000 characters; quote it"),
+        ("a: -0x" + "f" * 5000, "has a number of 5003 characters"),
+        ("a: 1" + ":1" * 100_000, "has a number of 200001 characters"),
+        ("a: 2024-99-99", "is not YAML"),
+        (GOOD + "metadata: !!int ''\n", "line 9, has !!int, which is not supported: leave it out"),
+        (GOOD + "metadata: !!bool x\n", "line 9, has !!bool"),
+        (GOOD + "metric_list: [{metric: [acc]}]\n", "in metric_list; only acc and acc_norm"),
         ("a: &x [1]\nb: *x\n", r"line 2, has an alias \(\*x\)"),
         (changed('"{{q}}"', "!function utils.f"), "line 6, has !function, which is not supported: no code"),
-        (changed('"{{q}}"', "!!python/name:os.system x"), "is not YAML"),
+        (changed('"{{q}}"', "!!python/name:os.system x"), "has !!python/name:os.system, which"),
         (GOOD + "include: x.yaml\n", "has the key 'include', which is not supported"),
         (GOOD + "group: x\n", "has the key 'group'"),
         (GOOD + "process_docs: x\n", "has the key 'process_docs'"),
@@ -223,6 +229,29 @@ def test_documents_that_are_none(tmp_path: Path, data: str, said: str) -> None:
     (tmp_path / "d.jsonl").write_text(data)
     with pytest.raises(HotsetError, match=said):
         read_task(tmp_path / "t.yaml")
+
+
+def test_documents_without_common_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each document would get a null for every field of all others."""
+    (tmp_path / "t.yaml").write_text(GOOD)
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {f"f{i}": 1}) + "\n" for i in range(9)))
+    monkeypatch.setattr(task_file, "_MOST_NULLS", 72)
+    assert len(read_task(tmp_path / "t.yaml").questions) == 9
+    monkeypatch.setattr(task_file, "_MOST_NULLS", 71)
+    with pytest.raises(HotsetError, match=r"too few fields in common: 9 with 12 fields in all"):
+        read_task(tmp_path / "t.yaml")
+
+
+def test_prompts_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.yaml").write_text(
+        changed("{{q}}", "{{ 'a' * 100 }}") + "fewshot_config: {sampler: first_n}\n"
+    )
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {"q": i}) + "\n" for i in range(9)))
+    monkeypatch.setattr(few_shot, "_MOST_CHARS", 9 * (2 * 100 + 1 + 4 + 2 + 6))
+    assert len(read_task(tmp_path / "t.yaml", 1).questions) == 9
+    with pytest.raises(HotsetError, match=r"line 6: the prompts up to here .* fewer shots or questions"):
+        read_task(tmp_path / "t.yaml", 2)
+    assert len(read_task(tmp_path / "t.yaml", 2, limit=5).questions) == 5
 
 
 def test_the_processes_of_the_templates_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

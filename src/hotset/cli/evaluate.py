@@ -105,7 +105,8 @@ def evaluate(  # noqa: PLR0913 - options of a subcommand
         questions = _questions(file, "FILE", labels, "--labels")[:limit]
         task = TaskQuestions(_with_examples(questions, pool, shots or 0, seed, examples), shots or 0)
     if log_samples is not None:
-        check_target(log_samples, [path for path in (file, labels, examples, example_labels) if path])
+        given = (path for path in (file, labels, examples, example_labels) if path)
+        check_target(log_samples, [*given, *task.files])
     settings = loading.settings(n_ctx=n_ctx)
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)

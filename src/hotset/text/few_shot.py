@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hotset.text.multiple_choice import Question
 SEED = 1234
 """The harness's own for examples."""
 SAMPLERS = ("default", "first_n")
+_MOST_CHARS = 1 << 30  # of all prompts, which wait in memory together
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Shots:
 
 
 def with_examples(
-    questions: Sequence[Question],
+    questions: Iterable[Question],
     documents: Sequence[Any],
     example: Callable[[int], Question],
     shots: Shots,
@@ -49,23 +50,24 @@ def with_examples(
 
     documents: of the examples, in the order of their file. example(i) answers for the i-th, and is asked for
     those that are drawn. name: where examples are from, for messages. A question with the fields of a
-    document is never its own example. Raises FormatError where there are too few examples.
+    document is never its own example. Raises FormatError where there are too few examples, and where the
+    prompts are too long to be kept.
     """
-    if shots.n == 0:
-        return [
-            replace(question, context=question.description + question.context, description="")
-            for question in questions
-        ]
-    sampler = _Sampler([_key(document) for document in documents], shots, name)
-    prompts = []
+    sampler = _Sampler([_key(document) for document in documents], shots, name) if shots.n else None
+    prompts, n_chars = [], 0
     for question in questions:
-        examples = "".join(
-            one.context + one.delimiter + one.choices[one.answer] + shots.delimiter
-            for one in map(example, sampler.draw(question))
-        )
-        prompts.append(
-            replace(question, context=question.description + examples + question.context, description="")
-        )
+        drawn = map(example, sampler.draw(question)) if sampler else ()
+        parts = [question.description]
+        for one in drawn:
+            parts += (one.context, one.delimiter, one.choices[one.answer], shots.delimiter)
+        parts.append(question.context)
+        n_chars += sum(map(len, parts)) + sum(map(len, question.choices))
+        if n_chars > _MOST_CHARS:
+            raise FormatError(
+                f"{question.where}: the prompts up to here have more than {_MOST_CHARS} characters, which is "
+                "the limit; take fewer shots or questions"
+            )
+        prompts.append(replace(question, context="".join(parts), description=""))
     return prompts
 
 

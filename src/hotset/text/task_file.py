@@ -16,8 +16,8 @@ documents:
 What a model is asked is what the harness asks (ConfigurableTask of lm_eval/api/task.py, version 0.4.13). A
 key whose effect is missing here is refused by name, so that no number is another task's.
 
-Neither file is trusted: YAML has no aliases here, which can grow without bounds, and templates are rendered
-in a process of their own (renderer.py).
+Neither file is trusted: YAML has no aliases here, which can grow without bounds, no tags, and a limit of
+depth; templates are rendered in a process of their own (renderer.py).
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ from hotset.text.renderer import TASK, Renderer
 
 _LONGEST_FILE = 1 << 18  # bytes of YAML: the harness's longest have some 10,000
 _LONGEST_DATA = 1 << 30
+_LONGEST_NUMBER = 64  # characters: PyYAML's time for 1:1:1:… is quadratic
+_NUMBER = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|[0-9_:.]+)")
+_DEEPEST = 64  # PyYAML's time for [[[[… is quadratic
+_MOST_NULLS = 1 << 22  # of documents that lack fields of others
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target", "description")
 _TAKEN = {
@@ -52,15 +56,16 @@ _TAKEN = {
 }  # fmt: skip
 # They change nothing of what is asked or counted.
 _WITHOUT_EFFECT = {"tag", "task_alias", "metadata", "should_decontaminate", "doc_to_decontamination_query"}
-_METRICS = {"acc", "acc_norm"}
+_METRICS = ("acc", "acc_norm")
 
 
 @dataclass(frozen=True)
 class TaskQuestions:
-    """questions: with `n_shots` examples in the context of each."""
+    """questions: with `n_shots` examples in the context of each. files: that they were read from."""
 
     questions: list[Question]
     n_shots: int
+    files: tuple[Path, ...] = ()
 
 
 def is_task_file(path: Path) -> bool:
@@ -110,7 +115,7 @@ class _TaskFile:
         if split is None:
             raise self._error("names no test_split or validation_split, whose questions are asked")
         documents = self._documents(split)
-        questions = [self._question(one, described=True) for one in islice(documents, limit)]
+        questions = (self._question(one, described=True) for one in islice(documents, limit))
         examples: list[_Document] = []
         if n:
             own = self._fewshot_split
@@ -130,7 +135,8 @@ class _TaskFile:
             ),
             str(self._path),
         )
-        return TaskQuestions(prompts, n)
+        files = (self._path, *(file for files in self._files.values() for file in files))
+        return TaskQuestions(prompts, n, files)
 
     # ---- what the file says ----
 
@@ -257,6 +263,11 @@ class _TaskFile:
             raise self._error(f"has no documents in the split {clause(shown(split))}")
         # As a table has them: a field that some documents have is null in the others.
         names = dict.fromkeys(name for one in found for name in one.fields)
+        if sum(len(names) - len(one.fields) for one in found) > _MOST_NULLS:
+            raise self._error(
+                f"has documents in the split {clause(shown(split))} that have too few fields in common: "
+                f"{len(found)} with {len(names)} fields in all"
+            )
         return [replace(one, fields={name: one.fields.get(name) for name in names}) for one in found]
 
     def _question(self, document: _Document, *, described: bool) -> Question:
@@ -357,10 +368,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     """The keys of a task file; those without a value are as if they were not there."""
     text = read_small_text(path, _LONGEST_FILE)
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            _check_event(event, path)
+        _check_events(text, path)
         given = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise FormatError(f"{path} is not YAML ({clause(error)})") from None
     if not isinstance(given, dict):
         raise FormatError(
@@ -369,11 +379,24 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _check_event(event: Any, path: Path) -> None:
-    where = f"{path}, line {event.start_mark.line + 1},"
-    if isinstance(event, yaml.AliasEvent):
-        raise FormatError(
-            f"{where} has an alias (*{clause(event.anchor)}), which is not supported; write it out"
-        )
-    if (tag := getattr(event, "tag", None)) and tag.startswith("!"):
-        raise FormatError(f"{where} has {clause(tag)}, which is not supported: no code of a task is run")
+def _check_events(text: str, path: Path) -> None:
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        where = f"{path}, line {event.start_mark.line + 1},"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise FormatError(f"{where} is nested deeper than {_DEEPEST} levels, which no task file is")
+        if isinstance(event, yaml.AliasEvent):
+            raise FormatError(
+                f"{where} has an alias (*{clause(event.anchor)}), which is not supported; write it out"
+            )
+        if tag := getattr(event, "tag", None):
+            reason = "no code of a task is run" if tag.startswith("!") else "leave it out"
+            tag = clause(tag.replace("tag:yaml.org,2002:", "!!"))
+            raise FormatError(f"{where} has {tag}, which is not supported: {reason}")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
+            value = event.value
+            if len(value) > _LONGEST_NUMBER and _NUMBER.fullmatch(value):
+                raise FormatError(
+                    f"{where} has a number of {len(value)} characters; quote it, if it is a text"
+                )
