@@ -183,6 +183,9 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
         ("SmolLM3", {"no_rope_layer_interval": 2}, "must leave out each 4th layer"),
         ("SmolLM3", {"use_sliding_window": True}, "use_sliding_window set to 'True'"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention set to 'True'"),
+        ("GraniteSWA", {"no_rope_layers": [1, 0]}, "no_rope_layers set to"),
+        ("GraniteSWA", {"sliding_window_pattern": 2}, "sliding_window_pattern set to '2'"),
+        ("GraniteSWA", {"layer_rope_theta": [5e3, 1e4, 0, 0]}, "must be the same in all layers, or 0"),
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
         ("Llama", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
     ],
@@ -190,6 +193,18 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
 def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         keys(kind, **entries)
+
+
+def test_the_base_of_each_layer() -> None:
+    base, pattern = "rope.freq_base", "attention.rope_pattern"
+    found = keys("GraniteSWA", layer_rope_theta=[5e3, 0, 0, 5e3], rope_theta=2e4)
+    assert (found[base], found[pattern]) == (5e3, [True, False, False, True])
+    found = keys("GraniteSWA", layer_rope_theta=[5e3] * 4, rope_theta=2e4)
+    assert (found[base], found.get(pattern)) == (5e3, None)
+    assert keys("GraniteSWA", layer_rope_theta=[0] * 4)[pattern] == [False] * 4
+    for bases in (5e3, [5e3], [5e3, -1.0, 0, 0], [5e3, "1", 0, 0], [True, 0, 0, 0]):
+        with pytest.raises(FormatError, match=r"layer_rope_theta in config\.json"):
+            keys("GraniteSWA", layer_rope_theta=bases)
 
 
 def test_models_whose_tokens_see_those_behind_them_are_refused() -> None:

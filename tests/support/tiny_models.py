@@ -478,6 +478,9 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 5.0,
 }
+GRANITE_SWA: dict[str, Any] = {
+    **GRANITE, "num_hidden_layers": 5, "sliding_window": 24, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-2, "pad_token_id": 0}
 SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
 GEMMA3 = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
@@ -703,6 +706,21 @@ RECIPES: dict[str, TinyModel] = {
     "granite-tied": TinyModel(
         "Granite",
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
+    ),
+    "granite-swa": TinyModel("GraniteSWA", GRANITE_SWA),
+    "granite-swa-unrotated": TinyModel(  # a layer of each kind has no rotation
+        "GraniteSWA",
+        {
+            **GRANITE_SWA,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "hidden_act": "relu",
+            "attention_bias": True,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        }
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
+        | {"layer_rope_theta": [20000.0, 20000.0, 0, 0]},
     ),
     "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 all the same
     "smollm3": TinyModel("SmolLM3", SMOLLM3),
@@ -1213,6 +1231,15 @@ EXPERTS: dict[str, TinyModel] = {
     "granitemoe-shared": TinyModel(
         "GraniteMoeShared",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+        | {"tie_word_embeddings": True},
+    ),
+    "granitemoe-swa": TinyModel(
+        "GraniteMoeSWA", {**GRANITE_SWA, "num_local_experts": 6, "num_experts_per_tok": 3}
+    ),
+    "granitemoe-swa-shared": TinyModel(
+        "GraniteMoeSWA",
+        {**GRANITE_SWA, **WIDE_HEADS, "num_local_experts": 3, "num_experts_per_tok": 1}
+        | {"shared_intermediate_size": 64, "layer_rope_theta": [0] + [5000.0] * 4}
         | {"tie_word_embeddings": True},
     ),
     "smallthinker": TinyModel("SmallThinker", SMALLTHINKER),

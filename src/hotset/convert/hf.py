@@ -771,7 +771,8 @@ def _expert_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
         "ffn_gate_inp_shexp": (1, d),
         "fc1_exps": (e, ANY, d),
         "fc2_exps": (e, ff, ANY),
-        **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (shared, d)),
+        "ffn_gate_shexp": (shared, d),
+        "ffn_up_shexp": (shared * (2 if config.hf_class.fused_gate else 1), d),
         "ffn_down_shexp": (d, shared),
     }
 

@@ -21,6 +21,24 @@ def neighbours(n_rows: int, head_dim: int) -> np.ndarray:
     return np.arange(n_rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
 
 
+def _layer_bases(config: dict[str, Any]) -> list[float]:
+    """layer_rope_theta: the base of each layer's rotation, 0: it has none. Empty without that entry."""
+    values, n_layer = config.get("layer_rope_theta"), integer(config, "num_hidden_layers")
+    if values is None:
+        return []
+    if not isinstance(values, list) or len(values) != n_layer:
+        raise FormatError(f"layer_rope_theta in config.json must hold a number for each of {n_layer} layers")
+    bases = [float(number({"layer_rope_theta": value}, "layer_rope_theta")) for value in values]
+    if min(bases) < 0:
+        raise FormatError("layer_rope_theta in config.json must hold no number below 0")
+    if len(set(bases) - {0.0}) > 1:
+        raise UnsupportedModelError(
+            "layer_rope_theta in config.json must be the same in all layers, or 0: layers with rotations of "
+            "different bases are not supported"
+        )
+    return bases
+
+
 class HFRope:
     """RoPE as config.json has it. n_ctx: the context in tokens; head_dim: channels of a head; n_rot: those
     that are rotated, where another part of config.json says it; None: the RoPE's parameters do.
@@ -33,6 +51,7 @@ class HFRope:
     ) -> None:
         self.raw, self.hf_class, self.row = raw, hf_class, ARCHITECTURES[hf_class.architecture]
         self.n_ctx, self.head_dim, self.n_rot = n_ctx, head_dim, n_rot
+        self.layer_bases = _layer_bases(raw) if hf_class.layer_bases else []
 
     def _ropes(self, layers: str) -> dict[str, Any]:
         """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
@@ -69,6 +88,8 @@ class HFRope:
             kind = "longrope"
         rope["rope_type"] = kind
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        if any(self.layer_bases):  # they win over rope_theta
+            rope["rope_theta"] = max(self.layer_bases)
         original = "original_max_position_embeddings"
         if config.get(original) is not None:  # it wins over that of the scaling
             rope[original] = config[original]
@@ -117,6 +138,8 @@ class HFRope:
             "rope.dimension_count": self._n_rot(rope),
             "rope.freq_base": float(number(rope, "rope_theta")),
         }
+        if 0.0 in self.layer_bases:
+            keys["attention.rope_pattern"] = [base > 0 for base in self.layer_bases]
         if self.hf_class.dynamic == "key" and rope["alpha"] is not None:
             keys["rope.scaling.alpha"] = float(rope["alpha"])
         if self.hf_class.latent and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):

@@ -79,7 +79,8 @@ class Architecture:
     window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
       many the last or (window_last) the first; 0: all. rotates_windows: layers without one have no
       rotation, always or where others have one.
-    unrotated_period: each so-many-th layer has no rotation; 0: all have it. rope_switch: the key
+    unrotated_period: where the file has no attention.rope_pattern, each so-many-th layer has no rotation; 0:
+      all have it. rope_switch: the key
       rope.scaling.finetuned, where it is false, says that no layer has one.
     rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
@@ -273,6 +274,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(rope="neox"),
     "granite": Architecture(rope_switch=True),
     "granitemoe": Architecture(rope_switch=True, experts=ExpertDefaults()),
+    "granite_swa": Architecture(sinks=True, window_last=True, experts=ExpertDefaults(optional=True)),
     "smollm3": Architecture(unrotated_period=4),
     "glm4": Architecture(post_norm=True),
     "gemma3": Architecture(

@@ -367,14 +367,14 @@ def _layers(
             windowed = Rope(rope.kind, rope.n_rot, tuple(frequencies(base, rope.n_rot).tolist()))
     mixers = mixers_of(gguf, keys, architecture, n_layer)
     result_scales = _result_scales(gguf, keys, architecture, n_layer)
-    period = architecture.unrotated_period
+    rotated = _rotated(keys, n_layer, architecture)
     if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
     return tuple(
         LayerConfig(
             n_ff=n_ff[i],
             activation=replace(activation, top_k=top_k[i], xielu=xielu[i]),
-            rope=None if period and i % period == period - 1 else windowed if windows[i] else rope,
+            rope=None if not rotated[i] else windowed if windows[i] else rope,
             attention_scale=scale,
             window=windows[i],
             attention_softcap=softcap,
@@ -607,6 +607,14 @@ def _windows(keys: Keys, n_layer: int, architecture: Architecture) -> tuple[int,
         period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, period or None)
         without = 0 if architecture.window_last else period - 1
         return tuple(0 if i % period == without else window for i in range(n_layer))
-    if len(pattern) != n_layer or not all(isinstance(v, bool | np.bool_) for v in pattern):
-        raise keys.error("attention.sliding_window_pattern", f"must hold true or false for {n_layer} layers")
-    return tuple(window if windowed else 0 for windowed in pattern)
+    flags = keys.flags("attention.sliding_window_pattern", n_layer)
+    return tuple(window if windowed else 0 for windowed in flags)
+
+
+def _rotated(keys: Keys, n_layer: int, architecture: Architecture) -> tuple[bool, ...]:
+    """Whether a layer rotates its queries and keys: a truth value each in the file, else the
+    architecture's unrotated_period."""
+    if keys.get("attention.rope_pattern") is not None:
+        return keys.flags("attention.rope_pattern", n_layer)
+    period = architecture.unrotated_period
+    return tuple(not period or i % period != period - 1 for i in range(n_layer))

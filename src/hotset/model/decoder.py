@@ -864,8 +864,14 @@ class _Description:
         def linear(x: Value, name: str, width: int) -> Linear:
             return self.linear_op(x, f"{blk}.{name}{own}", width, f"{blk}.{name}_shexp")
 
-        gate = linear(h, "ffn_gate", n) if layer.gated else None
-        up = linear(h, "ffn_up", n)
+        gate: Linear | None = None
+        if not layer.gated:
+            up = linear(h, "ffn_up", n)
+        elif self._has_both(f"{blk}.ffn_gate{own}", f"{blk}.ffn_up{own}", n):
+            widths = {f"{blk}.ffn_gate_shexp": n, f"{blk}.ffn_up_shexp": n}
+            gate, up = self._rows_of(f"{blk}.ffn_up{own}", h, widths)
+        else:
+            gate, up = linear(h, "ffn_gate", n), linear(h, "ffn_up", n)
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
         down = linear(neurons, "ffn_down", self.config.n_embd)
@@ -954,11 +960,16 @@ class _Description:
         n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.{layer.ffn_tensors[0]}"
         if not layer.gated:
             return None, self.linear_op(h, up, n, f"{blk}.ffn_up")
-        both = self.weights.tensors.get(f"{up}.weight")
-        if f"{gate}.weight" in self.weights.tensors or both is None or both.shape[-1] != 2 * n:
+        if not self._has_both(gate, up, n):
             return self.linear_op(h, gate, n), self.linear_op(h, up, n)
         first, second = self._rows_of(up, h, {gate: n, up: n})
         return first, second
+
+    def _has_both(self, gate: str, up: str, n: int) -> bool:
+        """Whether the tensor of up has the n rows of the gate before its own n."""
+        both = self.weights.tensors.get(f"{up}.weight")
+        alone = f"{gate}.weight" in self.weights.tensors
+        return not alone and both is not None and both.shape[-1] == 2 * n
 
     def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> Linear | TransposedLinear:
         """The down projection as the file has it: a row per neuron, if possible, or a row per output."""

@@ -121,6 +121,15 @@ class Keys:
             raise self.error(key, f"must be true or false, not {shown(value)}")
         return bool(value)
 
+    def flags(self, key: str, n_layer: int) -> tuple[bool, ...]:
+        """One truth value for each layer, perhaps also for those left out."""
+        value = self.get(key)
+        n_extra = self.integer("nextn_predict_layers", 0, 1 << 12, 0)
+        right = is_array(value) and len(value) in (n_layer, n_layer + n_extra)
+        if not right or not all(isinstance(v, bool | np.bool_) for v in value):
+            raise self.error(key, f"must hold true or false for {n_layer} layers")
+        return tuple(bool(v) for v in value[:n_layer])
+
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):

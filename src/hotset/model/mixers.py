@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from hotset.errors import UnsupportedModelError
 from hotset.model.architectures import Architecture
-from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, Keys, is_array
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS, Keys
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -122,13 +120,11 @@ def _state_heads(keys: Keys) -> tuple[int, int, int, int, int]:
 
 def _delta_mixers(keys: Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
     mixer = DeltaMixer(*_state_heads(keys), tiled)
-    named = keys.get("attention.recurrent_layers")
-    if named is None:
+    if keys.get("attention.recurrent_layers") is None:
         interval = keys.integer("full_attention_interval", 1, 1 << 12, 4)
         return tuple(None if (i + 1) % interval == 0 else mixer for i in range(n_layer))
-    if not is_array(named) or len(named) < n_layer or not all(isinstance(v, bool | np.bool_) for v in named):
-        raise keys.error("attention.recurrent_layers", f"must hold true or false for {n_layer} layers")
-    return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
+    recurrent = keys.flags("attention.recurrent_layers", n_layer)
+    return tuple(mixer if own else None for own in recurrent)
 
 
 def _channel_deltas(keys: Keys, n_layer: int) -> tuple[DeltaMixer | None, ...]:

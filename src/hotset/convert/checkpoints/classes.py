@@ -98,13 +98,14 @@ class HFClass:
     number (null leaves the key out), an integer from 1 on or a truth value.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     query_factor: queries and keys pass norms without weights, and queries are multiplied by this entry.
+    layer_bases: layer_rope_theta may hold the base of each layer's rotation, the same for all, or 0: none.
     from_last: layers without a window or a rotation are counted from the last one.
     norms_less_one: norms are stored less one, all but whole_norms. rotates: the pairs of channels that the
     checkpoint's rows of q and k are meant for. partial: whether partial_rotary_factor is heeded.
-    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. depth_scales: config.json has MiniCPM's scales. scattered_groups: a key is of
-    each so-many-th query head, and not of as many side by side. latent: keys and values are made of
-    one vector (model/config.py, Latent).
+    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up, and ffn_up_shexp, has
+    the rows of the gate and then those of up. depth_scales: config.json has MiniCPM's scales.
+    scattered_groups: a key is of each so-many-th query head, and not of as many side by side. latent: keys
+    and values are made of one vector (model/config.py, Latent).
     activates_up: the activation stands before up as well.
     stored_by_input: how the names of matrices end that are stored a row per input.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
@@ -152,6 +153,7 @@ class HFClass:
     own_names: dict[str, str] = field(default_factory=dict)
     query_scalar: str | None = None
     query_factor: str | None = None
+    layer_bases: bool = False
     from_last: bool = False
     norms_less_one: bool = False
     whole_norms: tuple[str, ...] = ("ssm_norm",)
