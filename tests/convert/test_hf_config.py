@@ -184,7 +184,6 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
         ("SmolLM3", {"use_sliding_window": True}, "use_sliding_window set to 'True'"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention set to 'True'"),
         ("GraniteSWA", {"no_rope_layers": [1, 0]}, "no_rope_layers set to"),
-        ("GraniteSWA", {"sliding_window_pattern": 2}, "sliding_window_pattern set to '2'"),
         ("GraniteSWA", {"layer_rope_theta": [5e3, 1e4, 0, 0]}, "must be the same in all layers, or 0"),
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
         ("Llama", {"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
@@ -193,6 +192,13 @@ def test_local_layers_have_a_base_of_their_own_in_both_spellings() -> None:
 def test_what_cannot_be_said_is_refused(kind: str, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         keys(kind, **entries)
+
+
+def test_a_granite_names_its_windows_always() -> None:
+    found = keys("GraniteSWA")
+    assert (found[WINDOW], found[PATTERN]) == (128, [False, True, True, True])
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert keys("GraniteMoeSWA", layer_types=kinds)[PATTERN] == [True, False, False, True]
 
 
 def test_the_base_of_each_layer() -> None:

@@ -63,10 +63,10 @@ def test_an_unknown_architecture_is_told_by_what_is_new(run_folder: Path, tmp_pa
         read_config(gguf)
     message = str(caught.value)
     assert message.startswith("the architecture 'olmo9' is not supported; ")
-    assert "nearest to those of olmo2, " in message
-    assert "tensors that olmo2 has not: blk.N.other_norm.weight;" in message
-    assert "missing or of another shape: blk.N.post_ffw_norm.weight;" in message
-    assert message.endswith("keys that hotset does not know: new_thing")
+    assert "most like those of olmo2, " in message
+    assert "tensors that olmo2 does not have: blk.N.other_norm.weight;" in message
+    assert "missing or have another shape: blk.N.post_ffw_norm.weight;" in message
+    assert message.endswith("keys that hotset does not read: new_thing")
 
 
 def test_an_unknown_architecture_with_keys_that_fit_none_has_names(tmp_path: Path) -> None:

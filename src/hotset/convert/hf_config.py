@@ -128,7 +128,7 @@ def _class_of(config: dict[str, Any]) -> HFClass:
         hint = f" ({meant})" if meant else ""
         raise UnsupportedModelError(
             f"the architecture {shown(name)} in config.json is not supported{hint}; "
-            "'hotset list --architectures' names what hotset runs"
+            "'hotset list --architectures' lists what hotset runs"
         )
     if name == "NomicBertModel" and "activation_function" in config:
         return encoders.NOMIC_MOE if config.get("moe_every_n_layers") else encoders.PUBLISHED_NOMIC

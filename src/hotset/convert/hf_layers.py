@@ -95,7 +95,8 @@ def check_bases(raw: dict[str, Any], n_layer: int, period: int, base: float) -> 
 def window_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int) -> dict[str, Any]:
     """Which layers slide: those of layer_types, else all but each sliding_window_pattern-th, else those
     from max_window_layers on, else all; of these the entries that the class reads (HFClass.windows).
-    The architecture's period, where there is no sliding_window_pattern, needs no key.
+    The architecture's period, where there is no sliding_window_pattern, needs no key, unless the class
+    writes it (HFClass.writes_pattern).
     """
     n, read, row = n_layer, hf_class.windows, ARCHITECTURES[hf_class.architecture]
     period = row.window_period
@@ -122,7 +123,7 @@ def window_keys(raw: dict[str, Any], hf_class: HFClass, n_layer: int) -> dict[st
         windowed = [True] * n
     if not any(windowed):
         return {}
-    if windowed != [not period or (i + behind) % period != 0 for i in range(n)]:
+    if hf_class.writes_pattern or windowed != [not period or (i + behind) % period != 0 for i in range(n)]:
         keys["attention.sliding_window_pattern"] = windowed
     return keys
 

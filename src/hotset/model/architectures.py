@@ -274,7 +274,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(rope="neox"),
     "granite": Architecture(rope_switch=True),
     "granitemoe": Architecture(rope_switch=True, experts=ExpertDefaults()),
-    "granite_swa": Architecture(sinks=True, window_last=True, experts=ExpertDefaults(optional=True)),
+    "granite_swa": Architecture(
+        sinks=True, window_period=4, window_last=True, experts=ExpertDefaults(optional=True)
+    ),
     "smollm3": Architecture(unrotated_period=4),
     "glm4": Architecture(post_norm=True),
     "gemma3": Architecture(
@@ -530,7 +532,7 @@ def row_of(gguf: GGUFFile) -> tuple[str, Architecture]:
     if name not in rows:
         dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
         raise UnknownArchitectureError(
-            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' names "
+            f"the architecture {shown(name)} is not supported{dialect}; 'hotset list --architectures' lists "
             "those that are"
         )
     return name, rows[name]

@@ -114,11 +114,11 @@ def _what_is_new(gguf: GGUFFile) -> str:
         return f"The nearest names are {', '.join(by_name[:3])}"
     found.sort(key=lambda one: (len(one.missing) + len(one.unused), by_name.index(one.name)))
     nearest = found[0]
-    parts = [f"Its tensors are nearest to those of {', '.join(one.name for one in found[:3])}"]
+    parts = [f"Its tensors are most like those of {', '.join(one.name for one in found[:3])}"]
     for what, names in (
-        (f"tensors that {nearest.name} has not", nearest.unused),
-        (f"tensors of {nearest.name} that are missing or of another shape", nearest.missing),
-        ("keys that hotset does not know", nearest.unread),
+        (f"tensors that {nearest.name} does not have", nearest.unused),
+        (f"tensors of {nearest.name} that are missing or have another shape", nearest.missing),
+        ("keys that hotset does not read", nearest.unread),
     ):
         if names:
             parts.append(f"{what}: {_some(names)}")

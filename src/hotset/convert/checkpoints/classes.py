@@ -82,6 +82,7 @@ class HFClass:
     required: entries that change what a model computes in a way that no key describes, and the only value
     that is supported.
     windows: entries that say which layers have a sliding window; the class ignores the others.
+    writes_pattern: the file says which layers have one even where the row does: llama.cpp needs the key.
     named_windows: none has one where config.json has no layer_types, whatever the row says of files.
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
@@ -141,6 +142,7 @@ class HFClass:
     integers: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    writes_pattern: bool = False
     named_windows: bool = False
     sections: bool = False
     sees: bool = False

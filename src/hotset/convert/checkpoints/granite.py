@@ -34,13 +34,12 @@ _GRANITE_EXPERTS = {
 }
 _GRANITE_WINDOWS: dict[str, Any] = {
     **_GRANITE,
-    # sliding_window_pattern is no entry: with layer_types null all layers but each fourth have the window.
     # transformers ignores no_rope_layers, from which llama.cpp's converter takes the layers that rotate.
-    "required": {"sliding_window_pattern": 4, "no_rope_layers": None},
-    "windows": ("sliding_window", "layer_types", "sliding_window_pattern"),
+    "required": {"no_rope_layers": None},
+    "windows": ("sliding_window", "layer_types"),
+    "writes_pattern": True,
     "layer_bases": True,
 }
-_GRANITE_WINDOWS_DEFAULTS: dict[str, Any] = {"sliding_window": 128, "sliding_window_pattern": 4}
 
 CLASSES: dict[str, HFClass] = {
     "GraniteForCausalLM": HFClass("granite", **_GRANITE, defaults=_GRANITE_DEFAULTS),
@@ -70,7 +69,7 @@ CLASSES: dict[str, HFClass] = {
         tied=True,
         layer_tensors=LLAMA_NAMES | {"self_attn.sinks": "attn_sinks"},
         defaults=_GRANITE_DEFAULTS
-        | _GRANITE_WINDOWS_DEFAULTS
+        | {"sliding_window": 128}
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 4},
     ),
     "GraniteMoeSWAForCausalLM": HFClass(
@@ -84,7 +83,7 @@ CLASSES: dict[str, HFClass] = {
             "shared_mlp.input_linear": "ffn_up_shexp",
             "shared_mlp.output_linear": "ffn_down_shexp",
         },
-        defaults=_GRANITE_MOE_DEFAULTS | _GRANITE_WINDOWS_DEFAULTS | {"shared_intermediate_size": 0},
+        defaults=_GRANITE_MOE_DEFAULTS | {"sliding_window": 128} | {"shared_intermediate_size": 0},
         fused_gate=True,
         experts=HFExperts(
             "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
