@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killed import kill_while_it_writes, needs_unnamed_files
 
+from hotset.convert import hf
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import CLASSES
 from hotset.convert.hf_tokenizer import NAMES, tokenizer_keys
@@ -279,6 +280,36 @@ def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> 
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": 4}}')
     with pytest.raises(TokenizerError, match=r"added tokens in .* are damaged"):
         tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+    added = {str((1 << 24) - 1): {"content": "<x>", "special": False}}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(TokenizerError, match="added token has the id 16777215, and the model only 500"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    (tmp_path / "hf" / "tokenizer.json").write_text(
+        '{"added_tokens": [{"id": 1e999, "content": "x", "special": true}]}'
+    )
+    with pytest.raises(TokenizerError, match=r"added tokens in .* are damaged"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+
+
+@pytest.mark.parametrize(
+    "literal", [r"'\ud800'", "{1, 2}", "+" * 100_000 + "1", "(" * 5000 + "1" + ")" * 5000, "'a", "1 + 1"]
+)
+def test_a_damaged_vocabulary_of_rwkv_is_refused(tmp_path: Path, literal: str) -> None:
+    path = tmp_path / "rwkv_vocab_v20230424.txt"
+    path.write_text(f"1 'a' 1\n2 {literal} 3\n")
+    with pytest.raises(TokenizerError, match="txt is damaged: "):
+        tokenizer_keys(tmp_path, {"vocab_size": 500})
+    path.write_text("1 'a' 1\n2 b'\\xe4' 1\n")
+    assert tokenizer_keys(tmp_path, {"vocab_size": 3})["tokenizer.ggml.tokens"] == ["<s>", "a", "\\xe4"]
+
+
+@pytest.mark.parametrize("id", ["1e999", "-1e999", "NaN", '"x"'])
+def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, merging: dict[str, Any], id: str) -> None:
+    text = json.dumps(merging | {"added_tokens": [{"id": 7, "content": "x", "special": True}]})
+    (tmp_path / "tokenizer.json").write_text(text.replace('"id": 7', f'"id": {id}'))
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is damaged"):
+        tokenizer_keys(tmp_path, {"vocab_size": 5000})
 
 
 @pytest.mark.parametrize(
@@ -666,7 +697,6 @@ def test_what_the_loader_refuses_is_not_written(
         ("model.layers.1.mlp.up_proj.weight", r"blk\.1\.ffn_up\.weight"),
         ("model.layers.2.self_attn.k_proj.weight", r"blk\.2\.attn_k\.weight"),
         ("model.norm.weight", r"output_norm\.weight"),
-        ("model.embed_tokens.weight", r"token_embd\.weight"),
     ],
 )
 def test_a_missing_tensor_is_noticed_before_anything_is_written(
@@ -674,6 +704,22 @@ def test_a_missing_tensor_is_noticed_before_anything_is_written(
 ) -> None:
     header_edited(checkpoint / "model.safetensors", lambda header: header.pop(missing))
     with pytest.raises(UnsupportedModelError, match=f"{WILL_NOT_LOAD}: .*{message}"):
+        converted(checkpoint)
+    assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
+
+
+def test_tokens_are_made_for_an_embedding_that_is_there(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocab_size of strangers would pad the tokenizer to gigabytes."""
+    monkeypatch.setattr(hf, "tokenizer_keys", lambda *_: pytest.fail("tokens have been made"))
+    edit(checkpoint / "config.json", vocab_size=1 << 24)
+    with pytest.raises(FormatError, match=r"of the checkpoint is \[320, .* \[16777216, "):
+        converted(checkpoint)
+    header_edited(checkpoint / "model.safetensors", lambda header: header.pop("model.embed_tokens.weight"))
+    header_edited(checkpoint / "model.safetensors", lambda header: header.pop("lm_head.weight"))
+    edit(checkpoint / "config.json", tie_word_embeddings=True)
+    with pytest.raises(UnsupportedModelError, match="the checkpoint lacks its embedding"):
         converted(checkpoint)
     assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
 

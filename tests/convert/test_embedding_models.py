@@ -105,6 +105,16 @@ def test_a_checkpoint_without_output_that_embeds_nothing_is_refused(tmp_path: Pa
         convert_hf(tmp_path / "hf", tmp_path / "out.gguf")
 
 
+@pytest.mark.parametrize("path", ["../other", "1_Pooling/../../other", "/other"])
+def test_a_module_lies_inside_the_checkpoint(tmp_path: Path, path: str) -> None:
+    folder = tmp_path / "hf"
+    checkpoint(folder, "llama", {"modules.json": [{"path": path, "type": "models.Pooling"}]})
+    write(tmp_path, {"other/config.json": {"pooling_mode_mean_tokens": True}})
+    with pytest.raises(FormatError, match="a folder outside of the checkpoint: "):
+        convert_hf(folder, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def dense(folder: Path, n_in: int, n_out: int, *, bias: bool, **config: Any) -> dict[str, np.ndarray]:
     """A module of kind Dense, drawn anew."""
     from safetensors.numpy import save_file

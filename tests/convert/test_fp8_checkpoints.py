@@ -124,3 +124,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="two whole numbers"):
         convert_hf(folder, tmp_path / "m.gguf", "f32")
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("rwkv6", "rwkv.blocks.0.attention.time_decay_w1"),
+        ("rwkv7", "model.layers.0.attn.r_k"),
+        ("qwen3next", "model.layers.0.mlp.shared_expert_gate.weight"),
+    ],
+)
+def test_matrices_that_are_no_matrices_of_the_file_are_refused(
+    tmp_path: Path, name: str, tensor: str
+) -> None:
+    tensors = checkpoint(tmp_path / "hf", name)
+    codes, scale, _ = of_all(tensors.pop(tensor))
+    scale_name = f"{tensor.removesuffix('.weight')}.weight_scale"
+    write(tmp_path / "hf", tensors | {tensor: codes, scale_name: scale})
+    with pytest.raises(UnsupportedModelError, match=f"the tensor {tensor} is FP8"):
+        convert_hf(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("block", [[10**30, 1], [0, 1], [1], "x" * 500, [True, 1]])
+def test_blocks_are_two_small_numbers(block: Any) -> None:
+    with pytest.raises(FormatError, match="two whole numbers are needed") as caught:
+        fp8.block_of({"quant_method": "fp8", "weight_block_size": block})
+    assert len(str(caught.value)) < 200

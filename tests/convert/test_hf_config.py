@@ -667,3 +667,35 @@ def test_files_have_the_keys_that_llama_cpp_needs(name: str) -> None:
         assert {f"{config.architecture}.{key}" for key in needed} <= found.keys()
         if config.architecture != "opt":  # which llama.cpp does not have
             assert any(key.endswith("_epsilon") for key in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("deepseek2-v3", {"topk_method": ["greedy"]}, "topk_method set to"),
+        ("mamba2", {"time_step_limit": 3}, "a time_step_limit"),
+        ("falcon-h1", {"key_multiplier": 1e29}, "key_multiplier"),
+        ("falcon-h1", {"ssm_multipliers": [1e29] * 5}, "ssm_multipliers"),
+        ("gemma4", {"num_kv_shared_layers": 10**9, "use_double_wide_mlp": True}, "num_kv_shared_layers"),
+        ("gemma4", {"num_kv_shared_layers": -3, "use_double_wide_mlp": True}, "num_kv_shared_layers"),
+        ("gemma4", {"hidden_size_per_layer_input": -3}, "hidden_size_per_layer_input"),
+        ("gemma3n", {"num_kv_shared_layers": 1.5}, "num_kv_shared_layers"),
+        ("gemma3n", {"intermediate_size": [64, 32]}, "must hold a number for each of"),
+        ("hunyuan-dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": 2}, "by zero"),
+        ("hunyuan-dense", {"rope_scaling": {"type": "dynamic", "alpha": -9.0}}, "must be above 0"),
+    ],
+)
+def test_entries_of_strangers_are_refused(name: str, entries: dict[str, Any], message: str) -> None:
+    recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[name]
+    config = tiny_models.config_of(recipe, {**tiny_models.SHAPE, **recipe.settings}).to_dict()
+    config |= recipe.written_as | {"architectures": [tiny_models.class_of(recipe)]}
+    config.get("text_config", config).update(entries)
+
+    def read() -> None:
+        found = HFConfig(config)
+        found.keys("any", 128)
+        found.factors("attn_k")
+        found.factors("ssm_in")
+
+    with pytest.raises(HotsetError, match=message):
+        read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -131,3 +132,28 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     writer.write()
     with pytest.raises(FormatError, match=r"lacks .*attn_q\.weight\.counts"):
         ImportanceMatrix.open(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="not a regular file but a folder"):
+        ImportanceMatrix.open(tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(FormatError, match="not a regular file but a pipe"):
+            ImportanceMatrix.open(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(("sums", "counts"), [(1e37, 1), (1, 1e37), (1, np.inf), (-1, 1), (1, np.nan)])
+def test_numbers_that_could_not_be_added_are_refused(tmp_path: Path, sums: float, counts: float) -> None:
+    inputs = {DENSE: Inputs(np.full((1, 4), sums, np.float32), np.array([counts], np.float32))}
+    ImportanceMatrix(inputs).save(tmp_path / "i.gguf")
+    with pytest.raises(FormatError, match=r"negative, above 1e\+36 or not finite; collect it again"):
+        ImportanceMatrix.open(tmp_path / "i.gguf")
+
+
+@pytest.mark.parametrize("n_chunks", [2**64 - 1, -5])
+def test_a_count_of_chunks_that_is_none_does_not_end_a_merger(tmp_path: Path, n_chunks: int) -> None:
+    ImportanceMatrix(example().inputs, (), n_chunks, 8).save(tmp_path / "i.gguf")
+    merged = ImportanceMatrix.open(tmp_path / "i.gguf").merged(example())
+    merged.save(tmp_path / "merged.gguf")
+    assert ImportanceMatrix.open(tmp_path / "merged.gguf").n_chunks == 2

@@ -39,10 +39,11 @@ VALUES = _values()
 class Scaled:
     """A matrix whose rows and columns can be chosen as those of an array, without decoding it.
 
-    codes: CODES [n_rows, n_columns]. scales: float32 [blocks of rows, blocks of columns]; rows, columns: the
-    block of each.
+    What else an array has raises UnsupportedModelError. name: of the tensor. codes: CODES [n_rows,
+    n_columns]. scales: float32 [blocks of rows, blocks of columns]; rows, columns: the block of each.
     """
 
+    name: str
     codes: np.ndarray
     scales: np.ndarray
     rows: np.ndarray
@@ -66,10 +67,18 @@ class Scaled:
 
     @property
     def T(self) -> Scaled:  # noqa: N802 - as NumPy has it
-        return Scaled(self.codes.T, self.scales.T, self.columns, self.rows)
+        return Scaled(self.name, self.codes.T, self.scales.T, self.columns, self.rows)
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # what Python and NumPy look for
+            raise AttributeError(attribute)
+        raise self._unsupported()
+
+    def _unsupported(self) -> UnsupportedModelError:
+        return UnsupportedModelError(f"the tensor {self.name} is FP8, which is not supported of this tensor")
 
     def __getitem__(self, key: Any) -> Scaled:
         """Some rows, or (rows, columns); with an ellipsis before them as of an array of two dimensions."""
@@ -77,10 +86,15 @@ class Scaled:
         if keys[0] is Ellipsis:
             keys = (slice(None), *keys[1:])[-2:]
         rows, columns = (*keys, slice(None))[:2]
-        return Scaled(self.codes[rows][:, columns], self.scales, self.rows[rows], self.columns[columns])
+        if isinstance(rows, int) or isinstance(columns, int):
+            raise self._unsupported()
+        codes = self.codes[rows][:, columns]
+        return Scaled(self.name, codes, self.scales, self.rows[rows], self.columns[columns])
 
     def reshape(self, n: int, *_: int) -> list[Scaled]:
         """n equal parts of the rows: all that a matrix of heads is reshaped to."""
+        if n < 1 or len(self) % n:
+            raise self._unsupported()
         size = len(self) // n
         return [self[i * size : (i + 1) * size] for i in range(n)]
 
@@ -116,8 +130,14 @@ def block_of(quantised: object) -> tuple[int, int]:
             found = weights.get("block_structure") if isinstance(weights, dict) else None
     if found is None:
         return _BLOCK
-    if not isinstance(found, list) or len(found) != 2 or not all(type(n) is int and n > 0 for n in found):
-        raise FormatError(f"config.json says that blocks of FP8 are {found!r}: two whole numbers are needed")
+    if (
+        not isinstance(found, list)
+        or len(found) != 2
+        or not all(type(n) is int and 0 < n < 1 << 31 for n in found)
+    ):
+        raise FormatError(
+            f"config.json says that blocks of FP8 are {str(found)[:60]}: two whole numbers are needed"
+        )
     return found[0], found[1]
 
 
@@ -146,12 +166,12 @@ def _under(name: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, i
     n_rows, n_columns = codes.shape
     rows, columns = np.zeros(n_rows, np.int64), np.zeros(n_columns, np.int64)
     if scales.size == 1:
-        return Scaled(codes, scales.reshape(1, 1), rows, columns)
+        return Scaled(name, codes, scales.reshape(1, 1), rows, columns)
     if scales.shape in ((n_rows,), (n_rows, 1)) and n_rows > 1:
-        return Scaled(codes, scales.reshape(-1, 1), np.arange(n_rows), columns)
+        return Scaled(name, codes, scales.reshape(-1, 1), np.arange(n_rows), columns)
     if scales.shape != (-(-n_rows // block[0]), -(-n_columns // block[1])):
         raise FormatError(
             f"the tensor {name} is {list(codes.shape)} and its scales {list(scales.shape)}, for blocks of "
             f"{block[0]} by {block[1]}; download the checkpoint again"
         )
-    return Scaled(codes, scales, np.arange(n_rows) // block[0], np.arange(n_columns) // block[1])
+    return Scaled(name, codes, scales, np.arange(n_rows) // block[0], np.arange(n_columns) // block[1])

@@ -137,7 +137,8 @@ class Origin:
             found.floats() if isinstance(found, Scaled) else to_floats(np.ascontiguousarray(found))
         )
         if self.decays:
-            values = -np.exp(values)
+            with np.errstate(over="ignore"):  # infinity: nothing of the state is left
+                values = -np.exp(values)
         if self.unit:
             values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), np.float32(1e-12))
         if self.factors is not None:
@@ -222,10 +223,12 @@ def convert_hf(
     dialect: Dialect = "gguf" if predictors is None else "powerinfer"
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = _opened(src, config)
-    tokenizer = tokenizer_keys(src, config.raw)
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
     sources |= _sources(checkpoint, config, dialect)
+    if "token_embd.weight" not in sources:
+        raise UnsupportedModelError("the checkpoint lacks its embedding")
+    tokenizer = tokenizer_keys(src, config.raw)  # behind the embedding, whose rows bound the tokens
     if is_reranker(src, config):
         sources = _answering(sources, answer_ids(tokenizer))
         tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()

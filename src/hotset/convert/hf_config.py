@@ -252,6 +252,8 @@ class HFConfig:
             widths = config.get(ff)
             if self.altup is None or not isinstance(widths, list):
                 widths = [integer(config, ff, n_ff, 1 << 22)]
+            elif len(widths) != self.n_layer:
+                raise FormatError(f"{ff} in config.json must hold a number for each of {self.n_layer} layers")
             if (own := self.window_heads) is not None and own.doubles_ff:
                 widths = widths * (self.n_layer - own.n_shared) + [2 * widths[0]] * own.n_shared
             each = [integer({ff: width}, ff, high=1 << 22) for width in widths]
@@ -430,12 +432,9 @@ class HFConfig:
         """Norms that the file has and the checkpoint has not, of equal weights, float32 [head_dim]."""
         if (entry := self.hf_class.query_factor) is None:
             return {}
-        weights = {"attn_q_norm": positive(self.raw, entry), "attn_k_norm": 1.0}
-        return {
-            f"blk.{i}.{stem}.weight": np.full(self.head_dim, weight, np.float32)
-            for i in range(self.n_layer)
-            for stem, weight in weights.items()
-        }
+        factors = {"attn_q_norm": positive(self.raw, entry), "attn_k_norm": 1.0}
+        norms = {stem: np.full(self.head_dim, factor, np.float32) for stem, factor in factors.items()}
+        return {f"blk.{i}.{stem}.weight": norm for i in range(self.n_layer) for stem, norm in norms.items()}
 
     def _text_keys(self) -> dict[str, Any]:
         """Of encoders: how many types of tokens there are."""

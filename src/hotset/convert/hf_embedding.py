@@ -17,6 +17,7 @@ from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
 from hotset.errors import FormatError, TokenizerError, UnsupportedModelError
 from hotset.files import read_small_text
+from hotset.parameters import shown
 
 _MODES = {"mean": 1, "cls": 2, "lasttoken": 3}  # of sentence-transformers → pooling_type
 _OLDER_MODES = {
@@ -51,7 +52,7 @@ def embedding_keys(src: Path, config: HFConfig) -> tuple[dict[str, Any], dict[st
     tensors: dict[str, np.ndarray] = {}
     width = config.n_embd
     for module in modules(src):
-        kind, folder = str(module.get("type")).rpartition(".")[2], src / str(module.get("path"))
+        kind, folder = str(module.get("type")).rpartition(".")[2], _inside(src, str(module.get("path")))
         if kind == "Pooling":
             pooling = read_json(folder / "config.json")
             modes = [mode for entry, mode in _OLDER_MODES.items() if pooling.get(entry) is True]
@@ -117,6 +118,13 @@ def modules(src: Path) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise FormatError(f"{path} is not a list of modules")
     return found
+
+
+def _inside(src: Path, path: str) -> Path:
+    """The folder of a module. The files of others are none of a checkpoint's business."""
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise FormatError(f"modules.json names a folder outside of the checkpoint: {shown(path)}")
+    return src / path
 
 
 def _mode(modes: list[Any]) -> int:

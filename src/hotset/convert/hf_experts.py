@@ -81,7 +81,7 @@ class HFMoE:
         if experts.methods is None:
             return True
         method = self.raw.get("topk_method") or next(iter(experts.methods))
-        if method not in experts.methods:
+        if not isinstance(method, str) or method not in experts.methods:
             raise UnsupportedModelError(
                 f"topk_method set to {str(method)[:60]!r} in config.json is not supported"
             )

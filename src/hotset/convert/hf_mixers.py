@@ -16,6 +16,7 @@ from hotset.model.architectures import ARCHITECTURES
 from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_STATE_HEADS
 from hotset.model.mixers import ChannelMixer, DeltaMixer, StateSpaceMixer
 
+_LARGEST_MULTIPLIER = 1e6  # several are multiplied, and weights with them
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
@@ -91,7 +92,7 @@ def state_space(
     if raw.get(dim_v) == "auto":
         raw[dim_v] = _inner_size(raw, n_embd) // n_head
     limit = raw.get("time_step_limit")
-    if not limited and limit is not None and list(limit) not in _NO_LIMITS:
+    if not limited and limit is not None and limit not in _NO_LIMITS:
         raise UnsupportedModelError("a time_step_limit in config.json is not supported")
     mixer = StateSpaceMixer(
         integer(raw, kernel, high=MAX_CONV_KERNEL),
@@ -185,7 +186,7 @@ def factors(raw: dict[str, Any], space: StateSpaceMixer, stem: str) -> np.ndarra
         "ssm_in": ("ssm_in_multiplier",),
         "ssm_out": ("ssm_out_multiplier",),
     }
-    factor = math.prod(number(raw, entry, 1.0) for entry in plain.get(stem, ()))
+    factor = math.prod(_multiplier(raw, entry) for entry in plain.get(stem, ()))
     if stem in ("ffn_gate", "ffn_down"):
         factor = _multipliers(raw, "mlp_multipliers", 2)[int(stem == "ffn_down")]
     if stem != "ssm_in":
@@ -195,9 +196,19 @@ def factors(raw: dict[str, Any], space: StateSpaceMixer, stem: str) -> np.ndarra
     return np.repeat(np.float32(factor) * _multipliers(raw, "ssm_multipliers", 5), widths)
 
 
+def _multiplier(config: dict[str, Any], entry: str) -> float:
+    """A number by which weights are multiplied; without one, 1."""
+    value = number(config, entry, 1.0)
+    if not abs(value) <= _LARGEST_MULTIPLIER:
+        raise FormatError(
+            f"{entry} in config.json is {value:g}; at most {_LARGEST_MULTIPLIER:g} is supported"
+        )
+    return value
+
+
 def _multipliers(raw: dict[str, Any], entry: str, n: int) -> np.ndarray:
     found = raw.get(entry)
     found = [1.0] * n if found is None else found
     if not isinstance(found, list) or len(found) != n:
         raise FormatError(f"{entry} in config.json must be a list of {n} numbers")
-    return np.array([number({entry: value}, entry) for value in found], np.float32)
+    return np.array([_multiplier({entry: value}, entry) for value in found], np.float32)

@@ -7,7 +7,7 @@ from statistics import NormalDist
 from typing import Any
 
 from hotset.convert.hf_layers import ATTENTION_TYPES, checked_types
-from hotset.convert.hf_values import integer, number
+from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import MAX_HEAD_DIM
 
@@ -54,7 +54,7 @@ class HFAltUp:
         self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16)
         self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
         self.rank = integer(config, "laurel_rank", high=1 << 16)
-        self.n_shared = number(config, "num_kv_shared_layers")
+        self.n_shared = integer(config, "num_kv_shared_layers", high=n_layer - 1, low=0)
         pattern = config.get("activation_sparsity_pattern")
         if pattern is None:  # transformers' class has it so
             n_sparse = 10 if n_layer > 10 else 0
@@ -103,9 +103,9 @@ class HFWindowHeads:
         self.n_kv_full = integer(own, "num_key_value_heads", self.n_kv)
         if not own and self.key_is_value:
             self.n_kv_full = integer(config, "num_global_key_value_heads", self.n_kv)
-        self.width = int(number(config, "hidden_size_per_layer_input"))
+        self.width = integer(config, "hidden_size_per_layer_input", high=1 << 16, low=0)
         self.n_vocab = integer(config, "vocab_size_per_layer_input", high=1 << 24)
-        self.n_shared = int(number(config, "num_kv_shared_layers"))
+        self.n_shared = integer(config, "num_kv_shared_layers", high=n_layer - 1, low=0)
         self.doubles_ff = config.get("use_double_wide_mlp") is True
 
     def heads_of(self, layer: int) -> tuple[int, int]:

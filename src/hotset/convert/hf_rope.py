@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hotset.convert.checkpoints.classes import HFClass
-from hotset.convert.hf_values import integer, number
+from hotset.convert.hf_values import integer, number, positive
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.architectures import ARCHITECTURES
 from hotset.model.keys import LLAMA3_FACTORS, LONG_FACTORS, MAX_HEAD_DIM, SHORT_FACTORS, YARN_LOG_MULTIPLIER
@@ -56,7 +56,11 @@ class HFRope:
             case "base" if kind == "dynamic" and rope.get("alpha"):
                 # Scaled for the longest context, whatever the context is.
                 rope["rope_theta"] = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
-                rope["rope_theta"] *= number(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
+                if self.head_dim <= 2:
+                    raise FormatError(
+                        f"the RoPE scaling in config.json divides by zero: heads of {self.head_dim} channels"
+                    )
+                rope["rope_theta"] *= positive(rope, "alpha") ** (self.head_dim / (self.head_dim - 2))
                 kind = "default"
             case "key":
                 scaled = kind in ("dynamic", "xdrope") and rope.get("alpha")

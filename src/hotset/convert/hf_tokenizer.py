@@ -65,6 +65,7 @@ def _names() -> dict[tuple[tuple[str, ...], bool], str]:
 
 NAMES = _names()
 RWKV_VOCABULARY = "rwkv_vocab_v20230424.txt"
+_LONGEST_LITERAL = 4096  # characters of a token as Python spells it
 # As the World models were trained: a name, a colon, and an empty line behind each turn.
 _RWKV_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role']|capitalize + ': ' + m['content']|trim + '\n\n' }}"
@@ -89,7 +90,7 @@ def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     path = src / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     if (src / "tokenizer.model").exists():
-        tokens, types, keys = _sentencepiece(src, settings)
+        tokens, types, keys = _sentencepiece(src, settings, n_vocab)
     elif (src / "tokenizer.json").exists():
         tokenizer = read_json(src / "tokenizer.json")
         settings = _template_settings(tokenizer.get("post_processor"), settings)
@@ -157,7 +158,7 @@ def _of_json(
     kind = model.get("type") if isinstance(model, dict) else None
     try:
         return kinds.get(str(kind), _byte_level_bpe)(tokenizer, settings)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
 
 
@@ -292,10 +293,10 @@ def _rwkv_world(src: Path, n_vocab: int) -> tuple[list[str], list[int], dict[str
         id, _, rest = line.partition(" ")
         text, _, length = rest.rpartition(" ")
         try:
-            token = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            token = None
-        data = token.encode() if isinstance(token, str) else token
+            token = ast.literal_eval(text[:_LONGEST_LITERAL])  # a deeper expression may end the process
+            data = token.encode() if isinstance(token, str) else token
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # ValueError: a surrogate, too
+            data = None
         if not isinstance(data, bytes) or [id, length] != [str(len(tokens)), str(len(data))]:
             raise TokenizerError(f"{RWKV_VOCABULARY} is damaged: {line[:100]!r}")
         tokens.append(repr(data)[2:-1])
@@ -552,7 +553,9 @@ def _template(post_processor: Any) -> tuple[list[str], list[str]]:
 _MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}  # trainer_spec.model_type
 
 
-def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
+def _sentencepiece(
+    src: Path, settings: dict[str, Any], n_vocab: int
+) -> tuple[list[str], list[int], dict[str, Any]]:
     from sentencepiece import SentencePieceProcessor
 
     path = src / "tokenizer.model"
@@ -575,6 +578,8 @@ def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list
     removes_spaces = bool(normalizer.get(4, True))
     whole_text = removes_spaces or USER_DEFINED in types
     for id, token, special in _added_tokens(src, settings):
+        if id >= n_vocab:
+            raise TokenizerError(f"an added token has the id {id}, and the model only {n_vocab} tokens")
         while len(tokens) <= id:
             tokens.append(f"[PAD{len(tokens)}]")
             scores.append(-1000.0)
@@ -662,7 +667,7 @@ def _added_tokens(src: Path, settings: dict[str, Any]) -> list[tuple[int, str, b
         if (path := src / "tokenizer.json").exists():
             for token in read_json(path).get("added_tokens") or []:
                 found[int(token["id"])] = (str(token["content"]), bool(token["special"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         raise TokenizerError(f"the added tokens in {path} are damaged") from None
     if found and not 0 <= min(found) <= max(found) < 1 << 24:
         raise TokenizerError(f"an added token has the id {max(found)}, which is out of range")

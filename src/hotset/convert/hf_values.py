@@ -36,9 +36,11 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def integer(config: Mapping[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
-    """An integer of config.json from 1 to `high`."""
+def integer(
+    config: Mapping[str, Any], key: str, default: int | None = None, high: int = 1 << 31, low: int = 1
+) -> int:
+    """An integer of config.json from `low` to `high`."""
     value = number(config, key, default)
-    if not isinstance(value, int) or not 1 <= value <= high:
-        raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
+    if not isinstance(value, int) or not low <= value <= high:
+        raise FormatError(f"{key} in config.json must be an integer from {low} to {high}, not {value!r}")
     return value

@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError
-from hotset.files import read_bounded
+from hotset.files import open_regular, read_bounded
 from hotset.formats.gguf import MAX_NAME, GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LONGEST_DAT = 1 << 30  # bytes of a file in the old form
+_LARGEST = 1e36  # of sums and counts: those of some hundred files can be added
 _I32 = struct.Struct("<i")
 
 
@@ -58,17 +59,16 @@ class ImportanceMatrix:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ImportanceMatrix:
-        """Reads either form. FormatError for a file that is none, or holds what is not finite."""
+        """Reads either form. FormatError for a file that is none, or holds no sums of squares."""
         path = Path(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_gguf = file.read(4) == b"GGUF"
         found = _read_gguf(path) if is_gguf else _read_dat(path)
         for name, inputs in found.inputs.items():
-            if not (
-                np.isfinite(inputs.sums).all() and (inputs.sums >= 0).all() and (inputs.counts >= 0).all()
-            ):
+            if not all(((v >= 0) & (v <= _LARGEST)).all() for v in (inputs.sums, inputs.counts)):
                 raise FormatError(
-                    f"{path}: the sums or counts of {name} are negative or not finite; collect it again"
+                    f"{path}: the sums or counts of {name} are negative, above {_LARGEST:g} or not finite; "
+                    "collect it again"
                 )
         if not found.inputs:
             raise FormatError(f"{path} has no sums of any matrix; collect it again with 'hotset imatrix'")
@@ -78,7 +78,8 @@ class ImportanceMatrix:
         """Writes the GGUF form, matrices in order of their names."""
         writer = GGUFWriter(path, None)
         writer.add("general.type", "imatrix")
-        writer.add("imatrix.datasets", list(self.datasets))
+        if self.datasets:
+            writer.add("imatrix.datasets", list(self.datasets))
         writer.add("imatrix.chunk_count", self.n_chunks)
         writer.add("imatrix.chunk_size", self.chunk_size)
         for name in sorted(self.inputs):
@@ -145,7 +146,9 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
                 inputs[matrix] = Inputs(sums.reshape(counts.size, -1), np.round(counts))
         datasets = file.metadata.get("imatrix.datasets")
         sizes: list[Any] = [file.metadata.get(f"imatrix.{key}") for key in ("chunk_count", "chunk_size")]
-        n_chunks, chunk_size = (size if isinstance(size, int) else 0 for size in sizes)
+        n_chunks, chunk_size = (
+            size if isinstance(size, int) and 0 <= size < 1 << 31 else 0 for size in sizes
+        )
         texts = tuple(map(str, datasets)) if isinstance(datasets, list) else ()
         return ImportanceMatrix(inputs, texts, n_chunks, chunk_size)
 
@@ -162,7 +165,7 @@ class _Dat:
 
     def __init__(self, path: Path) -> None:
         self.path, self.pos = path, 0
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             self.data = read_bounded(file, path, _LONGEST_DAT)
 
     def take(self, n_bytes: int, most: int) -> bytes:
