@@ -226,9 +226,7 @@ def convert_hf(
     of_texts, projections = embedding_keys(src, config)
     sources: dict[str, Source] = {n: Origin(values) for n, values in projections.items()}
     sources |= _sources(checkpoint, config, dialect)
-    if "token_embd.weight" not in sources:
-        raise UnsupportedModelError("the checkpoint lacks its embedding")
-    tokenizer = tokenizer_keys(src, config.raw)  # behind the embedding, whose rows bound the tokens
+    tokenizer = _tokenizer(src, config, sources)
     if is_reranker(src, config):
         sources = _answering(sources, answer_ids(tokenizer))
         tokenizer, of_texts = tokenizer | reranker_template(), reranker_keys()
@@ -283,6 +281,13 @@ def _opened(src: Path, config: HFConfig) -> Checkpoint:
     if config.row.nextn is not None:
         config.n_nextn = hf_nextn.count(checkpoint.tensors, hf.layers, config.n_layer, in_parts=hf.parts)
     return checkpoint
+
+
+def _tokenizer(src: Path, config: HFConfig, sources: dict[str, Source]) -> dict[str, Any]:
+    """Its keys. The embedding, whose rows are vocab_size, must be there: as many tokens are made."""
+    if "token_embd.weight" not in sources:
+        raise UnsupportedModelError("the checkpoint lacks its embedding")
+    return tokenizer_keys(src, config.raw)
 
 
 def _answering(sources: dict[str, Source], ids: list[int]) -> dict[str, Source]:
