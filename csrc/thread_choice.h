@@ -47,8 +47,7 @@ class ThreadChoice {
         if (n_pieces >= kAgain) tried.clear();
     }
 
-    static constexpr int kTrials =
-        4;  // of a number of threads: the quickest counts, as others were disturbed
+    static constexpr int kTrials = 4;  // of a number of threads; the quickest counts
     static constexpr int64_t kAgain = 4096;
 
   private:

@@ -38,9 +38,7 @@ _PARTS = frozenset({
 })  # fmt: skip
 
 _KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, in which the model's name is looked for
-_MOST_BYTES = (
-    32 << 20
-)  # that are read, so that the client gets to the reply; OpenAI's clients send 25 MB at most
+_MOST_BYTES = 32 << 20  # that are read, so that the client gets to the reply; OpenAI takes 25 MB at most
 _MOST_NAME_BYTES = 256
 _MOST_HEAD_BYTES = 1024  # of a part of a form
 _OF_MODEL = re.compile(rb'; ?name="?model"?(?:[;\r\n]|\Z)')

@@ -75,9 +75,8 @@ class Traces:
         parts = urlsplit(endpoint)
         if parts.path in ("", "/"):
             endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
-        logging.getLogger("opentelemetry").setLevel(
-            logging.CRITICAL
-        )  # a line for each try; _Exporter has one
+        # It has a line for each try; _Exporter has one in all.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         own = Resource({"service.name": "hotset", "service.version": version("hotset")})
         self._provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
