@@ -72,7 +72,9 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "gemma2-caps": {"query_pre_attn_scalar": 32},  # the width of a head
     "gemma3-scaled": {"query_pre_attn_scalar": 16},
     "bitnet": {"hidden_act": "silu"},
-    "granite-swa-unrotated": {"layer_rope_theta": [10000.0, 10000.0, 0, 0]},  # its converter takes rope_theta
+    "granite-swa-unrotated": {  # its converter takes rope_theta, and no key says which activation
+        "layer_rope_theta": [10000.0, 10000.0, 0, 0], "hidden_act": "silu",
+    },
     "granitemoe-swa-shared": {"layer_rope_theta": [0] + [10000.0] * 4},
     "gemma4-one-expert": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma3n": {  # sizes of the published models, which it does not read
