@@ -104,7 +104,9 @@ void fail_call(const std::string& name, int n, VkResult result) {
 VkResult injected_failure(const char* name) {
     if (!is_armed.load(std::memory_order_relaxed)) return VK_SUCCESS;
     const std::scoped_lock lock(injected().mutex);
-    if (injected().left <= 0 || injected().name != name || --injected().left > 0) return VK_SUCCESS;
+    if (injected().left <= 0 || injected().name != name) return VK_SUCCESS;
+    injected().left--;
+    if (injected().left > 0) return VK_SUCCESS;
     is_armed = false;
     return injected().result;
 }

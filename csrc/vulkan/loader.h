@@ -125,7 +125,7 @@ void check(VkResult result, const std::string& what);
     F(vkCmdCopyBuffer)                    \
     F(vkCmdFillBuffer)
 
-#define HOTSET_VULKAN_MEMBER(name) Function<PFN_##name> name;
+#define HOTSET_VULKAN_MEMBER(name) Function<PFN_##name> name;  // NOLINT(bugprone-macro-parentheses): a member
 
 struct InstanceFunctions {
     HOTSET_VULKAN_INSTANCE_FUNCTIONS(HOTSET_VULKAN_MEMBER)
