@@ -12,22 +12,23 @@ other. Where rows are left out, what a line of memory has is read as soon as one
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
-import numpy as np
 from synthetic import SHAPES, Shape
 
 from hotset.backends.vulkan.budget import dispatches
 from hotset.formats.gguf import open_gguf
-from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.placement.vulkan import model_facts
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
+from header_files import tensors_of, write_header
 
 N_VOCAB, N_CTX = 32000, 4096
 FIRED = 0.1  # of the neurons of b7
@@ -65,61 +66,21 @@ LLAMA_CPP = {
 }
 
 
-def write_header(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:
+def write_model(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:
     """A file with a hole in place of its tensors."""
-    writer = gguf.GGUFWriter(path, architecture)
-    facts = {
-        "block_count": shape.layers, "context_length": N_CTX, "embedding_length": shape.d,
-        "feed_forward_length": shape.ff, "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
-    }  # fmt: skip
-    if shape.experts:
-        facts |= {"expert_count": shape.experts, "expert_used_count": shape.used}
-        facts |= {"expert_feed_forward_length": shape.ff}
-    for key, value in facts.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32(f"{architecture}.rope.freq_base", 1e4)
-    n_bytes = 0
-    for name, of, own in _tensors(architecture, shape, type):
-        size = row_bytes(own, of[0]) * int(np.prod(of[1:]))
-        writer.add_tensor_info(
-            f"{name}.weight", of[::-1], np.dtype(np.float32), size, gguf.GGMLQuantizationType(own)
-        )
-        n_bytes += -(-size // 32) * 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_bytes)
-    if architecture == "bamboo":  # PowerInfer's: its down projection has a row per neuron
-        with path.open("r+b") as file:
-            file.write(b"PWRI")
-
-
-def _tensors(
-    architecture: str, shape: Shape, type: GGMLType
-) -> Iterator[tuple[str, tuple[int, ...], GGMLType]]:
-    """Name, shape as GGUF has it, type."""
-    for name, of in shape.matrices(N_VOCAB):
-        if architecture == "bamboo" and name.endswith("ffn_down"):
-            name, of = f"{name}_t", of[::-1]
-        yield name, of, GGMLType.F32 if name.endswith("ffn_gate_inp") else type
-    norms = ["attn_norm", "ffn_norm"]
-    for i in range(shape.layers):
-        for name in norms:
-            yield f"blk.{i}.{name}", (shape.d,), GGMLType.F32
-        for name in ("attn_q_norm", "attn_k_norm") if architecture == "qwen3moe" else ():
-            yield f"blk.{i}.{name}", (shape.head_dim,), GGMLType.F32
-    yield "output_norm", (shape.d,), GGMLType.F32
+    tensors, more = list(tensors_of(architecture, shape, type, N_VOCAB)), {}
+    if architecture == "qwen3moe":
+        more["expert_feed_forward_length"] = shape.ff
+        names = (f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_q_norm", "attn_k_norm"))
+        tensors += [(name, (shape.head_dim,), GGMLType.F32) for name in names]
+    write_header(path, architecture, shape, tensors, N_CTX, **more)
 
 
 def work_of(architecture: str, shape: Shape, type: GGMLType, fired: float) -> tuple[int, int]:
     """Bytes of weights that a token reads, and its dispatches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
-        write_header(path, architecture, shape, type)
+        write_model(path, architecture, shape, type)
         with open_gguf(path) as model:
             graph = describe(config_from_gguf(model), model.tensors)
             facts = model_facts(graph, model.tensors, "f16", N_CTX // 64, 512)

@@ -17,7 +17,7 @@ import pytest
 from backend_runs import ISAS
 from cases import quick_are
 from drafters import Guesser
-from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score
+from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
 
 import hotset
 from hotset.backends.base import PAGE_SIZE, Batch
@@ -77,14 +77,8 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) 
     whole = [score(Engine(backend(gguf), N_CTX), text) for text in texts]
     for max_batch in (1, 2, 5, 64, 67, 256):
         engine = Engine(backend(gguf, max_batch=max_batch, n_threads=n_threads), N_CTX)
-        rows: list[list[np.ndarray]] = [[] for _ in texts]
-        for text, into in zip(texts, rows, strict=True):
-            engine.enqueue(
-                engine.prepare_score(text, lambda _, logits, into=into: into.append(logits.copy()))
-            )  # type: ignore[misc]
-        drain(engine)
-        for found, expected in zip(rows, whole, strict=True):
-            np.testing.assert_array_equal(np.concatenate(found), expected)
+        for found, expected in zip(score_together(engine, texts), whole, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -30,17 +30,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import gguf
 import numpy as np
 import torch
 from cli_runs import inside
 from golden.files import rounded
+from header_files import tensors_of, write_header
 from paths import DATA
 from synthetic import SHAPES, Shape
 
 from hotset import _core
 from hotset.formats.gguf import open_gguf
-from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.quants import GGMLType
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement import channel_rates, detect, machine
 from hotset.placement.channels import ChannelRates
@@ -81,8 +81,6 @@ def write_models(folder: Path) -> None:
     _write(folder / "moe-30b.gguf", "llama", SHAPES["qwen3-30b"], GGMLType.Q4_K)
     path, shape = folder / "bamboo-7b.gguf", SHAPES["bamboo7"]
     _write(path, "bamboo", shape, GGMLType.Q4_0)
-    with path.open("r+b") as file:
-        file.write(b"PWRI")
     with open_gguf(path) as model:
         rng, fired = np.random.default_rng(0), 900 * np.arange(1, shape.ff + 1) ** -0.5
         counts = tuple(rng.permutation(fired).astype(np.uint64) for _ in range(shape.layers))
@@ -90,49 +88,11 @@ def write_models(folder: Path) -> None:
 
 
 def _write(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:
-    """The header of a file, and a hole of the size of its tensors."""
-    writer = gguf.GGUFWriter(path, architecture)
-    facts: dict[str, int] = {
-        "block_count": shape.layers, "context_length": N_CTX, "embedding_length": shape.d,
-        "feed_forward_length": shape.ff, "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
-    }  # fmt: skip
-    if shape.experts:
-        facts |= {"expert_count": shape.experts, "expert_used_count": shape.used}
-    for key, value in facts.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32(f"{architecture}.rope.freq_base", 1e4)
-    n_bytes = 0
-    for name, of, own in _tensors(architecture, shape, type):
-        size = row_bytes(own, of[0]) * int(np.prod(of[1:]))
-        writer.add_tensor_info(
-            f"{name}.weight", of[::-1], np.dtype(np.float32), size, gguf.GGMLQuantizationType(own)
-        )
-        n_bytes += -(-size // 32) * 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_bytes)
-
-
-def _tensors(
-    architecture: str, shape: Shape, type: GGMLType
-) -> Iterator[tuple[str, tuple[int, ...], GGMLType]]:
-    """Name, shape as GGUF has it, type."""
-    for name, of in shape.matrices(N_VOCAB):
-        if architecture == "bamboo" and name.endswith("ffn_down"):
-            name, of = f"{name}_t", of[::-1]
-        yield name, of, GGMLType.F32 if name.endswith("ffn_gate_inp") else type
-    for i in range(shape.layers):
-        yield f"blk.{i}.attn_norm", (shape.d,), GGMLType.F32
-        yield f"blk.{i}.ffn_norm", (shape.d,), GGMLType.F32
-        if architecture == "bamboo":
-            yield f"blk.{i}.fc1", (shape.d, RANK), GGMLType.Q4_0
-            yield f"blk.{i}.fc2", (RANK, shape.ff), GGMLType.Q4_0
-    yield "output_norm", (shape.d,), GGMLType.F32
+    tensors = list(tensors_of(architecture, shape, type, N_VOCAB))
+    for i in range(shape.layers) if architecture == "bamboo" else ():
+        tensors.append((f"blk.{i}.fc1", (shape.d, RANK), GGMLType.Q4_0))
+        tensors.append((f"blk.{i}.fc2", (RANK, shape.ff), GGMLType.Q4_0))
+    write_header(path, architecture, shape, tensors, N_CTX)
 
 
 # -- machines ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,15 @@ def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
     drain(engine)
     assert sequence.finish_reason == "length", sequence.error
     return np.concatenate(rows)
+
+
+def score_together(engine: Engine, texts: Sequence[list[int]]) -> list[np.ndarray]:
+    """Logits of every position of each text, [n, n_vocab], of requests that share steps."""
+    rows: list[list[np.ndarray]] = [[] for _ in texts]
+    for text, into in zip(texts, rows, strict=True):
+        engine.enqueue(engine.prepare_score(text, lambda _, logits, into=into: into.append(logits.copy())))  # type: ignore[misc]
+    drain(engine)
+    return [np.concatenate(found) for found in rows]
 
 
 def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:

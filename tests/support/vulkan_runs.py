@@ -131,7 +131,7 @@ def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Of a product with rows by neuron, x [n, k], weights [k, columns]: 64 lanes, one after the other."""
+    """Of a product with neuron-major rows, x [n, k], weights [k, columns]: 64 lanes, one after the other."""
     k = x.shape[1]
     return gamma(k / 64 + 1 + 64) * (np.abs(x) @ np.abs(weights)) + k * TINY
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import quick_are
 from drafters import Guesser
-from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score
+from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
 from vulkan_runs import validated, vulkan
 
 from hotset.backends.base import Backend
@@ -47,14 +47,8 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile) -> None:
     whole = [score(Engine(alone, N_CTX), text) for text in texts]
     for max_batch in (5, 67, 256):
         engine = Engine(backend(gguf, max_batch=max_batch), N_CTX)
-        rows: list[list[np.ndarray]] = [[] for _ in texts]
-        for text, into in zip(texts, rows, strict=True):
-            engine.enqueue(
-                engine.prepare_score(text, lambda _, logits, into=into: into.append(logits.copy()))
-            )  # type: ignore[misc]
-        drain(engine)
-        for found, expected in zip(rows, whole, strict=True):
-            np.testing.assert_array_equal(np.concatenate(found), expected)
+        for found, expected in zip(score_together(engine, texts), whole, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_prefixes_and_preempted_sequences_go_on_from_their_states(gguf: GGUFFile) -> None:

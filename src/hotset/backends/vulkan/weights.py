@@ -27,7 +27,7 @@ _SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
 _T = GGMLType
 _HALVES = (_T.F16, _T.BF16)
 _K_TYPES = (_T.Q4_K, _T.Q5_K, _T.Q6_K)
-_PLANES = 100  # added to a type: codes by neuron, scales by 32 neurons (formats/planes.py)
+_PLANES = 100  # added to a type: neuron-major codes, scales by 32 neurons (formats/planes.py)
 COMPUTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, *_K_TYPES, _T.MXFP4)
 
 

@@ -121,7 +121,7 @@ class FunctionTool(Body):
 
 
 class NamespaceTool(Body):
-    """Functions whose names are told apart by that of their group; the model sees NAMESPACE__NAME."""
+    """Functions in a namespace; the model sees each as NAMESPACE__NAME."""
 
     type: Literal["namespace"]
     name: ToolName
