@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from synthetic import EPSILON, SHAPES, Shape, add_keys, random_matrix
+from synthetic import SHAPES, Shape, add_llama, random_matrix
 
 from hotset.formats.gguf import GGUFWriter
 from hotset.formats.quants import GGMLType
@@ -42,13 +42,7 @@ def followers(agree: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def write(path: Path, shape: Shape, type: GGMLType, follows: np.ndarray, seed: int) -> None:
     """follows: of each token. Memory: one matrix at a time."""
     writer = GGUFWriter(path, "llama")
-    add_keys(writer, "llama", shape, type, N_VOCAB, None, N_CTX)
-    writer.add("llama.rope.freq_base", 10000.0)
-    writer.add("llama.attention.layer_norm_rms_epsilon", EPSILON)
-    norms = ["output_norm"]
-    norms += [f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_norm", "ffn_norm")]
-    for name in norms:
-        writer.add_tensor(f"{name}.weight", np.ones(shape.d, np.float32), GGMLType.F32)
+    add_llama(writer, shape, type, N_VOCAB, None, N_CTX)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         embedding = random_matrix(type, shape.d, N_VOCAB, seed, pool, 1.0)
         output = embedding.copy()

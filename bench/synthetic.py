@@ -309,6 +309,26 @@ def add_keys(
     return n_vocab
 
 
+def add_llama(
+    writer: GGUFWriter, shape: Shape, type: GGMLType, n_vocab: int, vocabulary: Path | None, n_ctx: int
+) -> int:
+    """Keys, the tokenizer and norms of a llama, or of Mixtral; returns the number of tokens."""
+    n_vocab = add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
+    writer.add("llama.rope.freq_base", 10000.0)
+    if shape.head:
+        writer.add("llama.attention.key_length", shape.head)
+        writer.add("llama.attention.value_length", shape.head)
+    if shape.experts:
+        writer.add("llama.expert_count", shape.experts)
+        writer.add("llama.expert_used_count", shape.used)
+    writer.add("llama.attention.layer_norm_rms_epsilon", EPSILON)
+    norms = ["output_norm"]
+    norms += [f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_norm", "ffn_norm")]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(shape.d, np.float32), GGMLType.F32)
+    return n_vocab
+
+
 def write_model(
     path: Path,
     shape: Shape,
@@ -325,20 +345,7 @@ def write_model(
     context that the file claims, in tokens.
     """
     writer = GGUFWriter(path, "llama")
-    n_vocab = add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
-    writer.add("llama.rope.freq_base", 10000.0)
-    if shape.head:
-        writer.add("llama.attention.key_length", shape.head)
-        writer.add("llama.attention.value_length", shape.head)
-    if shape.experts:
-        writer.add("llama.expert_count", shape.experts)
-        writer.add("llama.expert_used_count", shape.used)
-    writer.add("llama.attention.layer_norm_rms_epsilon", EPSILON)
-
-    norms = ["output_norm"]
-    norms += [f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_norm", "ffn_norm")]
-    for name in norms:
-        writer.add_tensor(f"{name}.weight", np.ones(shape.d, np.float32), GGMLType.F32)
+    n_vocab = add_llama(writer, shape, type, n_vocab, vocabulary, n_ctx)
     of_routers = lambda name: GGMLType.F32 if name.endswith("ffn_gate_inp") else type  # noqa: E731
     _add_matrices(writer, dict(shape.matrices(n_vocab)), of_routers, seed)
 

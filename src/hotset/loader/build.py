@@ -190,7 +190,7 @@ def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
         "n_threads": settings.n_threads,
         "sparse": decided.is_sparse,
     }
-    on_vulkan = placement is not None and any(map(is_vulkan, placement.devices))
+    on_vulkan = placement is not None and placement.on_vulkan
     of_states = {"n_states": decided.n_states} if decided.n_states else {}
     if on_vulkan:
         options |= of_states
@@ -411,7 +411,7 @@ def _with_channels(decided: Decided) -> Decided:
     """With what is left out of the inputs of which matrices, and the input-major copies that the CPU reads;
     under a budget of its memory, which has no room for them, without these."""
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
-    if thresholds is None or (placement is not None and any(map(is_vulkan, placement.devices))):
+    if thresholds is None or (placement is not None and placement.on_vulkan):
         return decided  # a Vulkan device reads every channel
     from hotset.placement import channel_rates
 

@@ -11,7 +11,6 @@ from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.lowering import decoded_vector
 from hotset.backends.reference import normalised
-from hotset.backends.vulkan.devices import is_vulkan
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
 from hotset.engine.mtp import MtpDrafter
@@ -51,8 +50,7 @@ def open_speculator(
     settings = decided.settings
     if settings.drafter == "off" or decided.graph.is_encoder:
         return None
-    placement = decided.placement
-    if placement is not None and not any(map(is_vulkan, placement.devices)):
+    if decided.placement is not None and not decided.placement.on_vulkan:
         raise InvalidRequestError(
             "speculative decoding is exact on the CPU alone: on a GPU a token's last bits depend on how many "
             "tokens are in its step; leave out speculate, or use --no-gpu (backend='cpu')"

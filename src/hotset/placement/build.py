@@ -18,7 +18,7 @@ from hotset.backends.gpu.devices import find_device, limit_memory
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
 from hotset.backends.vulkan.backend import WholeVulkan
-from hotset.backends.vulkan.devices import VulkanInfo, is_vulkan
+from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.devices import find_device as find_vulkan
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.stage import VulkanStage
@@ -97,10 +97,10 @@ def open_placed(
     what is left out of which matrices.
     """
     planned = placement.budget.devices if placement.budget else ()
-    for device in planned if not any(map(is_vulkan, placement.devices)) else ():
+    for device in () if placement.on_vulkan else planned:
         limit_memory(find_device(device.device), device.limit - device.context)
     try:
-        if any(map(is_vulkan, placement.devices)):
+        if placement.on_vulkan:
             return open_on_vulkan(placement, weights, graph, n_threads=n_threads, **options)
         if placement.is_whole and not mixed_layers(graph):
             needed = planned[0].total - planned[0].context if planned else 0

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hotset.backends.vulkan.devices import is_vulkan
 from hotset.offload.misses import Fetching, MissRates, expected_seconds
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
@@ -76,11 +77,11 @@ class Predicted:
 class Placement:
     """What goes where.
 
-    devices: torch names, such as ("cuda:0", "cuda:1"). output_device: of the final norm and output matrix;
-    it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and the share of
-    activations that these make. notes: a message each. n_ff: neurons of each layer. expert_slots: of each
-    device, experts of its MoE models that it has room for; fetching: how it fetches others, None: it does
-    not.
+    devices: names, such as ("cuda:0", "cuda:1") or ("vulkan:0",). output_device: of the final norm and
+    output matrix; it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and
+    the share of activations that these make. notes: a message each. n_ff: neurons of each layer.
+    expert_slots: of each device, experts of its MoE models that it has room for; fetching: how it fetches
+    others, None: it does not.
     """
 
     devices: tuple[str, ...]
@@ -106,6 +107,11 @@ class Placement:
         return {layer.device for layer in self.layers} == {self.output_device} - {CPU} and not any(
             layer.is_split for layer in self.layers
         )
+
+    @property
+    def on_vulkan(self) -> bool:
+        """Whether its devices are Vulkan's."""
+        return any(map(is_vulkan, self.devices))
 
     def layers_of(self, device: int) -> list[int]:
         """The layers of a device (or of the CPU)."""
