@@ -72,6 +72,8 @@ def test_fish_and_zsh_are_answered(environment: dict[str, str], line: str, expec
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_installed_for_a_shell(environment: dict[str, str], shell: str) -> None:
-    completed(environment, "hotset", "--install-completion", shell)
+    # Without this the option takes no value: it installs for the shell that runs the tests.
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    completed(environment, "hotset", "--install-completion", shell, **named)
     written = [path.read_text() for path in Path(environment["HOME"]).rglob("*") if path.is_file()]
     assert any("_HOTSET_COMPLETE" in text for text in written)

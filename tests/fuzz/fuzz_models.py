@@ -5,7 +5,8 @@ usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER
 
 A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
 `quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
-what that writes must load. Each may work, or fail with one error message. What does anything else (another
+what that writes must load. Half of the cases change a tiny random model of some architecture, the others models
+that are written here. Each may work, or fail with one error message. What does anything else (another
 exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
 1. fuzz_gguf.py has damaged files.
 """
@@ -99,6 +100,24 @@ def seed_models(folder: Path) -> list[Path]:
         write_relu(folder / "opt.gguf", "opt", dialect="gguf", keys=BPE, **sizes),
         write_relu(folder / "falcon.gguf", "falcon", two_norms=True, keys=BPE, **sizes),
     ]
+
+
+def of_some_architecture(folder: Path, rng: np.random.Generator) -> Path:
+    """A folder with a tiny random checkpoint and what it converts to, model.gguf; made when it is first drawn."""
+    import tiny_models  # with torch and transformers, which other fuzzers do without
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+    names = tiny_models.first_of_each_architecture()
+    name = names[int(rng.integers(len(names)))]
+    made = folder / name
+    if not made.exists():
+        made.mkdir()
+        recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[name]
+        tiny_models.to_gguf(recipe, tiny_models.build(recipe), made)
+    return made
 
 
 def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:  # noqa: C901 - a case for each fault
@@ -418,20 +437,25 @@ def attack(
         while more(n_cases):
             case = folder / "case"
             case.mkdir()
+            drawn = of_some_architecture(folder / "seeds", rng) if rng.integers(2) else None
             if rng.integers(3):
                 warnings.simplefilter("ignore", RuntimeWarning)
-                source = seeds[int(rng.integers(len(seeds)))]
-                change = f"{source.name}: {mutate(source, case / 'model.gguf', rng)}"
+                source = drawn / "model.gguf" if drawn else seeds[int(rng.integers(len(seeds)))]
+                change = mutate(source, case / "model.gguf", rng)
                 problem = exercise_model(case / "model.gguf", rng)
             else:
+                if drawn:
+                    source = Path(shutil.copytree(drawn, case / "hf", ignore=lambda *_: ["model.gguf"]))
+                else:
+                    source = case / "hf"
+                    write_checkpoint(source, packed=not rng.integers(3))
+                change = mutate_checkpoint(source, rng)
                 # A warning of NumPy is a number of config.json that is unchecked.
                 warnings.simplefilter("error", RuntimeWarning)
-                write_checkpoint(case / "hf", packed=not rng.integers(3))
-                change = mutate_checkpoint(case / "hf", rng)
-                problem = exercise_checkpoint(case / "hf", rng)
+                problem = exercise_checkpoint(source, rng)
             if problem:
                 n_failed += 1
-                on_problem(n_cases, case, f"{change}\n{problem}")
+                on_problem(n_cases, case, f"{(drawn or source).name}: {change}\n{problem}")
             shutil.rmtree(case)
             n_cases += 1
     return n_cases, n_failed
