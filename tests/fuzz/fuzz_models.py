@@ -5,8 +5,8 @@ usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER
 
 A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
 `quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
-what that writes must load. Half of the cases change a tiny random model of some architecture, the others models
-that are written here. Each may work, or fail with one error message. What does anything else (another
+what that writes must load. Half of the cases change a tiny random model of some architecture, the others
+models that are written here. Each may work, or fail with one error message. What does anything else (another
 exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
 1. fuzz_gguf.py has damaged files.
 """
@@ -103,7 +103,7 @@ def seed_models(folder: Path) -> list[Path]:
 
 
 def of_some_architecture(folder: Path, rng: np.random.Generator) -> Path:
-    """A folder with a tiny random checkpoint and what it converts to, model.gguf; made when it is first drawn."""
+    """A folder with a tiny random checkpoint and what it converts to, model.gguf; made when first drawn."""
     import tiny_models  # with torch and transformers, which other fuzzers do without
     from transformers.utils import logging
 

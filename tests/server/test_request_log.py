@@ -108,8 +108,11 @@ def test_a_request_that_leaves_has_a_line(path: Path, tmp_path: Path) -> None:
             async with asyncio.timeout(60):
                 while not service.n_open:
                     await asyncio.sleep(0)
+            (answer,) = service._answers
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+            answer.fail(RuntimeError("what its cancelled sequences tell, before the line or behind it"))
+            assert answer.reasons == ["cancelled"]
 
     asyncio.run(work())
     (line,) = log.read_text().splitlines()

@@ -370,8 +370,9 @@ class Answer:
                 self._generate(i)
 
     def fail(self, error: Exception) -> None:
-        """Ends all of it with an error; for an unexpected one a client gets its kind alone."""
-        if self._n_open and self._error is None:
+        """Ends all of it with an error; for an unexpected one a client gets its kind alone. Behind `close`
+        nothing: a sequence that it cancelled is no error."""
+        if self._closed is not None and self._n_open and self._error is None:
             if not isinstance(error, HotsetError):
                 log.error("an answer failed", exc_info=error)
                 error = RequestError(problem_of(error).message, 500, code="server_error")
