@@ -6,11 +6,13 @@
 #include <immintrin.h>
 
 #include <bit>
+#include <functional>
 #include <memory>
 #include <utility>
 
 #include "codebooks.h"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace hotset::avx512 {
 
@@ -1234,17 +1236,10 @@ inline void transpose(__m512i v[16]) {
     }
 }
 
-// Sixteen rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
-struct Panel {
-    __m512i* codes;      // [blocks][8]
-    float* scale;        // [blocks][16]
-    float* min;          // [blocks][16]
-    int32_t* sub_scale;  // [blocks][2][16]
-    int32_t* sub_min;    // [blocks][2][16]
-};
-
-template <class Format>
-inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
+// at: where a block is packed. kSigned: codes without their offset, else unsigned.
+template <class Format, bool kSigned, class At>
+inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const At& at,
+                       const Panel& panel) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b += 16) {
         const int n = imin(blocks - b, 16), groups = (n + 3) / 4;
@@ -1262,10 +1257,11 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
             transpose(first);
             transpose(second);
             for (int j = 0; j < imin(n - 4 * g, 4); j++) {
-                __m512i* block = panel.codes + (b + 4 * g + j) * 8;
+                __m512i* block = panel.codes + at(b + 4 * g + j) * 8;
+                const __m512i zero = _mm512_set1_epi8(int8_t(kSigned ? Format::kZero : 0));
                 for (int i = 0; i < 4; i++) {
-                    _mm512_store_si512(block + i, first[4 * j + i]);
-                    _mm512_store_si512(block + 4 + i, second[4 * j + i]);
+                    _mm512_store_si512(block + i, _mm512_sub_epi8(first[4 * j + i], zero));
+                    _mm512_store_si512(block + 4 + i, _mm512_sub_epi8(second[4 * j + i], zero));
                 }
             }
         }
@@ -1273,7 +1269,7 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
         auto place = [&](auto get, auto* out, int64_t stride) {
             for (int r = 0; r < 16; r++) lanes[r] = get(scales[r]);
             transpose(lanes);
-            for (int i = 0; i < n; i++) _mm512_store_si512(out + (b + i) * stride, lanes[i]);
+            for (int i = 0; i < n; i++) _mm512_store_si512(out + at(b + i) * stride, lanes[i]);
         };
         place([](const Scales& s) { return _mm512_castps_si512(s.scale); }, panel.scale, 16);
         if constexpr (kMin) place([](const Scales& s) { return _mm512_castps_si512(s.min); }, panel.min, 16);
@@ -1284,6 +1280,22 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
         }
     }
 }
+
+// The scratch memory of a call, taken part by part.
+struct Scratch {
+    uint8_t* free;  // aligned to 64
+
+    template <class T>
+    T* of(int64_t n) {
+        T* p = reinterpret_cast<T*>(free);
+        free += (n * sizeof(T) + 63) / 64 * 64;
+        return p;
+    }
+    Panel panel(int64_t blocks) {
+        return {of<__m512i>(blocks * 8), of<float>(blocks * 16), of<float>(blocks * 16),
+                of<int32_t>(blocks * 32), of<int32_t>(blocks * 32)};
+    }
+};
 
 // Inputs of one token as the panel kernel reads them. `start` is minus the codes' offset times the sums.
 struct TokenInputs {
@@ -1353,24 +1365,15 @@ template <class Format>
 void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
     const int64_t blocks = x.k / 32, width = padded(x.k);
-    auto take = [&](size_t bytes) {
-        uint8_t* p = scratch;
-        scratch += (bytes + 63) / 64 * 64;
-        return p;
-    };
+    Scratch take{scratch};
     Panel panel[kPanelRows / 16];
-    for (Panel& p : panel) {
-        p.codes = reinterpret_cast<__m512i*>(take(blocks * 8 * 64));
-        p.scale = reinterpret_cast<float*>(take(blocks * 64));
-        p.min = reinterpret_cast<float*>(take(blocks * 64));
-        p.sub_scale = reinterpret_cast<int32_t*>(take(blocks * 128));
-        p.sub_min = reinterpret_cast<int32_t*>(take(blocks * 128));
-    }
-    int32_t* starts = reinterpret_cast<int32_t*>(take(size_t(kTokenTile) * blocks * 8));
+    for (Panel& p : panel) p = take.panel(blocks);
+    int32_t* starts = take.of<int32_t>(kTokenTile * blocks * 2);
     for (int64_t r = row0; r < row1; r += kPanelRows) {
         const int n_panels = (imin(row1 - r, kPanelRows) + 15) / 16;
         for (int i = 0; i < n_panels; i++)
-            pack_panel<Format>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, panel[i]);
+            pack_panel<Format, false>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, std::identity(),
+                                      panel[i]);
         for (int t = t0; t < t1; t += kTokenTile) {
             const int n = imin(t1 - t, kTokenTile);
             TokenInputs tokens[kTokenTile];
@@ -1463,6 +1466,71 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + x.ahead);
 }
 
+// ---- Many tokens, by AMX
+// ------------------------------------------------------------------------------------------------
+
+#ifdef HOTSET_AMX
+void pack_token(const Inputs& x, int t, int place, uint8_t* tiles) {
+    const TokenTile tile(tiles + place / kTileTokens * tile_bytes(x.k), x.k);
+    const int64_t blocks = x.k / 32, width = padded(x.k);
+    const int8_t* const q = x.q + t * width;
+    const float *const scale = x.scale + t * (width / 32), *const sum = x.sum + t * (width / 32);
+    const int32_t *const isum0 = x.isum + t * (width / 16), *const isum1 = isum0 + width / 32;
+    const TurnOrder order(blocks);
+    const int i = place % kTileTokens;
+    for (int lane = 0; lane < imin(blocks, 16); lane++) {
+        int64_t at = order(lane);
+        for (int64_t b = lane; b < blocks; b += 16, at++) {
+            int8_t* const codes = tile.q + (at * kTileTokens + i) * 32;
+            for (int half = 0; half < 2; half++)
+                _mm_store_si128(
+                    reinterpret_cast<__m128i*>(codes + 16 * half),
+                    load128(reinterpret_cast<const uint8_t*>(q) + half_at(kInterleaved, b, half)));
+            tile.scale[at * kTileTokens + i] = scale[b];
+            tile.sum[at * kTileTokens + i] = sum[b];
+            tile.half_sum[at * 2 * kTileTokens + i] = float(isum0[b]);
+            tile.half_sum[(at * 2 + 1) * kTileTokens + i] = float(isum1[b]);
+        }
+    }
+}
+
+template <class Format>
+void tiles(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+           int64_t ld, uint8_t* scratch) {
+    if (t1 - t0 <= kFewTokens) return linear<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr int kPanels = kPanelRows / 16, kTokens = kTilesAtOnce * kTileTokens;
+    const TileKernel kernel = tile_kernel(kMin, kSub);
+    const int64_t blocks = x.k / 32;
+    const TurnOrder order(blocks);
+    Scratch take{scratch};
+    Panel panel[kPanels];
+    for (Panel& p : panel) p = take.panel(blocks);
+    uint8_t* const packed = take.of<uint8_t>(kTilesAtOnce * tile_bytes(x.k));
+    begin_tiles(kSub);
+    for (int64_t r = row0; r < row1; r += kPanelRows) {
+        const int n_panels = (imin(row1 - r, kPanelRows) + 15) / 16;
+        for (int i = 0; i < n_panels; i++)
+            pack_panel<Format, true>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, order, panel[i]);
+        for (int t = t0; t < t1; t += kTokens) {
+            const int n = imin(t1 - t, kTokens), n_tiles = (n + kTileTokens - 1) / kTileTokens;
+            TokenTile tile[kTilesAtOnce];
+            if (x.tiles && t % kTileTokens == 0) {
+                for (int j = 0; j < n_tiles; j++)
+                    tile[j] = {const_cast<uint8_t*>(x.tiles) + (t / kTileTokens + j) * tile_bytes(x.k), x.k};
+            } else {
+                for (int j = 0; j < n; j++) pack_token(x, t + j, j, packed);
+                for (int j = 0; j < n_tiles; j++) tile[j] = {packed + j * tile_bytes(x.k), x.k};
+            }
+            kernel({panel, tile, n_panels, n_tiles, imin(row1 - r, kPanelRows), n,
+                    out + (t - t0) * ld + (r - row0), ld},
+                   order);
+        }
+    }
+    end_tiles();
+}
+#endif
+
 // Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.
 template <int kStride>
 inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out) {
@@ -1494,6 +1562,21 @@ const Kernels* avx512_kernels() {
         return t;
     }();
     return &table;
+}
+
+const Kernels* amx_kernels() {
+#ifdef HOTSET_AMX
+    static const Kernels table = [] {
+        Kernels t = *avx512_kernels();
+        t.isa = "amx";
+        t.pack_token = avx512::pack_token;
+        avx512::for_formats([&t]<class Format>() { t.linear[int(Format::kType)] = avx512::tiles<Format>; });
+        return t;
+    }();
+    return &table;
+#else
+    return nullptr;
+#endif
 }
 
 }  // namespace hotset

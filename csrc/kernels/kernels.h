@@ -57,6 +57,7 @@ struct Inputs {
         nullptr;  // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
     const int32_t* isum8 = nullptr;  // [n][padded(k) / 32], eight times the sum of q over each block
     int ahead = 0;  // of one token: how far ahead rows are fetched that lie one after the other, in bytes
+    const uint8_t* tiles = nullptr;  // all tokens as Kernels::pack_token packs them, or null: not packed yet
 };
 
 // Where one row of them is written.
@@ -244,10 +245,21 @@ constexpr int kFewTokens = 16;
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 
+// Tokens that Kernels::pack_token packs together. A byte an input, and per 32-block a scale and three sums.
+constexpr int kTileTokens = 16;
+static constexpr size_t tile_bytes(int64_t k) {
+    return size_t(kTileTokens) * size_t(padded(k) + padded(k) / 32 * 16);
+}
+static constexpr size_t tiles_bytes(int64_t n, int64_t k) {
+    return size_t((n + kTileTokens - 1) / kTileTokens) * tile_bytes(k);
+}
+constexpr int kTilesAtOnce = 2;
+
 static constexpr size_t kernel_scratch_bytes(int64_t k) {
     // A packed panel: a byte a weight, and per 32-block a float scale, a float minimum, two int32 scales and
     // two mins.
-    return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + 65536;
+    return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + kTilesAtOnce * tile_bytes(k) +
+           65536;
 }
 
 // How keys or values are stored. Q8_0 and Q4_0 share a scale among 32 channels of a token; Q4_0 stores heads
@@ -341,6 +353,9 @@ struct Kernels {
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros). Of a block with a
     // value that is not finite the codes are 0 and scale and sum NaN, so that every product with it is NaN.
     void (*quantize)(const float* x, int64_t k, const QuantizedRow& out);
+    // Packs token t of x as token `place` of `tiles`, 64-byte aligned, of tiles_bytes. Null where products
+    // do not read it. What tokens hold that are not there does not matter.
+    void (*pack_token)(const Inputs& x, int t, int place, uint8_t* tiles);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n,
                        float* out);
@@ -392,10 +407,11 @@ struct Kernels {
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* amx_kernels();  // those of AVX-512 with other products of many tokens
 const Kernels* neon_kernels();
 
-// The best table that this processor can run, or the one that `forced` names (scalar, avx2, avx512, neon).
-// Null with a reason in `error` when that one is unknown or cannot run here, or when none can.
+// The best table that this processor can run, or the one that `forced` names (scalar, avx2, avx512, amx,
+// neon). Null with a reason in `error` when that one is unknown or cannot run here, or when none can.
 const Kernels* select_kernels(const char* forced, const char** error);
 
 }  // namespace hotset

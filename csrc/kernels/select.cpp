@@ -8,6 +8,10 @@
 #include <intrin.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
+#ifdef HOTSET_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(_WIN32)
@@ -82,6 +86,19 @@ bool has_neon() {
 }
 #endif
 
+#ifdef HOTSET_AMX
+// TILE, INT8. Linux saves tiles only for processes that ask for it.
+bool has_amx() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // names that older headers lack
+    return os_saves(3u << 17) && cpu_bit(7, kEdx, 24) && cpu_bit(7, kEdx, 25) &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else
+bool has_amx() {
+    return false;
+}
+#endif
+
 }  // namespace
 
 #ifndef HOTSET_X86
@@ -89,6 +106,9 @@ const Kernels* avx2_kernels() {
     return nullptr;
 }
 const Kernels* avx512_kernels() {
+    return nullptr;
+}
+const Kernels* amx_kernels() {
     return nullptr;
 }
 #endif
@@ -106,17 +126,18 @@ const Kernels* select_kernels(const char* forced, const char** error) {
     }
 #endif
     const Kernels* avx512 = has_avx512() ? avx512_kernels() : nullptr;
+    const Kernels* amx = has_avx512() && has_amx() ? amx_kernels() : nullptr;
     const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
     const Kernels* neon = has_neon() ? neon_kernels() : nullptr;
-    const Kernels* choices[] = {avx512, avx2, neon, scalar_kernels()};
+    const Kernels* choices[] = {amx, avx512, avx2, neon, scalar_kernels()};
     for (const Kernels* table : choices)
         if (table && (!forced || !*forced || !std::strcmp(forced, table->isa))) return table;
-    for (const char* name : {"avx512", "avx2", "neon"})
+    for (const char* name : {"amx", "avx512", "avx2", "neon"})
         if (!std::strcmp(forced, name)) {
             *error = "this processor cannot run these instructions";
             return nullptr;
         }
-    *error = "it must be scalar, avx2, avx512 or neon";
+    *error = "it must be scalar, avx2, avx512, amx or neon";
     return nullptr;
 }
 

@@ -110,7 +110,11 @@ class LinearInput {
         if (!worker.begin_commit()) return;
         const InputsMemory all(plan_.shared(), plan_.max_tokens(), x_.width, kept());
         const Inputs prepared = own.inputs(rows.count(), 0);
-        for (int r = rows.first; r < rows.last; r++) all.copy(r, prepared, r - rows.first);
+        uint8_t* const tiles = this->tiles(step);
+        for (int r = rows.first; r < rows.last; r++) {
+            all.copy(r, prepared, r - rows.first);
+            if (tiles) plan_.kernels().pack_token(prepared, r - rows.first, r, tiles);
+        }
         worker.end_commit();
     }
 
@@ -124,7 +128,8 @@ class LinearInput {
         const bool together = prepares_together(step);
         const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width, kept());
-        const Inputs in = memory.inputs(n, plan_.ahead(), changes() ? nullptr : x_.row(0));
+        Inputs in = memory.inputs(n, plan_.ahead(), changes() ? nullptr : x_.row(0));
+        in.tiles = tiles(step);
         if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
             for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.thresholded[r]);
             prepared(in);
@@ -136,7 +141,7 @@ class LinearInput {
         const int n = plan_.max_tokens();
         const int64_t prepared = std::max<int64_t>(kPrepareTokens, ceil_div(n, kMaxChunks) + 1);
         return {InputsMemory::bytes(int(prepared), x_.width) / sizeof(float) + 1, x_.width,
-                InputsMemory::bytes(n, x_.width)};
+                tiles_at() + (plan_.kernels().pack_token ? tiles_bytes(n, x_.width) : 0)};
     }
 
   protected:
@@ -145,6 +150,13 @@ class LinearInput {
   private:
     // Whether products read other values than those of the buffer.
     bool changes() const { return !norm_.weight.empty() || threshold_ != 0.0f; }
+
+    // Where tokens are packed for kernels of many, behind the shared inputs.
+    size_t tiles_at() const { return (InputsMemory::bytes(plan_.max_tokens(), x_.width) + 63) / 64 * 64; }
+    uint8_t* tiles(const StepTokens& step) const {
+        const bool packs = plan_.kernels().pack_token && kinds_.quantized && n_tokens(step) > kFewTokens;
+        return packs ? plan_.shared() + tiles_at() : nullptr;
+    }
 
     // What is kept of rows: floats, where they are others than the buffer's.
     InputKinds kept() const { return {changes(), kinds_.quantized}; }

@@ -207,6 +207,11 @@ struct QuantizedInputs {
         others = interleaved(q, interleaved_, kernels.interleaved);
         Inputs inputs = view;
         inputs.q = others.data();
+        if (kernels.pack_token) {
+            tiles.reset(static_cast<uint8_t*>(std::aligned_alloc(64, tiles_bytes(view.n, view.k))));
+            for (int t = 0; t < view.n; t++) kernels.pack_token(inputs, t, t, tiles.get());
+            inputs.tiles = tiles.get();
+        }
         return inputs;
     }
 
@@ -226,6 +231,10 @@ struct QuantizedInputs {
     }
 
   private:
+    struct Free {
+        void operator()(void* p) const { std::free(p); }
+    };
+    std::unique_ptr<uint8_t, Free> tiles;
     int interleaved_;
 };
 
@@ -491,16 +500,21 @@ void test_next_row(const Kernels& kernels, Type type) {
             for (int j : {49, 51, 53, 55})
                 bytes[i + j] = uint8_t((bytes[i + j] & 15) | (j == 55 ? 0x70 : j == 53 ? 0xc0 : 0));
     const Matrix w = {type, bytes.data(), 8, cols, row_bytes};
-    QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
-    const Inputs own = x.view_for(kernels);
     uint8_t* scratch =
         static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
-    for (int n : {1, 2}) {
-        std::vector<float> expected(n), got(n);
-        scalar_kernels()->linear[int(type)](w, 0, 1, x.view, 0, n, expected.data(), 1, scratch);
-        kernels.linear[int(type)](w, 0, 1, own, 0, n, got.data(), 1, scratch);
-        expect_equal("next row", kernels.isa, facts.name, got, expected);
+    std::mt19937 after;
+    for (const int tokens : {2, kFewTokens + 1}) {
+        QuantizedInputs x(*scalar_kernels(), normals(tokens * cols), tokens, cols);
+        const Inputs own = x.view_for(kernels);
+        if (tokens == 2) after = random_engine;
+        for (int n = tokens > 2 ? tokens : 1; n <= tokens; n++) {
+            std::vector<float> expected(n), got(n);
+            scalar_kernels()->linear[int(type)](w, 0, 1, x.view, 0, n, expected.data(), 1, scratch);
+            kernels.linear[int(type)](w, 0, 1, own, 0, n, got.data(), 1, scratch);
+            expect_equal("next row", kernels.isa, facts.name, got, expected, tokens == 2);
+        }
     }
+    random_engine = after;  // those of many tokens are not part of the hash
     std::free(scratch);
 }
 
@@ -533,7 +547,7 @@ void test_extremes(const Kernels& kernels, Type type) {
     uint8_t* scratch = scratch_memory.data() + (64 - reinterpret_cast<uintptr_t>(scratch_memory.data()) % 64);
     constexpr float kTiny = 1e-38f, kHuge = 3e38f;
     for (const float extreme : {NAN, -NAN, INFINITY, -INFINITY, kTiny, -1e-44f, kHuge})
-        for (const int n : {1, 2, 7}) {
+        for (const int n : {1, 2, 7, kFewTokens + 2}) {
             const int odd = n / 2;  // the token with the extreme value
             std::vector<float> values = normals(n * kCols), plain = values;
             for (int64_t i = 0; i < 32; i++) {
@@ -746,7 +760,11 @@ void test_type(const Kernels& kernels, Type type) {
             for (int n : {1, 2, 3, 7, 13}) test_linear(kernels, type, rows, cols, n);
     for (int64_t cols : widths)
         for (int64_t rows : {1, 2, 23}) test_token_counts(kernels, type, rows, cols);
-    if (!is_float(type)) test_token_counts(kernels, type, 70, 16384, 3, 3);  // rows that fill a cache
+    if (!is_float(type)) {
+        test_token_counts(kernels, type, 70, 16384, 3, 3);  // rows that fill a cache
+        test_token_counts(kernels, type, 17, 16384, 33, 33);
+        for (int n : {48, 65, 127, 300}) test_token_counts(kernels, type, n == 65 ? 70 : 37, 768, n, n);
+    }
     for (int64_t cols : widths)
         for (int64_t rows : {1, 5, 19}) {
             test_gather(kernels, type, rows, cols);
@@ -804,7 +822,7 @@ void test_all(const Kernels& kernels) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    const Kernels* tables[] = {scalar_kernels(), nullptr, nullptr, nullptr};
+    const Kernels* tables[] = {scalar_kernels(), nullptr, nullptr, nullptr, nullptr};
     int n_tables = 1;
     const char* reason = nullptr;
     const Kernels* selected = select_kernels(nullptr, &reason);
@@ -816,7 +834,7 @@ int main(int argc, char** argv) {
         std::printf("%s: selected\n", selected->isa);
         return 0;
     }
-    for (const char* isa : {"avx2", "avx512", "neon"}) {
+    for (const char* isa : {"avx2", "avx512", "amx", "neon"}) {
         const char* error = nullptr;
         if (const Kernels* kernels = select_kernels(isa, &error)) tables[n_tables++] = kernels;
     }
