@@ -8,10 +8,10 @@ namespace {
 
 constexpr int kMaxConvKernel = 64;
 
-// See operations.ShortConv (model/operations.py). A state: [kernel - 1][width], the oldest inputs first.
+// See operations.ShortConv (model/operations.py). A state: [past][width], the oldest inputs first.
 struct ShortConvFacts {
     int x = -1, out = -1;
-    int kernel = 1;
+    int kernel = 1, dilation = 1;
     std::vector<float> weight;  // [kernel][width]
     std::vector<float> bias;    // [width], or none
     StateSlots states;
@@ -20,7 +20,10 @@ struct ShortConvFacts {
 class ShortConv : public Op {
   public:
     ShortConv(const Plan& plan, ShortConvFacts facts)
-        : plan_(plan), f_(std::move(facts)), width_(plan.buffer(f_.out).width) {}
+        : plan_(plan),
+          f_(std::move(facts)),
+          width_(plan.buffer(f_.out).width),
+          past_((f_.kernel - 1) * f_.dilation) {}
 
     int n_phases(const StepTokens&) const override { return 1; }
     int n_chunks(int, const StepTokens& step) const override {
@@ -56,14 +59,14 @@ class ShortConv : public Op {
         while (in_step < back && in_step < t && step.sequences[t - in_step - 1] == sequence) in_step++;
         if (in_step == back) return plan_.buffer(f_.x).row(t - back);
         const int slot = step.states[sequence];
-        const int at = f_.kernel - 1 - (back - in_step);  // the oldest come first
+        const int at = past_ - (back - in_step);  // the oldest come first
         return slot < 0 ? nullptr : f_.states.slot(slot) + at * width_;
     }
 
     void convolve(const StepTokens& step, int t, float* out) const {
         std::fill_n(out, width_, 0.0f);
         for (int j = 0; j < f_.kernel; j++) {
-            const float* x = input(step, t, f_.kernel - 1 - j);
+            const float* x = input(step, t, (f_.kernel - 1 - j) * f_.dilation);
             const float* weight = f_.weight.data() + j * width_;
             if (!x) continue;  // zeros, whose products would change no sum
             for (int64_t c = 0; c < width_; c++) out[c] += weight[c] * x[c];
@@ -74,8 +77,8 @@ class ShortConv : public Op {
 
     // Within a commit: no thread writes the slot that is read, nor the inputs.
     void save(const StepTokens& step, int t, float* state) const {
-        for (int i = 0; i < f_.kernel - 1; i++) {
-            const float* x = input(step, t, f_.kernel - 2 - i);
+        for (int i = 0; i < past_; i++) {
+            const float* x = input(step, t, past_ - 1 - i);
             if (x)
                 std::copy_n(x, width_, state + i * width_);
             else
@@ -86,6 +89,7 @@ class ShortConv : public Op {
     const Plan& plan_;
     const ShortConvFacts f_;
     const int64_t width_;
+    const int past_;  // inputs that a state holds
 };
 
 }  // namespace
@@ -97,13 +101,14 @@ static const Registered kShortConv("short_conv", [](Facts& facts) -> std::unique
     facts.of_all_tokens(f.x);
     require(f.x != f.out, "an operation with a state reads what it does not write");
     f.kernel = facts.integer("kernel", 1, kMaxConvKernel);
+    f.dilation = facts.integer("dilation", 1, kMaxConvKernel);
     const int64_t width = facts.width(f.x);
     const std::vector<float> weight = facts.floats("weight", width * f.kernel);  // [width][kernel]
     f.weight.resize(weight.size());
     for (int64_t c = 0; c < width; c++)
         for (int j = 0; j < f.kernel; j++) f.weight[j * width + c] = weight[c * f.kernel + j];
     f.bias = facts.floats_or_none("bias", width);
-    f.states = facts.states("states", (f.kernel - 1) * width);
+    f.states = facts.states("states", (f.kernel - 1) * f.dilation * width);
     return std::make_unique<ShortConv>(facts.plan(), std::move(f));
 });
 

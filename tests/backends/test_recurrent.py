@@ -41,9 +41,18 @@ from derived_bounds import Oracle  # noqa: E402
 
 RECIPES = [
     "lfm2", "lfm2moe", "qwen3next", "qwen35moe", "kimi-linear", "nemotron-h", "nemotron-h-moe-latent",
-    "granitehybrid", "falcon-h1", "mamba2", "rwkv6", "rwkv7", "mamba", "jamba",
+    "granitehybrid", "falcon-h1", "mamba2", "rwkv6", "rwkv7", "mamba", "jamba", "qwen4exp",
 ]  # fmt: skip
-ONE_OF_EACH_STATE = ("lfm2moe", "qwen3next", "kimi-linear", "falcon-h1", "rwkv6", "rwkv7", "mamba")
+ONE_OF_EACH_STATE = (
+    "lfm2moe",
+    "qwen3next",
+    "kimi-linear",
+    "falcon-h1",
+    "rwkv6",
+    "rwkv7",
+    "mamba",
+    "qwen4exp",
+)
 
 
 @pytest.fixture(scope="module", params=quick_are(ONE_OF_EACH_STATE, RECIPES))

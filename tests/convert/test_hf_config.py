@@ -675,6 +675,11 @@ NEEDED_ELSEWHERE = {
     "qwen3next": SSM,
     "qwen35": (*SSM, "rope.dimension_sections"),
     "qwen35moe": (*SSM, "rope.dimension_sections"),
+    "qwen4exp": (
+        *(*SSM, "rope.dimension_sections", "hyper_connection.count", "hyper_connection.low_rank"),
+        *(f"attention.indexer.{key}" for key in ("head_count", "key_length", "top_k")),
+        "attention.compress_ratios",
+    ),
 }
 
 

@@ -47,6 +47,10 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "glm-dsa-groups": INDEXED,
     "kimi-linear": ONE_EPSILON,
     "kimi-linear-lists": ONE_EPSILON | {"norm_topk_prob": True},
+    "qwen4exp": ONE_EPSILON | {"ple_embed_dim": 96},  # the model's width
+    "qwen4exp-pairs": ONE_EPSILON | {"ple_embed_dim": 96},
+    "qwen4exp-without-ngrams": ONE_EPSILON,
+    "qwen4exp-sees": ONE_EPSILON | {"ngram_size": 5, "ple_embed_dim": 64},
     "deepseek2-v3": ONE_EPSILON,
     "deepseek2-kimi": ONE_EPSILON | {"q_lora_rank": 28},
     "deepseek2-lite": ONE_EPSILON | {"num_hidden_layers": 27},  # by which it knows those without q_lora_rank
@@ -165,6 +169,9 @@ OTHER_KEYS = {
     "rope.dimension_count": "it computes it from the width for GLM",
     "block_count": "it counts layers for multi-token prediction that the checkpoint lacks",
     "expert_shared_feed_forward_length": "it takes ERNIE's from the heads of keys",
+    "attention.compress_ratios": "it knows layers of Qwen4-Exp as they are published, not as transformers writes",
+    "rope.dimension_sections": "without mrope_section it takes those of the published Qwen 3.5",
+    "ple.eos_token_id": "of several it takes the last, transformers the first",
     "rope.scaling.finetuned": "it says that no Granite with state spaces rotates",
 }
 UNREAD_KEYS = {  # of its converter alone: defaults, and what nothing reads

@@ -41,6 +41,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     RMSNorm,
     Rotate,
     Route,
@@ -48,6 +49,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -211,6 +213,25 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
     return 2 * U * np.abs(expected) + TINY  # relu2's product
 
 
+def similarity_gate_bound(
+    op: SimilarityGate, inputs: Any, *, of_sum: float | None = None, of_root: float = U, of_gate: float = 0.0
+) -> np.ndarray:
+    """Root and sigmoid grow with the sum. Relative errors: of the sum (None: it is found in float64), of the
+    root, and of the sigmoid beyond activation_bound."""
+    x, a, b = inputs
+    width = op.x.width
+    of_sum = 2 * (width + 4) * 2.0**-53 if of_sum is None else of_sum
+    products = (a * b).reshape(len(x), op.n_streams, width)
+    s = products.sum(axis=2) / math.sqrt(width)
+    off = of_sum * np.abs(products).sum(axis=2) / math.sqrt(width)
+    roots = [np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6)) for s in (s - off, s, s + off)]
+    least, gate, most = (1 / (1 + np.exp(-root)) for root in roots)
+    bound = np.maximum(most - gate, gate - least) + of_gate * gate
+    bound += activation_bound("sigmoid", roots[1], gate) + of_root * np.abs(roots[1]) / 4
+    bound = np.abs(x)[:, None] * (bound + U)[:, :, None] + TINY
+    return np.asarray(bound).reshape(len(x), -1)
+
+
 def xielu_bound(x: np.ndarray, f: XIELU) -> np.ndarray:
     """Above 0 three products and their sum; elsewhere e^m - 1 - x of rounded terms, times a factor, and a
     product. All numbers are rounded to float32 first; the oracle's own roundings are of the same kinds."""
@@ -322,7 +343,7 @@ class Oracle(ReferenceBackend):
             return self._expected_channels(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | SelectOutputs() | Mask() | Threshold() | Heads():
+            case Embed() | NgramEmbed() | SelectOutputs() | Mask() | Threshold() | Heads():
                 return expected, -U * np.abs(expected)  # exactly
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
@@ -354,6 +375,8 @@ class Oracle(ReferenceBackend):
                 weight = np.abs(self._weight(op.weight).reshape(-1))
                 sums = head_dot(op, *(np.abs(taps[value.id]) for value in op.inputs), weight)
                 return expected, gamma(op.a.width // op.n_head + 3) * sums + TINY
+            case SimilarityGate():
+                return expected, similarity_gate_bound(op, [taps[value.id] for value in op.inputs])
             case GaussianTopK():
                 return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
             case Activate() if op.xielu is not None:
@@ -423,7 +446,9 @@ class Oracle(ReferenceBackend):
         states, x, weight = self._states[op.out.id], taps[op.x.id], np.abs(self._conv_weight(op))
         before = states.copy()
         np.abs(states, out=states)
-        sums = self._through_states(op, np.abs(x), batch, lambda x, past: short_conv(x, past, weight))
+        sums = self._through_states(
+            op, np.abs(x), batch, lambda x, past: short_conv(x, past, weight, op.dilation)
+        )
         states[:] = before
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         bound = gamma(op.kernel + 1) * sums + op.kernel * TINY

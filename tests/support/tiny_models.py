@@ -437,6 +437,7 @@ VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 96,
     "intermediate_size": 32,
 }  # fmt: skip
+QWEN4_VISION = VISION | {"out_hidden_size": 64}
 MUSE_VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16,
@@ -1167,6 +1168,13 @@ DELTA_EXPERTS = {
     **DELTA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
+QWEN4 = {
+    **DELTA_EXPERTS, "hc_count": 4, "hc_lowrank": 20, "output_gate_type": "sigmoid", "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 256, "indexer_compress_ratio": 4,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 3,
+}  # fmt: skip
 ERNIE = {
     "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
@@ -1282,6 +1290,27 @@ EXPERTS: dict[str, TinyModel] = {
     ),
     "qwen35moe": TinyModel("Qwen3_5Moe", DELTA_EXPERTS, config="Qwen3_5MoeText"),
     "qwen35": TinyModel("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
+    "qwen4exp": TinyModel("Qwen4Exp", QWEN4, config="Qwen4ExpText"),
+    "qwen4exp-pairs": TinyModel(  # of tokens alone; two streams, and one head of keys and values
+        "Qwen4Exp",
+        {**QWEN4, "hc_count": 2, "hc_lowrank": 36, "ple_layer_ids": [1], "ngram_size": 2}
+        | {"heads_per_ngram": 3, "ple_conv_kernel_size": 3, "ple_embed_dim": 60, "split_ngram_parts": 1}
+        | {"eos_token_id": [7, 301], "indexer_budget": 192}
+        | {"num_key_value_heads": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        config="Qwen4ExpText",
+    ),
+    "qwen4exp-without-ngrams": TinyModel(
+        "Qwen4Exp",
+        {**QWEN4, "hc_count": 3, "ple_layer_ids": [], "linear_num_key_heads": 3, "linear_num_value_heads": 3}
+        | {"linear_conv_kernel_dim": 3},
+        config="Qwen4ExpText",
+    ),
+    "qwen4exp-sees": TinyModel(  # as published
+        "Qwen4Exp",
+        {**QWEN4, **WIDE_HEADS, "ngram_size": 4, "heads_per_ngram": 1, "hidden_size": 64}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"]},
+        vision=QWEN4_VISION,
+    ),
     "glm4moe": TinyModel("Glm4Moe", GLM_EXPERTS),
     "glm4moe-groups": TinyModel(
         "Glm4Moe",
@@ -1605,7 +1634,7 @@ def first_of_each_architecture() -> list[str]:
 ONE_OF_EACH_KIND = (
     "llama", "bamboo", "opt", "bitnet", "gemma3", "gemma3n", "gpt-oss", "deepseek2-lite", "deepseek32",
     "turbosparse-mixtral", "smallthinker", "mamba2", "rwkv7", "qwen3next", "lfm2moe", "falcon-h1",
-    "nemotron-h-moe", "kimi-linear",
+    "nemotron-h-moe", "kimi-linear", "qwen4exp",
 )  # fmt: skip
 
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 32 channels in a width of 96
@@ -1616,7 +1645,7 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("turbosparse-mistral", "turbosparse-mixtral", "olmoe", "qwen2moe"), THREE_HEADS),
     **dict.fromkeys(("granitemoe", "granitemoe-shared", "lfm2moe", "deepseek"), THREE_HEADS),
     **dict.fromkeys(("gemma3-relu", "smallthinker", "gpt-oss", "qwen3next", "glm4moe"), WIDE_HEADS),
-    **dict.fromkeys(("qwen35", "qwen35moe", "mistral3-sees", "mellum", "hy_v3"), WIDE_HEADS),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen4exp", "mistral3-sees", "mellum", "hy_v3"), WIDE_HEADS),
     **dict.fromkeys(("olmo3", "qwen25vl", "jamba"), THREE_HEADS),
     **dict.fromkeys(("gemma4", "gemma4-experts", "falcon-h1"), WIDE_HEADS),
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),

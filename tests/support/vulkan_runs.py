@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
+from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma, similarity_gate_bound
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
@@ -36,6 +36,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     RMSNorm,
     Route,
+    SimilarityGate,
     SoftCap,
     TransposedLinear,
     UnitNorm,
@@ -159,6 +160,10 @@ class VulkanOracle(Oracle):
             case MatchMagnitude():  # the quotient of two roots of means
                 width = op.like.width
                 return expected, (gamma(width / 64 + 13) + 2 * ROOT + 3 * DIVISION) * size + TINY * width
+            case SimilarityGate():
+                of_sum = gamma(op.x.width / 64 + 10) + DIVISION + ROOT
+                how = {"of_sum": of_sum, "of_root": U + ROOT, "of_gate": DIVISION + EXP}
+                return expected, similarity_gate_bound(op, [taps[value.id] for value in op.inputs], **how)
             case Activate() if op.kind == "softplus":
                 return expected, SOFTPLUS * size + TINY
             case Activate() if op.xielu is None:

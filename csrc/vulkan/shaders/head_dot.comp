@@ -1,8 +1,10 @@
 #version 450
-// x times the sum of a * b * weight of its head (operations.HeadDot): lanes sum every 64th product, then a tree the lanes.
+// x times the sum of a * b * weight of its head (operations.HeadDot), or a gate of the sum of a * b, times x that all
+// heads share (operations.SimilarityGate): lanes sum every 64th product, then a tree the lanes.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
+layout(constant_id = 0) const uint GATE = 0;
 layout(set = 0, binding = 0) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 1) readonly buffer Firsts { float firsts[]; };
 layout(set = 0, binding = 2) readonly buffer Seconds { float seconds[]; };
@@ -18,11 +20,16 @@ void main() {
     precise float mine = 0.0;
     for (uint i = head * dim + lane; i < (head + 1u) * dim; i += LANES) {
         precise float product = firsts[token * first_stride + i] * seconds[token * second_stride + i];
-        mine = mine + product * weights[i];
+        mine = mine + (GATE != 0u ? product : product * weights[i]);
     }
-    const float sum = sum_of(mine);
+    precise float sum = sum_of(mine);
+    if (GATE != 0u) {
+        sum /= sqrt(float(dim));
+        sum = 1.0 / (1.0 + exp_of(-sign(sum) * sqrt(max(abs(sum), 1e-6))));
+    }
+    const uint shared_x = GATE != 0u ? head * dim_v : 0u;
     for (uint i = head * dim_v + lane; i < (head + 1u) * dim_v; i += LANES) {
-        precise float y = inputs[token * in_stride + i] * sum;
+        precise float y = inputs[token * in_stride + i - shared_x] * sum;
         outputs[token * out_stride + i] = y;
     }
 }

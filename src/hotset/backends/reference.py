@@ -45,6 +45,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -54,6 +55,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -221,7 +223,7 @@ class ReferenceBackend:
             case Attention():
                 read = values[op.q.id], values[op.k.id], values[op.v.id]
                 return self._attend(op, *read, batch, slots)
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
                 return self._recurrent(op, values, batch)
             case Activate():
                 if op.xielu is not None:
@@ -237,6 +239,8 @@ class ReferenceBackend:
                 return self._scaled(op, values[op.x.id])
             case HeadDot():
                 return self._head_dot(op, values)
+            case SimilarityGate():
+                return similarity_gate(op, *(values[value.id] for value in op.inputs))
             case AddStreams():
                 weights = None if op.weights is None else values[op.weights.id]
                 return add_streams(op, values[op.x.id], values[op.y.id], weights)
@@ -303,9 +307,12 @@ class ReferenceBackend:
         return self._weight(op.weight).reshape(op.x.width, op.kernel)
 
     def _recurrent(self, op: Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
+        if isinstance(op, NgramEmbed):
+            table, tokens = self._weight(op.weight), batch.tokens.astype(F32)[:, None]
+            return self._through_states(op, tokens, batch, lambda row, past: ngrams(op, row, past, table))
         if isinstance(op, ShortConv):
             weight, x = self._conv_weight(op), values[op.x.id]
-            out = self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight))
+            out = self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight, op.dilation))
             return out if op.bias is None else out + self._weight(op.bias)
         if isinstance(op, Wkv):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
@@ -589,11 +596,36 @@ def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
     return np.concatenate(parts, axis=2).reshape(len(x), op.out.width)
 
 
-def short_conv(x: np.ndarray, past: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A token's inputs [width] after those before it [kernel - 1, width]: its outputs, and what is then past.
-    weight: [width, kernel]."""
+def short_conv(
+    x: np.ndarray, past: np.ndarray, weight: np.ndarray, dilation: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """A token's inputs [width] after those before it [(kernel - 1) * dilation, width]: its outputs, and what
+    is then past. weight: [width, kernel]."""
     seen = np.concatenate([past, x[None]])
-    return (seen * weight.T).sum(axis=0), seen[1:]
+    return (seen[::dilation] * weight.T).sum(axis=0), seen[1:]
+
+
+def ngrams(
+    op: NgramEmbed, token: np.ndarray, past: np.ndarray, table: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a token's n-grams, side by side, and the state after it. past: the state before it."""
+    seen = np.append(past, token + 1)  # the oldest first; 0: there was none
+    mix, rows, begun = int(token[0]) * op.multipliers[0], [], True
+    for n in range(2, len(op.multipliers) + 1):
+        before = int(seen[-n]) - 1
+        begun &= before not in (-1, op.eos)
+        mix ^= (before if begun else op.eos) * op.multipliers[n - 1]
+        heads = range((n - 2) * op.n_heads, (n - 1) * op.n_heads)
+        rows += [mix % op.sizes[h] + op.offsets[h] for h in heads]
+    return table[rows].reshape(-1), seen[1:]
+
+
+def similarity_gate(op: SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """operations.SimilarityGate, of rows. Sums are float64: near 0 a root would make much of a rounding."""
+    products = (a.astype(np.float64) * b).reshape(len(x), op.n_streams, -1)
+    s = products.sum(axis=2, keepdims=True) / math.sqrt(op.x.width)
+    root = (np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))).astype(x.dtype)
+    return np.asarray(_sigmoid(root, F32(0)) * x[:, None]).reshape(len(x), -1)
 
 
 def delta_rule(

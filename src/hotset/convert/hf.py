@@ -41,7 +41,7 @@ from hotset.convert.hf_embedding import (
     reranker_template,
     use_of,
 )
-from hotset.convert.hf_parts import HFAltUp
+from hotset.convert.hf_parts import HFAltUp, HFNgrams
 from hotset.convert.hf_rope import neighbours
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
@@ -94,6 +94,7 @@ _OTHER_HEADS = re.compile(
     r"((bert|roberta|model)\.)?((pooler|head|decoder|classifier|lm_head|cls\.predictions|cls\.seq_relationship)\..*"
     r"|embeddings\.position_ids)"
 )
+_NGRAMS = "per_layer_token_embd.weight"  # whose rows checkpoints have in parts, those of n-grams
 _BARE = frozenset({"ssm_a", "ssm_d", "exp_probs_b"})  # tensors whose name says all
 _OF_DELTA = frozenset(
     {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
@@ -164,13 +165,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape, one after the other: those of the experts."""
+    """Matrices of one shape, one after the other: those of the experts. of_rows: as one matrix, with the rows
+    of all."""
 
     parts: tuple[Origin, ...]
+    of_rows: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Outermost first, of the result."""
+        if self.of_rows:
+            return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
         return (len(self.parts), *self.parts[0].shape)
 
     def pieces(self) -> Iterator[np.ndarray]:
@@ -244,6 +249,7 @@ def convert_hf(
     writer.add("general.file_type", target.file_type)
     writer.add("general.quantization_version", 2)
     keys = _keys(config, architecture, folder, masked=masked) | _layer_keys(checkpoint, config)
+    keys |= _hash_keys(checkpoint, config)
     keys |= {f"{architecture}.{entry}": value for entry, value in of_texts.items()} | tokenizer
     for key, value in keys.items():
         writer.add(key, value)
@@ -324,6 +330,28 @@ def _layer_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, list[floa
     return found
 
 
+def _hash_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, np.ndarray]:
+    """Keys that the checkpoint has as whole numbers: the constants of n-grams' hashes."""
+    found: dict[str, np.ndarray] = {}
+    if config.streams is None or (ngrams := config.streams.ngrams) is None:
+        return found
+    names = {checkpoint_name(name, config): name for name in checkpoint.tensors}
+    for stem, key in HFNgrams.constants.items():
+        name = names.get(f"{config.hf_class.layers}.{ngrams.layer}.{stem}")
+        values = np.empty(0) if name is None else checkpoint.tensors[name]
+        if values.dtype != np.int64 or values.ndim != 1 or values.min() < 0:
+            raise FormatError(
+                f"the checkpoint must have whole numbers in the tensor {stem} of layer {ngrams.layer}"
+            )
+        found[f"{config.architecture}.{key}"] = values.astype("<u8")
+    return found
+
+
+def checkpoint_name(name: str, config: HFConfig) -> str:
+    """The full name of a tensor of the text model."""
+    return config.hf_class.full_name(config.hf_class.text_name(name))
+
+
 def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
     """Floats, or blocks of the type that are not decoded, in order."""
     if isinstance(source, Packed) and type != GGMLType.MXFP4:
@@ -397,6 +425,9 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", stem)
     if match and int(match[1]) < config.n_layer + config.n_nextn:
         behind = hf_nextn.NAMES if int(match[1]) >= config.n_layer else {}
+        part = re.fullmatch(r"(.+\.shard_)([0-9]{1,5})", match[2])
+        if part and (several := hf.layer_tensors.get(f"{part[1]}*")) is not None:  # of no layer
+            return _Place(-1, (f"{several}.{kind}",), int(part[2]))
         number = re.search(r"\.experts\.([0-9]{1,5})\.", match[2])
         inside = match[2] if number is None else match[2].replace(number[0], ".experts.*.", 1)
         if config.rwkv is not None and (lerp := LERP.fullmatch(inside)) is not None:
@@ -441,7 +472,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
             part = values if _is_grouped(target, config) else _part(values, i, place, config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
-                if len(of_experts[target]) == _n_parts(config):
+                if len(of_experts[target]) == _n_parts(target, config):
                     yield target, _stacked(of_experts.pop(target), target, config)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
@@ -458,7 +489,8 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 )
     for target, found_experts in of_experts.items():
         raise FormatError(
-            f"the checkpoint has {target} of {len(found_experts)} experts, not of {_n_parts(config)}"
+            f"the checkpoint has {target} of {len(found_experts)} "
+            f"{'parts' if target == _NGRAMS else 'experts'}, not of {_n_parts(target, config)}"
         )
     for stem, kinds in packed.items():
         raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
@@ -496,7 +528,7 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         found = [n for n in found if n not in unused]
     if hf.sees:
         found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
-    are_keys = tuple(f".{stem}" for stem in hf.layer_keys)
+    are_keys = tuple(f".{stem}" for stem in (*hf.layer_keys, *HFNgrams.constants))
     return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
 
 
@@ -533,9 +565,11 @@ def _used(values: np.ndarray, place: _Place, config: HFConfig, by_input: bool) -
     return values
 
 
-def _n_parts(config: HFConfig) -> int:
-    """Tensors of the checkpoint that become one: an expert each, a residual stream but the first, or what the
-    token before counts for."""
+def _n_parts(target: str, config: HFConfig) -> int:
+    """Tensors of the checkpoint that become one: an expert each, a residual stream but the first, what the
+    token before counts for, or some rows of n-grams."""
+    if config.streams is not None and config.streams.ngrams is not None and target == _NGRAMS:
+        return config.streams.ngrams.n_parts
     if config.rwkv is not None:
         return len(LERPS[config.rwkv.version])
     return config.n_expert if config.altup is None else config.altup.n_streams - 1
@@ -550,6 +584,11 @@ def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.nda
         return values
     if config.transposes_experts:  # column by column
         return values[..., i::n]
+    if ".indexer." in place.targets[i]:  # of as many rows as each has
+        sizes = [(_shape(target, config) or (0,))[0] for target in place.targets]
+        if len(values) != sum(sizes):
+            raise FormatError(f"the checkpoint has {len(values)} rows of the indexer, not {sum(sizes)}")
+        return values[sum(sizes[:i]) :][: sizes[i]]
     size = values.shape[-2 if values.ndim > 1 else 0] // n
     return values[..., i * size : (i + 1) * size, :] if values.ndim > 1 else values[i * size : (i + 1) * size]
 
@@ -560,19 +599,20 @@ def _stacked(
     """The matrices of all experts: expert → (name in the checkpoint, values)."""
     expected = _shape(target, config)
     parts = []
-    for expert in range(_n_parts(config)):
+    n_parts, of_rows = _n_parts(target, config), target == _NGRAMS
+    for expert in range(n_parts):
         name, values = found.get(expert, ("", np.empty(0, np.float32)))
         origin = Origin(values, transposed=transposed and values.ndim == 2)
         if expected is None or not _fits((len(found), *origin.shape), expected):
             raise FormatError(
                 f"the tensor {name or target} of the checkpoint is {list(values.shape)}, and its config.json "
                 f"says {'that there is none' if expected is None else list(expected[1:])} for an expert, "
-                f"of which it has {_n_parts(config)}"
+                f"of which it has {n_parts}"
             )
         parts.append(origin)
-        if origin.shape != parts[0].shape:
+        if origin.shape != parts[0].shape and not of_rows:
             raise FormatError(f"the experts of {target} have ranks that differ in the checkpoint")
-    return Stack(tuple(parts))
+    return Stack(tuple(parts), of_rows)
 
 
 def _packed(found: dict[str, np.ndarray], target: str, name: str, config: HFConfig) -> Packed:
@@ -645,7 +685,8 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         groups = np.arange(config.n_head * config.head_dim).reshape(-1, config.n_head_kv, config.head_dim)
         order = groups.swapaxes(0, 1).reshape(-1)
         return Origin(values, rows=order) if stem == "attn_q" else Origin(values, columns=order)
-    is_norm = stem.endswith(("_norm", "enorm", "hnorm")) and target.endswith("weight")
+    is_norm = stem.endswith(("_norm", "enorm", "hnorm")) or stem.startswith("ple_norm_")
+    is_norm = is_norm and target.endswith("weight")
     if hf.norms_less_one and is_norm and stem not in hf.whole_norms:
         return Origin(values, plus=1.0)
     if stem == "per_layer_token_embd":
@@ -798,6 +839,8 @@ def _other_shapes(config: HFConfig, layer: int) -> dict[str, tuple[int, ...]]:
     have."""
     if config.altup is not None:
         return _altup_shapes(config.altup, config)
+    if config.streams is not None:
+        return config.streams.shapes(config.n_embd)
     if config.kda is not None:
         return _channel_delta_shapes(config.kda, config.n_embd, config.kda_layers[layer])
     if config.channels is not None:
@@ -890,6 +933,8 @@ def _shape_of_its_own(target: str, config: HFConfig) -> tuple[int, ...] | None:
     if config.rwkv is not None:
         layer = int(target.split(".")[1])
         return config.rwkv.shape(_stem(target), layer, config.n_ff) or (config.n_embd,)
+    if config.streams is not None:
+        return config.streams.shapes(config.n_embd).get(_stem(target))
     latent = config.latent
     if not config.hf_class.indexed or latent is None:
         return None

@@ -37,6 +37,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
 BYTES = {"U8": np.dtype("u1")}
+WHOLE = re.compile(r".*\.ple_embedding\.\w+")  # names of tensors that hold whole numbers: of hashes
+NUMBERS = {"I64": np.dtype("<i8")}
 
 
 class Checkpoint:
@@ -56,7 +58,7 @@ class Checkpoint:
             tensors, mapped = (map_torch if path.suffix == ".bin" else map_safetensors)(path)
             self._maps.append(mapped)
             for name, values in tensors.items():
-                packed = PACKED.fullmatch(name) and values.dtype in BYTES.values()
+                packed = values.dtype in _dtypes_of(name).values()
                 ignored = name.endswith((".inv_freq", ".bias", ".masked_bias"))
                 if values.dtype not in DTYPES.values() and not packed and not ignored:
                     raise UnsupportedModelError(
@@ -115,6 +117,10 @@ def map_safetensors(path: Path, header_bytes: int = SMALL_FILE) -> tuple[dict[st
     return dict(_tensors(path, header, 8 + length, mapped)), mapped
 
 
+def _dtypes_of(name: str) -> dict[str, np.dtype]:
+    return BYTES if PACKED.fullmatch(name) else NUMBERS if WHOLE.fullmatch(name) else DTYPES
+
+
 def _counts(values: object) -> tuple[int, ...]:
     """JSON's whole numbers, none of them negative; ValueError for anything else, such as Infinity."""
     if not isinstance(values, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
@@ -138,7 +144,7 @@ def _tensors(
             start, end = (data_start + offset for offset in _counts(entry["data_offsets"]))
         if not isinstance(dtype, str) or end < 0 or len(shape) > MAX_DIMS:
             raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
-        dtypes = BYTES if PACKED.fullmatch(name) else DTYPES
+        dtypes = _dtypes_of(name)
         if dtype not in dtypes:
             raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
         n = math.prod(shape)

@@ -39,7 +39,7 @@ from hotset.convert.hf_mixers import (
     state_keys,
     state_space,
 )
-from hotset.convert.hf_parts import HFAltUp, HFLatent, HFWindowHeads
+from hotset.convert.hf_parts import HFAltUp, HFGatedStreams, HFLatent, HFWindowHeads
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_rwkv import HFRwkv
 from hotset.convert.hf_values import flag, integer, number, positive
@@ -175,6 +175,7 @@ class HFConfig:
         if self.latent is not None:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
+        self.streams = HFGatedStreams(config, self.n_layer) if self.hf_class.gated_streams else None
         self.window_heads = None
         if self.hf_class.window_heads:
             self.window_heads = HFWindowHeads(config, self.n_layer, self.n_head)
@@ -350,7 +351,7 @@ class HFConfig:
                 "attention.key_length": self.head_dim,
                 "attention.value_length": self.head_dim,
             }
-        for part in (self.latent, self.altup, self.window_heads):
+        for part in (self.latent, self.altup, self.window_heads, self.streams):
             keys |= {} if part is None else part.keys()
         if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
             keys[EPSILON_KEYS[row.norm]] = 1e-5
@@ -392,7 +393,8 @@ class HFConfig:
             keys = conv_keys(raw, self.hf_class, n_layer, self.n_head_kv)
             return keys | {"shortconv.l_cache": self.conv_kernel}
         if self.delta is not None:
-            return delta_keys(raw, n_layer, self.n_nextn, state_keys(self.delta))
+            keys = delta_keys(raw, n_layer, self.n_nextn, state_keys(self.delta))
+            return keys if self.streams is None else keys | self.streams.block_keys(keys)
         if self.kda is not None and self.latent is not None:
             return channel_delta_keys(self.kda_layers, self.kda, self.latent.n_rot, self.latent.n_value)
         if self.rwkv is not None:

@@ -1,15 +1,15 @@
-"""Parts of a config.json that few classes have: latent attention, AltUp, heads by window."""
+"""Parts of a config.json that few classes have: latent attention, AltUp, heads by window, gated streams."""
 
 from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 from hotset.convert.hf_layers import ATTENTION_TYPES, checked_types
 from hotset.convert.hf_values import integer
 from hotset.errors import FormatError, UnsupportedModelError
-from hotset.model.keys import MAX_HEAD_DIM
+from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_STREAMS
 
 
 class HFLatent:
@@ -72,6 +72,109 @@ class HFAltUp:
             "attention.shared_kv_layers": self.n_shared,
             "activation_sparsity_scale": self.multipliers,
         }
+
+
+class HFGatedStreams:
+    """Sizes of Qwen4-Exp (model/config.py, GatedStreams and Ngrams): streams, the rank of their gates, heads
+    of the indexer and the channels of one, tokens that it chooses and those of a block, embeddings of
+    n-grams (None: no layer has them)."""
+
+    def __init__(self, config: dict[str, Any], n_layer: int) -> None:
+        self.n = integer(config, "hc_count", high=MAX_STREAMS, low=2)
+        self.rank = integer(config, "hc_lowrank", high=1 << 20)
+        self.n_index_heads = integer(config, "indexer_n_heads", high=1 << 14)
+        self.index_dim = integer(config, "indexer_head_dim", high=1 << 14)
+        self.budget, self.block = integer(config, "indexer_budget"), integer(config, "indexer_compress_ratio")
+        layers = config.get("ple_layer_ids")
+        self.ngrams = HFNgrams(config, layers, n_layer) if layers else None
+        if isinstance(types := config.get("layer_types"), list):  # transformers writes what it makes of them
+            config["layer_types"] = ["full_attention" if t == "indexed_attention" else t for t in types]
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file."""
+        keys = {
+            "hyper_connection.count": self.n,
+            "hyper_connection.low_rank": self.rank,
+            "attention.indexer.head_count": self.n_index_heads,
+            "attention.indexer.key_length": self.index_dim,
+            "attention.indexer.top_k": self.budget,
+        }
+        return keys | ({} if self.ngrams is None else self.ngrams.keys())
+
+    def block_keys(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Tokens of a block, of the layers that attend. keys: those that say which these are."""
+        recurrent = keys["attention.recurrent_layers"]
+        return {"attention.compress_ratios": [0 if own else self.block for own in recurrent]}
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that only such models have, of the width d."""
+        width, rank = self.n * d, self.rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj": (self.n_index_heads * self.index_dim, d),
+            "k_proj": (self.index_dim, d),
+            **dict.fromkeys(("q_norm", "k_norm"), (self.index_dim,)),
+        }
+        for stem in ("hc_attn", "hc_ffn", "output_hc"):
+            shapes |= {f"{stem}_norm": (width,), f"{stem}_down": (rank, width), f"{stem}_up": (width, rank)}
+            shapes |= {} if stem == "output_hc" else {f"{stem}_inject": (self.n, width)}
+        if (ngrams := self.ngrams) is not None:
+            shapes |= {
+                "per_layer_token_embd": (ngrams.n_parts, -1, ngrams.width),
+                "ple_key": (width, ngrams.width * ngrams.n_heads),
+                "ple_value": (d, ngrams.width * ngrams.n_heads),
+                "ple_conv1d": (width, ngrams.kernel),
+                **dict.fromkeys(("ple_norm_key", "ple_norm_query", "ple_norm_conv"), (width,)),
+            }
+        return shapes
+
+
+class HFNgrams:
+    """Embeddings of n-grams: the layer that adds them, the length of the longest, heads of all lengths, the
+    width of one's embedding, tensors that their rows are split into, the kernel of their convolution, the
+    token that ends a text.
+
+    constants: tensors of the layer that are keys of the file.
+    """
+
+    constants: ClassVar = {
+        "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",
+        "ple.ple_embedding.ngram_heads_offsets": "ple.head_offsets",
+        "ple.ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+    }
+
+    def __init__(self, config: dict[str, Any], layers: Any, n_layer: int) -> None:
+        if not isinstance(layers, list) or len(layers) != 1:
+            raise UnsupportedModelError("ple_layer_ids in config.json must name one layer, or none")
+        self.layer = integer({"ple_layer_ids": layers[0]}, "ple_layer_ids", high=n_layer) - 1
+        self.n = integer(config, "ngram_size", high=MAX_NGRAM, low=2)
+        self.per_length = integer(config, "heads_per_ngram", high=MAX_NGRAM_HEADS // (self.n - 1))
+        self.n_heads = self.per_length * (self.n - 1)
+        width = integer(config, "ple_embed_dim", config.get("hidden_size"), 1 << 20)
+        if width % self.n_heads:
+            raise FormatError(
+                f"ple_embed_dim in config.json is {width}, not a multiple of {self.n_heads} heads"
+            )
+        self.width = width // self.n_heads
+        self.n_parts = integer(config, "split_ngram_parts", high=1 << 16)
+        self.kernel = integer(config, "ple_conv_kernel_size", high=MAX_CONV_KERNEL)
+        eos = config.get("eos_token_id")
+        # Of several llama.cpp's converter takes the last.
+        first = eos[0] if isinstance(eos, list) and eos else eos
+        self.eos = integer({"eos_token_id": first}, "eos_token_id", high=1 << 24, low=0)
+        self.image = None
+        if config.get("image_token_id") is not None:
+            self.image = integer(config, "image_token_id", high=1 << 24, low=0)
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file, but for the constants."""
+        return {
+            "ple.layers": [self.layer],
+            "ple.ngram_size": self.n,
+            "ple.heads_per_ngram": self.per_length,
+            "ple.conv_kernel": self.kernel,
+            "ple.eos_token_id": self.eos,
+            "embedding_length_per_layer_input": self.width,
+        } | ({} if self.image is None else {"ple.image_token_id": self.image})
 
 
 class HFWindowHeads:

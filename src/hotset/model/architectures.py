@@ -130,6 +130,8 @@ class Architecture:
     nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
       one, which predict one token more (see decoder.describe_nextn), and the kind of the norm before their
       output; None: such layers are not known.
+    delta_gate: what its heads yield is multiplied by this of as many numbers.
+    gated_streams, ngrams: see config.GatedStreams and config.Ngrams (Qwen4-Exp).
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
@@ -190,6 +192,9 @@ class Architecture:
     ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
     one_part: bool = False
     delta_net: Literal["grouped", "tiled", "channels"] | None = None
+    delta_gate: Literal["silu", "sigmoid"] = "silu"
+    gated_streams: bool = False
+    ngrams: bool = False
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
@@ -416,6 +421,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
         experts=ExpertDefaults(gated_share=True), nextn="rms",
     ),
+    "qwen4exp": Architecture(
+        rope="neox", qk_norm="head", pre_norm=False, output_norm="output_hc", delta_net="tiled",
+        delta_gate="sigmoid", attention_gate=True, gated_streams=True, ngrams=True, indexed=True,
+        experts=ExpertDefaults(gated_share=True),
+    ),
     "kimi-linear": Architecture(
         rope=None, latent_eps=1e-6, delta_net="channels", experts=ExpertDefaults(scoring="sigmoid"),
     ),
@@ -499,7 +509,6 @@ _BLOCKS_OF_KEYS = "keys and values of compressed blocks of tokens are not comput
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
-    "qwen4exp": "residual streams with gates of their own and embeddings of hashed n-grams are not computed",
     "deepseek4": _BLOCKS_OF_KEYS,
     "deepseekv4": _BLOCKS_OF_KEYS,
 }

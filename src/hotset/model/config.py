@@ -26,9 +26,12 @@ from hotset.model.architectures import (
 from hotset.model.experts import Experts, experts_of
 from hotset.model.keys import (
     EPSILON_KEYS,
+    MAX_CONV_KERNEL,
     MAX_GROUP,
     MAX_HEAD_DIM,
     MAX_LATENT_HEADS,
+    MAX_NGRAM,
+    MAX_NGRAM_HEADS,
     MAX_STREAMS,
     MAX_WINDOW,
     PREDICTOR_MASKS_KEY,
@@ -134,6 +137,36 @@ class AltUp:
 
 
 @dataclass(frozen=True)
+class GatedStreams:
+    """Several residual streams, as Qwen4-Exp has them: what attention and the FFN read is the mean of the
+    normed streams, each channel through a gate of its own, and what they yield is added to each stream with a
+    weight. Both are made of all streams, gates by matrices of low rank.
+
+    n: of streams. rank: of the gates.
+    """
+
+    n: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """Embeddings of the n-grams that end with a token, which a layer adds to the streams (Qwen4-Exp).
+
+    layer: that does so. width: of one. kernel: of the convolution behind their gate, which sees each n-th
+    token, n being the length of the longest. For the rest see operations.NgramEmbed.
+    """
+
+    layer: int
+    width: int
+    kernel: int
+    eos: int
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
@@ -172,6 +205,8 @@ class ModelConfig:
     long_rope: LongRope | None = None
     latent: Latent | None = None
     altup: AltUp | None = None
+    gated_streams: GatedStreams | None = None
+    ngrams: Ngrams | None = None
     n_embd_layer: int = 0
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
@@ -286,6 +321,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         long_rope=long_rope_of(gguf, keys, architecture, head_dim, n_ctx_train),
         latent=_latent(keys, architecture, head_dim),
         altup=_altup(keys) if architecture.altup else None,
+        gated_streams=_gated_streams(keys) if architecture.gated_streams else None,
+        ngrams=_ngrams(keys, n_layer, _vocabulary(gguf)) if architecture.ngrams else None,
         n_embd_layer=keys.integer("embedding_length_per_layer_input", 0, 1 << 16, 0)
         if architecture.window_heads
         else 0,
@@ -510,6 +547,36 @@ def _altup(keys: Keys) -> AltUp:
         raise keys.error(TOP_K_KEY, "is missing")
     n_layer_embd = keys.integer("embedding_length_per_layer_input", 1, 1 << 16)
     return AltUp(keys.integer("altup.num_inputs", 2, MAX_STREAMS), n_layer_embd)
+
+
+def _gated_streams(keys: Keys) -> GatedStreams:
+    n = keys.integer("hyper_connection.count", 2, MAX_STREAMS)
+    return GatedStreams(n, keys.integer("hyper_connection.low_rank", 1, 1 << 20))
+
+
+def _ngrams(keys: Keys, n_layer: int, n_vocab: int) -> Ngrams | None:
+    """None: no layer adds any. Products of tokens and multipliers are below 2^63, so that engines which have
+    no unsigned numbers compute the same."""
+    layers = keys.get("ple.layers")
+    if layers is None or (is_array(layers) and not len(layers)):
+        return None
+    if is_array(layers) and len(layers) > 1:
+        raise UnsupportedModelError(
+            f"{len(layers)} layers add embeddings of n-grams ({keys.architecture}.ple.layers), and one is "
+            "supported"
+        )
+    (layer,) = keys.integers("ple.layers", 1, 0, n_layer - 1)
+    if n_vocab >= 1 << 24:
+        raise UnsupportedModelError("embeddings of n-grams of 2^24 tokens or more are not supported")
+    n = keys.integer("ple.ngram_size", 2, MAX_NGRAM)
+    n_heads = (n - 1) * keys.integer("ple.heads_per_ngram", 1, MAX_NGRAM_HEADS // (n - 1))
+    multipliers = keys.integers("ple.layer_multipliers", n, 0, (1 << 63) // n_vocab - 1)
+    sizes = keys.integers("ple.head_vocab_sizes", n_heads, 1, (1 << 31) - 1)
+    offsets = keys.integers("ple.head_offsets", n_heads, 0, (1 << 31) - 1)
+    kernel = keys.integer("ple.conv_kernel", 1, MAX_CONV_KERNEL)
+    eos = keys.integer("ple.eos_token_id", 0, n_vocab - 1)
+    width = keys.integer("embedding_length_per_layer_input", 1, 1 << 16)
+    return Ngrams(layer, width, kernel, eos, multipliers, sizes, offsets)
 
 
 def _sources(keys: Keys, windows: tuple[int, ...]) -> tuple[int | None, ...]:

@@ -40,6 +40,10 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     [behind thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
     ffn_gate_thresholded  ffn_thresholded]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
+    [residual streams with gates: streams, and of attention hc_attn_norm  hc_attn_down  hc_attn_down_act
+    hc_attn_up  hc_attn_up_act  hc_attn_gated  hc_attn: their mean, in place of attn_norm  hc_attn_inject: the
+    weights of what is added; of the FFN hc_ffn_norm, ..., and before the output output_hc_norm, ...]
+    [embeddings of n-grams: blk.N.ple_embd  ple_key  ple_value  ple_query  ple_gated  ple_conv  ple_streams]
     [several residual streams: altup_others  altup_sized  streams, and of a layer altup_inp
     altup_predict_router  altup_predict_coef  altup_predicted  inp: the first one  laurel_l  laurel_r  laurel
     altup_correct_router  altup_correct_coef  altup_off  altup_corrected  inp_gate  inp_gated  proj  post_norm
@@ -62,7 +66,7 @@ from hotset.formats.channels import can_be_input_major, copy_name, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, REFUSED_TYPES, GGMLType
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
-from hotset.model.config import AltUp, Latent, LayerConfig, ModelConfig
+from hotset.model.config import AltUp, GatedStreams, Latent, LayerConfig, ModelConfig, Ngrams
 from hotset.model.experts import Experts
 from hotset.model.graph import Graph
 from hotset.model.mixers import ChannelMixer, ConvMixer, DeltaMixer, RwkvMixer, StateSpaceMixer
@@ -89,6 +93,7 @@ from hotset.model.operations import (
     MaskedRoute,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     Part,
     RMSNorm,
     Rotate,
@@ -98,6 +103,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -209,7 +215,11 @@ def _describe(
     x = model.embedding()
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     embedded = model.layer_embeddings(x, config.n_embd_layer) if config.n_embd_layer else None
+    if config.gated_streams is not None:
+        x = model.copied(x, config.gated_streams.n)
     for i, layer in enumerate(config.layers):
+        if config.ngrams is not None and config.ngrams.layer == i:
+            x = model.with_ngrams(i, x, config.ngrams)
         given = x if streams is None else streams.predicted(i)
         x = model.attention(i, layer, given) if layer.mixes else given
         if layer.n_ff:
@@ -247,6 +257,7 @@ class _Description:
         self.first_seen = 0  # position, by attention
         self.first_values: Value | None = None  # of the first layer, which others of RWKV 7 refer to
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
+        self._shares: Value | None = None  # of each gated stream, what is added next times it
 
     # ---- the parts of a model
 
@@ -275,7 +286,9 @@ class _Description:
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = x
-        if layer.pre_norm and not layer.bare:
+        if config.gated_streams is not None:
+            h = self.mixed_streams(x, config.gated_streams, f"{blk}.hc_attn")
+        elif layer.pre_norm and not layer.bare:
             h = self.norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._thresholded(h, i, "attn_in")
         out = self._mixed(i, layer, h)
@@ -294,6 +307,9 @@ class _Description:
 
     def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
         """The stream x and what a part of the layer yields; norm: of the sum, where it passes one."""
+        if self.config.gated_streams is not None:
+            n = self.config.gated_streams.n
+            return self.add(AddStreams(self.value(name, x.width), x, out, self._shares, n, **self.where))
         sum_ = self.value(f"{name}_sum" if layer.sum_norms else name, x.width)
         sum_ = self.add(Add(sum_, x, out, **self.where))
         return self.norm(sum_, norm, name) if layer.sum_norms else sum_
@@ -402,7 +418,7 @@ class _Description:
                 mixer.dim_k, mixer.dim_v, mixer.tiled, **self.where,
             )
         )  # fmt: skip
-        return self._read_state(blk, mixer, delta, gate, "silu", "ssm_out")
+        return self._read_state(blk, mixer, delta, gate, "ssm_out")
 
     def _channel_deltas(self, blk: str, mixer: DeltaMixer, h: Value) -> Value:
         """As _delta_net, where keys decay channel by channel (Kimi Delta Attention, arXiv 2510.26692)."""
@@ -431,16 +447,14 @@ class _Description:
                 mixer.dim_v, tiled=False, **self.where,
             )
         )  # fmt: skip
-        return self._read_state(blk, mixer, delta, gate, "sigmoid", "attn_output")
+        return self._read_state(blk, mixer, delta, gate, "attn_output")
 
-    def _read_state(
-        self, blk: str, mixer: DeltaMixer, delta: Value, gate: Value, kind: ActivationKind, tensor: str
-    ) -> Value:
+    def _read_state(self, blk: str, mixer: DeltaMixer, delta: Value, gate: Value, tensor: str) -> Value:
         """What heads yield, normed head by head, times gates, through the matrix `tensor`."""
         norm = self.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
         out, eps = self.value(f"{blk}.delta_norm", delta.width), self.config.norm_eps
         normed = self.add(RMSNorm(out, delta, norm, eps, mixer.n_head, **self.where))
-        gate = self.activated(gate, kind)
+        gate = self.activated(gate, mixer.gate)
         gated = self.add(Multiply(self.value(f"{blk}.delta_gated", delta.width), normed, gate, **self.where))
         return self.linear(gated, f"{blk}.{tensor}", self.config.n_embd, f"{blk}.delta_out")
 
@@ -605,6 +619,69 @@ class _Description:
         more = self.gated_embedding(i, x, embedded)
         return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
 
+    def copied(self, x: Value, n: int) -> Value:
+        """n streams that are the same."""
+        streams = x
+        for i in range(2, n + 1):
+            out = self.value("streams" if i == n else f"streams_{i}", i * x.width)
+            streams = self.add(Heads(out, streams, 1, 0, x))
+        return streams
+
+    def mixed_streams(self, x: Value, streams: GatedStreams, name: str, *, last: bool = False) -> Value:
+        """The mean of the normed streams x, each channel times a gate, and the weights by which the next sum
+        adds to each stream; last: nothing is added. name: of the tensors, and of what they yield."""
+        n, d = streams.n, self.config.n_embd
+        h = self._normed_streams(x, f"{name}_norm", n)
+        low = self.linear(h, f"{name}_down", streams.rank)
+        low = self.activated(self.scaled(low, 1 / n, f"{name}_low"), "silu")
+        gates = self.activated(self.linear(low, f"{name}_up", x.width), "sigmoid")
+        gated = self.add(Multiply(self.value(f"{name}_gated", x.width), gates, h, **self.where))
+        first = self.add(Heads(self.value(f"{name}_first", d), gated, 1, 0, **self.where))
+        others = self.add(Heads(self.value(f"{name}_others", (n - 1) * d), gated, 1, d, **self.where))
+        total = self.value(f"{name}_total", d)
+        total = self.add(AddStreams(total, first, others, None, 1, 1.0, **self.where))
+        mean = self.scaled(total, 1 / n, "output_norm" if last else name)
+        if not last:
+            shares = self.scaled(self.linear(h, f"{name}_inject", n), 1 / n, f"{name}_inject_scaled")
+            self._shares = self.scaled(self.activated(shares, "sigmoid"), 2.0, f"{name}_shares")
+        return mean
+
+    def _normed_streams(self, x: Value, name: str, n: int, tensor: str | None = None) -> Value:
+        """Each stream through a norm of its own."""
+        weight = self.weights.numbers(tensor or name, x.width)
+        out, eps = self.value(f"{name}_unit", x.width), self.config.norm_eps
+        unit = self.add(UnitNorm(out, x, eps, n, **self.where))
+        return self.add(Scale(self.value(name, x.width), unit, 1.0, weight, **self.where))
+
+    def with_ngrams(self, i: int, x: Value, ngrams: Ngrams) -> Value:
+        """The streams x with the embeddings of the token's n-grams, gated by each stream, and a convolution
+        of those."""
+        blk, d = f"blk.{i}", self.config.n_embd
+        self.enter(i, "other")
+        n, dilation = x.width // d, len(ngrams.multipliers)
+        n_rows = max(map(sum, zip(ngrams.sizes, ngrams.offsets, strict=True)))
+        table = self.weights.rows("per_layer_token_embd", ngrams.width, n_rows)
+        out = self.value(f"{blk}.ple_embd", ngrams.width * len(ngrams.sizes))
+        numbers = ngrams.multipliers, ngrams.sizes, ngrams.offsets
+        embedded = self.add(NgramEmbed(out, table, *numbers, ngrams.eos, **self.where))
+        key, value = (
+            self.linear(embedded, f"{blk}.{name}", width)
+            for name, width in (("ple_key", x.width), ("ple_value", d))
+        )
+        key = self._normed_streams(key, f"{blk}.ple_key_normed", n, f"{blk}.ple_norm_key")
+        query = self._normed_streams(x, f"{blk}.ple_query", n, f"{blk}.ple_norm_query")
+        gated = self.value(f"{blk}.ple_gated", x.width)
+        self.add(SimilarityGate(gated, value, key, query, n, **self.where))
+        conv = self._normed_streams(gated, f"{blk}.ple_conv_in", n, f"{blk}.ple_norm_conv")
+        weight, out = (
+            self.weights.matrix(f"{blk}.ple_conv1d", ngrams.kernel, x.width),
+            self.value(f"{blk}.ple_conv", x.width),
+        )
+        conv = self.add(ShortConv(out, conv, weight, ngrams.kernel, dilation=dilation, **self.where))
+        conv = self.activated(conv, "silu")
+        more = self.add(Add(self.value(f"{blk}.ple_more", x.width), gated, conv, **self.where))
+        return self.add(Add(self.value(f"{blk}.ple_streams", x.width), x, more, **self.where))
+
     def output(
         self, x: Value, streams: _Streams | None, norm: str | None = None, matrix: str | None = None
     ) -> None:
@@ -619,8 +696,11 @@ class _Description:
             self.add(SelectOutputs(self.value("result", config.n_embd), x))
             return
         assert config.output_norm is not None
-        x = self.add(SelectOutputs(self.value("output_inp", config.n_embd), x))
-        x = self.norm(x, norm or config.output_norm, "output_norm")
+        x = self.add(SelectOutputs(self.value("output_inp", x.width), x))
+        if config.gated_streams is not None:
+            x = self.mixed_streams(x, config.gated_streams, config.output_norm, last=True)
+        else:
+            x = self.norm(x, norm or config.output_norm, "output_norm")
         if matrix is None:  # tied: the embedding serves twice
             matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
@@ -742,6 +822,8 @@ class _Description:
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "ffn")
         h = self.norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm") if layer.pre_norm else x
+        if self.config.gated_streams is not None:
+            h = self.mixed_streams(x, self.config.gated_streams, f"{blk}.hc_ffn")
         shared_input = h
         if experts.beside:
             routed, h = self._routed_input(blk, x), self.norm(x, f"{blk}.pre_ffw_norm_2")
@@ -1344,6 +1426,12 @@ class _Weights:
     def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
         """A matrix of each head, in one tensor."""
         return self._ask(f"{name}.weight", (n_in, n_out, n_head), DECODABLE)
+
+    def rows(self, name: str, n: int, least: int) -> str:
+        """A table of so many rows of n numbers at least, which files fill up."""
+        shape = self.shape(name) or ()
+        enough = len(shape) == 2 and shape[1] >= least
+        return self._ask(f"{name}.weight", (n, shape[1] if enough else least), DECODABLE)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of a matrix that files have in more than one form; None: there is none."""

@@ -30,6 +30,7 @@ FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 TOP_K_KEY, MAX_MULTIPLIER, MAX_STREAMS = "activation_sparsity_scale", 100.0, 16
+MAX_NGRAM, MAX_NGRAM_HEADS = 16, 1024  # kMaxNgram and kMaxNgramHeads of csrc/ops/ngrams.cpp
 PREDICTOR_MASKS_KEY = "hotset.predictor_masks"
 LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -114,6 +115,15 @@ class Keys:
         if 0 < value < 1e-9:
             raise self.error(key, f"is {value:g}, below 1e-09")
         return value or default
+
+    def integers(self, key: str, n: int, low: int, high: int) -> tuple[int, ...]:
+        """An array of n integers."""
+        value = self.get(key)
+        if value is None or not is_array(value):
+            raise self.error(key, "must be an array of integers")
+        if len(value) != n:
+            raise self.error(key, f"has {len(value)} entries, and should have {n}")
+        return tuple(self._checked_integer(key, v, low, high) for v in value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)

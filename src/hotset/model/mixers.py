@@ -24,7 +24,8 @@ class ConvMixer:
 class DeltaMixer:
     """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
     it. by_channel: queries, keys and values have matrices and convolutions of their own, and keys decay
-    channel by channel, by what is made of as many numbers as a head has channels; gates are made likewise."""
+    channel by channel, by what is made of as many numbers as a head has channels; gates are made likewise.
+    gate: of gates, what heads yield is multiplied by."""
 
     kernel: int
     n_head: int
@@ -33,6 +34,7 @@ class DeltaMixer:
     dim_v: int
     tiled: bool
     by_channel: bool = False
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def of_keys(self) -> int:
@@ -118,8 +120,9 @@ def _state_heads(keys: Keys) -> tuple[int, int, int, int, int]:
     return kernel, n_head, n_group, dim_k, inner // n_head
 
 
-def _delta_mixers(keys: Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
-    mixer = DeltaMixer(*_state_heads(keys), tiled)
+def _delta_mixers(keys: Keys, architecture: Architecture, n_layer: int) -> tuple[DeltaMixer | None, ...]:
+    tiled = architecture.delta_net == "tiled"
+    mixer = DeltaMixer(*_state_heads(keys), tiled, gate=architecture.delta_gate)
     if keys.get("attention.recurrent_layers") is None:
         interval = keys.integer("full_attention_interval", 1, 1 << 12, 4)
         return tuple(None if (i + 1) % interval == 0 else mixer for i in range(n_layer))
@@ -131,7 +134,7 @@ def _channel_deltas(keys: Keys, n_layer: int) -> tuple[DeltaMixer | None, ...]:
     n_head = keys.uniform("attention.head_count", n_layer, 1, MAX_STATE_HEADS)
     dim = keys.integer("kda.head_dim", 1, MAX_HEAD_DIM)
     kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
-    mixer = DeltaMixer(kernel, n_head, n_head, dim, dim, tiled=False, by_channel=True)
+    mixer = DeltaMixer(kernel, n_head, n_head, dim, dim, tiled=False, by_channel=True, gate="sigmoid")
     heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
     return tuple(None if n else mixer for n in heads)
 
@@ -186,7 +189,7 @@ def mixers_of(
     if architecture.delta_net == "channels":
         return _channel_deltas(keys, n_layer)
     if architecture.delta_net is not None:
-        mixers = _delta_mixers(keys, n_layer, tiled=architecture.delta_net == "tiled")
+        mixers = _delta_mixers(keys, architecture, n_layer)
         if None not in mixers:
             raise UnsupportedModelError("no layer of the model has attention")
         return mixers

@@ -175,6 +175,40 @@ class Embed(Operation):
 
 
 @dataclass(frozen=True)
+class NgramEmbed(Operation):
+    """Rows of `weight` for the n-grams that end with a token, side by side: n_heads for its pair with the
+    token before, as many for the three, ..., up to n = len(multipliers) tokens.
+
+    With t_0 the token, t_1 the one before it, ..., the mix of n tokens is t_0 * multipliers[0] xor t_1 *
+    multipliers[1] xor ..., and the row of head h = (n - 2) * n_heads + i is mix % sizes[h] + offsets[h]. A
+    token before the sequence's first counts as `eos`, and so does what lies before an eos that is not the
+    token itself. State: the last n - 1 tokens plus 1, the oldest first; 0: there was none.
+    """
+
+    out: Value
+    weight: Rows
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    eos: int
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def n_heads(self) -> int:
+        """Of the n-grams of one length."""
+        return len(self.sizes) // (len(self.multipliers) - 1)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32: token ids are below 2^24."""
+        return (len(self.multipliers) - 1,)
+
+    def bytes_of(self, _: Weight, info: TensorInfo) -> int:
+        return info.row_bytes * len(self.sizes)
+
+
+@dataclass(frozen=True)
 class RMSNorm(Operation):
     """out = x / sqrt(mean(x^2) + eps) * weight, over each of `n_head` equal parts of the width."""
 
@@ -377,10 +411,10 @@ class Attention(Operation):
 class ShortConv(Operation):
     """A causal convolution over the tokens of a sequence, each channel by itself.
 
-    out[t] = sum of weight[:, j] * x[t - (kernel - 1) + j] for j = 0, 1, ..., each product rounded before it
-    is added, and then bias; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 =
-    kernel); None: 1 and -1, so that out is what the token before has more (RWKV's token shift). State: the
-    last kernel - 1 inputs, the oldest first.
+    out[t] = sum of weight[:, j] * x[t - (kernel - 1 - j) * dilation] for j = 0, 1, ..., each product rounded
+    before it is added, and then bias; before a sequence's first token x is 0. weight: [width, kernel] (GGUF:
+    ne0 = kernel); None: 1 and -1, so that out is what the token before has more (RWKV's token shift). State:
+    the last (kernel - 1) * dilation inputs, the oldest first.
     """
 
     out: Value
@@ -388,13 +422,14 @@ class ShortConv(Operation):
     weight: Vector | None
     kernel: int
     bias: Vector | None = None
+    dilation: int = 1
 
     mixes_tokens: ClassVar[bool] = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:
         """Of what a sequence leaves to its next token, in float32."""
-        return self.kernel - 1, self.x.width
+        return (self.kernel - 1) * self.dilation, self.x.width
 
 
 @dataclass(frozen=True)
@@ -521,6 +556,21 @@ class HeadDot(Operation):
     b: Value
     weight: Vector
     n_head: int
+
+
+@dataclass(frozen=True)
+class SimilarityGate(Operation):
+    """out_i = sigmoid(root(a_i · b_i / sqrt(width))) * x, of n_streams streams i side by side.
+
+    root(s) = sign(s) * sqrt(max(|s|, 1e-6)); width: of x and of each stream of a and b. The products are
+    added in order.
+    """
+
+    out: Value
+    x: Value
+    a: Value
+    b: Value
+    n_streams: int
 
 
 @dataclass(frozen=True)
@@ -951,6 +1001,7 @@ def one_matrix(op: Linear | ExpertLinear) -> Linear:
 
 Primitive = (
     Embed
+    | NgramEmbed
     | RMSNorm
     | UnitNorm
     | LayerNorm
@@ -967,6 +1018,7 @@ Primitive = (
     | ChannelScan
     | Wkv
     | HeadDot
+    | SimilarityGate
     | Activate
     | GaussianTopK
     | Multiply
@@ -985,4 +1037,4 @@ Primitive = (
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/internals/engine.md).
-Recurrent = ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv
+Recurrent = NgramEmbed | ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv

@@ -42,12 +42,15 @@ def supported() -> list[SupportedArchitecture]:
 def _kind(row: Architecture) -> str:
     attention = {
         "MLA": row.latent_eps is not None and not row.indexed,
-        "MLA within the top-k of its indexer": row.indexed,
+        "MLA within the top-k of its indexer": row.latent_eps is not None and row.indexed,
+        "attention within the budget of its indexer": row.latent_eps is None and row.indexed,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
         "state spaces": row.state_space,
         "RWKV": row.rwkv is not None,
         "AltUp": row.altup,
+        "gated residual streams": row.gated_streams,
+        "embeddings of n-grams": row.ngrams,
     }
     named = [name for name, has in attention.items() if has]
     encoder = [] if row.causal else ["encoder"]

@@ -32,7 +32,7 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.graph import Graph
-from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, TransposedLinear
+from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, Linear, NgramEmbed, TransposedLinear
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.units import human_size
@@ -104,6 +104,12 @@ def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = S
     others = [op for op in graph.primitives if not (isinstance(op, Embed) and op.of == "token")]
     rows -= {weight.name for op in others for weight in op.weights_read}
     return [_row_group([name], tensors, step, step) for name in sorted(rows)]
+
+
+def tables_of(graph: Graph) -> set[str]:
+    """Tables of n-grams, far larger than all else, of which a token reads a few rows: they stay in the file,
+    whose pages the system caches while it has room."""
+    return {op.weight for op in graph.ops if isinstance(op, NgramEmbed)}
 
 
 def _row_group(
@@ -235,11 +241,12 @@ def _whole(
     }
     pieces = pieces_of(graph, tensors, of_rows | of_devices)
     names = {weight.name for op in graph.primitives for weight in op.weights_read}
-    return pieces, sorted(names - of_rows - {name for piece in pieces for name in piece.names})
+    kept = of_rows | {name for piece in pieces for name in piece.names} | tables_of(graph)
+    return pieces, sorted(names - kept)
 
 
 class StoredWeights:
-    """A WeightSource that holds `n_bytes` of memory at most.
+    """A WeightSource that holds `n_bytes` of memory at most, beside tables of n-grams (tables_of).
 
     weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
     gap: bytes that are read in vain rather than two reads made of one. needed: of layers the share of the
@@ -266,7 +273,7 @@ class StoredWeights:
         step: int = STEP,
         helped: Helped | None = None,
     ) -> None:
-        self._weights = weights
+        self._weights, self._tables = weights, tables_of(graph)
         self.reader = reader
         groups = list(groups_of(graph, weights.tensors, sparse=sparse, helped=helped))
         self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step, helped=helped)
@@ -311,6 +318,8 @@ class StoredWeights:
         """The tensor's bytes, uint8 [nbytes], in memory: of one that streams, where they are while a step
         needs them. Of one whose rows come as they are needed what a native plan takes in their place
         (_core.StoredRows)."""
+        if name in self._tables:
+            return self._weights.data(name)
         rows = self._rows.get(name)
         return self._resident[name] if rows is None else rows  # type: ignore[return-value]
 
@@ -362,6 +371,8 @@ class StoredWeights:
             store.check()
         if self.streamed is not None:
             self.streamed.stream.check()
+        if self._tables:
+            self._weights.check()
 
     @property
     def resident(self) -> np.ndarray:

@@ -26,7 +26,7 @@ from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import Cost
 from hotset.model.graph import Graph
-from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn
+from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, NgramEmbed
 from hotset.offload.uploads import Uploads
 from hotset.offload.weight_store import Helped, StoredWeights
 from hotset.placement import machine
@@ -73,7 +73,7 @@ def host_part(placement: Placement, graph: Graph) -> HostPart:
         op
         for op in graph.ops
         if id(op) in kept
-        or isinstance(op, Embed)
+        or isinstance(op, Embed | NgramEmbed)
         or (isinstance(op, Ffn) and not op.shared and op.layer in helped)
     ]
     return HostPart(Graph(ops, graph.values), helped, placement.n_cpu_layers)
@@ -433,7 +433,7 @@ def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) ->
     for op in graph.primitives:
         for name in (weight.name for weight in op.weights_read):
             info = weights.tensors[name]
-            if not isinstance(op, Embed | ExpertLinear | ExpertSum):
+            if not isinstance(op, Embed | NgramEmbed | ExpertLinear | ExpertSum):
                 n_bytes = max(n_bytes, min(info.nbytes, SLICE_VALUES * info.nbytes // info.n_elements))
     experts = Cost(graph, weights.tensors).expert_bytes
     slices = 3 * max(n_bytes, max(experts.values(), default=0))

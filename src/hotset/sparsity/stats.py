@@ -26,6 +26,7 @@ from hotset.model.operations import (
     Embed,
     ExpertSum,
     Ffn,
+    NgramEmbed,
     Op,
     TransposedLinear,
 )
@@ -137,7 +138,7 @@ class StepCosts:
             if op.out in counted:
                 continue
             n_bytes = sum(n for _, n in op.bytes_read(tensors))
-            if isinstance(op, Embed):
+            if isinstance(op, Embed | NgramEmbed):
                 self._embed_bytes += n_bytes
             else:
                 self._rest_bytes += n_bytes

@@ -34,7 +34,7 @@ ALL = quick_are(QUICK, RECIPES)
 # spaces, two-sided windows, streams, scales of experts, channels, attention of RWKV 6 and 7.
 NEW = (
     "kimi-linear", "falcon-h1", "gemma-embedding-pattern", "gemma3n-widths", "gemma4-one-expert", "mamba",
-    "rwkv6", "rwkv7",
+    "rwkv6", "rwkv7", "qwen4exp",
 )  # fmt: skip
 OF_THEIR_OWN = quick_are(NEW, (*NEW, "bert", "deepseek2-v3", "jina-bert-v2", "qwen3next"))
 

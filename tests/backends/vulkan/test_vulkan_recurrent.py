@@ -28,7 +28,7 @@ tiny_models = pytest.importorskip("tiny_models")
 
 __all__ = ["validated"]  # the fixture
 
-RECIPES = ["lfm2moe", "qwen3next", "kimi-linear", "falcon-h1", "rwkv6", "rwkv7", "mamba", "jamba"]
+RECIPES = ["lfm2moe", "qwen3next", "kimi-linear", "falcon-h1", "rwkv6", "rwkv7", "mamba", "jamba", "qwen4exp"]
 
 
 @pytest.fixture(params=quick_are(("falcon-h1",), RECIPES))

@@ -45,6 +45,7 @@ from hotset.model.operations import (
     LowRank,
     Mask,
     MaskedRoute,
+    NgramEmbed,
     Op,
     Part,
     Primitive,
@@ -407,6 +408,12 @@ class _Emission:
                 self._plain(
                     main, states=self._states(main), weight=np.tile(np.array(SHIFT, np.float32), main.x.width)
                 )
+            case NgramEmbed():
+                numbers = {
+                    name: np.array(getattr(main, name), np.uint64).view(np.uint8)
+                    for name in ("multipliers", "sizes", "offsets")
+                }
+                self._plain(main, states=self._states(main), **numbers)
             case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
                 self._plain(main, states=self._states(main))
             case Scale() if main.weight is not None:

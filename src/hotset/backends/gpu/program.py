@@ -56,6 +56,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     RMSNorm,
     Rope,
     Rotate,
@@ -64,6 +65,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -316,7 +318,10 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | HeadDot():
+            case (
+                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | HeadDot()
+                | SimilarityGate()
+            ):  # fmt: skip
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id

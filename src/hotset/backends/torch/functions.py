@@ -18,9 +18,11 @@ from hotset.model.operations import (
     ActivationKind,
     AddStreams,
     DeltaNet,
+    NgramEmbed,
     RopeKind,
     Route,
     SelectiveScan,
+    SimilarityGate,
     Wkv,
 )
 
@@ -213,11 +215,33 @@ def join_heads(x: Tensor, n_head: int, first: int, count: int, shared: Tensor | 
     return own.flatten(1)
 
 
-def short_conv(x: Tensor, weight: Tensor) -> Tensor:
+def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
     """A causal convolution of each channel; x: texts [n_texts, n_tokens, width]; weight: [width, kernel]."""
     n_tokens, kernel = x.shape[1], weight.shape[1]
-    padded = F.pad(x, (0, 0, kernel - 1, 0))
-    return sum((padded[:, j : j + n_tokens] * weight[:, j] for j in range(kernel)), torch.zeros_like(x))
+    padded = F.pad(x, (0, 0, (kernel - 1) * dilation, 0))
+    parts = (padded[:, j * dilation : j * dilation + n_tokens] * weight[:, j] for j in range(kernel))
+    return sum(parts, torch.zeros_like(x))
+
+
+def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
+    """The rows of each token's n-grams, int64 [n_texts, n_tokens, heads]. See operations.NgramEmbed."""
+    before, mix, rows = tokens.long(), tokens.long() * op.multipliers[0], []
+    begun = torch.ones_like(tokens, dtype=torch.bool)
+    for n in range(2, len(op.multipliers) + 1):
+        before = F.pad(before, (1, 0), value=op.eos)[:, :-1]
+        begun = begun & (before != op.eos)
+        mix = mix ^ (torch.where(begun, before, op.eos) * op.multipliers[n - 1])
+        heads = range((n - 2) * op.n_heads, (n - 1) * op.n_heads)
+        rows += [mix % op.sizes[h] + op.offsets[h] for h in heads]
+    return torch.stack(rows, dim=-1)
+
+
+def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """operations.SimilarityGate, of rows."""
+    s = (a.double() * b.double()).unflatten(1, (op.n_streams, -1)).sum(2, keepdim=True)
+    s = s / math.sqrt(op.x.width)
+    root = (s.sign() * s.abs().clamp_min(1e-6).sqrt()).to(x.dtype)
+    return (torch.sigmoid(root) * x[:, None]).flatten(1)
 
 
 def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor) -> Tensor:

@@ -33,11 +33,13 @@ from hotset.backends.torch.functions import (
     join_heads,
     layer_norm,
     match_magnitude,
+    ngram_rows,
     rms_norm,
     rotate,
     route,
     selective_scan,
     short_conv,
+    similarity_gate,
     wkv,
     xielu,
 )
@@ -62,6 +64,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -72,6 +75,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -238,7 +242,7 @@ class TorchGraph:
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
                 return self._recurrent(op, step)
             case HeadDot():
                 return self._head_dot(op, step)
@@ -258,6 +262,8 @@ class TorchGraph:
                     return scaled
                 first = op.first_weight
                 return scaled * self.weight(op.weight).flatten()[first : first + op.x.width]
+            case SimilarityGate():
+                return similarity_gate(op, *(step[value] for value in op.inputs))
             case AddStreams():
                 weights = None if op.weights is None else step[op.weights]
                 return add_streams(op, step[op.x], step[op.y], weights)
@@ -281,6 +287,9 @@ class TorchGraph:
 
     def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
         match op:
+            case NgramEmbed():
+                rows = ngram_rows(op, step.tokens).to(self.device)
+                return F.embedding(rows, self.weight(op.weight)).flatten(2).flatten(0, 1)
             case ShortConv():
                 return self._convolved(op, step)
             case DeltaNet():
@@ -303,7 +312,7 @@ class TorchGraph:
             weight = torch.tensor([SHIFT], device=self.device)
         else:
             weight = self.weight(op.weight).view(-1, op.kernel)
-        out = short_conv(step.by_text(op.x), weight).flatten(0, 1)
+        out = short_conv(step.by_text(op.x), weight, op.dilation).flatten(0, 1)
         return out if op.bias is None else out + self.weight(op.bias)
 
     def _head_dot(self, op: HeadDot, step: Step) -> Tensor:

@@ -31,6 +31,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Linear,
+    NgramEmbed,
     Primitive,
     Recurrent,
     ShortConv,
@@ -98,6 +99,8 @@ def state_bytes(op: Recurrent) -> int:
 
 def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> int:
     """What keys and values, or states, of an operation take of a device."""
+    if isinstance(op, NgramEmbed):  # the host computes it
+        return 0
     if isinstance(op, Recurrent):
         return planned_bytes(n_states * state_bytes(op))
     if not isinstance(op, Attention) or op.source is not None or kv_type not in KV_CHANNELS:
@@ -126,7 +129,7 @@ def dispatches(graph: Graph, n_pages: int) -> Counter[int]:
     counts: Counter[int] = Counter()
     for step in steps_of(graph)[0]:
         match step.op:
-            case Embed():
+            case Embed() | NgramEmbed():
                 n = 0
             case Attention():
                 n = (2 if step.op.source is None else 0) + (2 if n_splits(n_pages) > 1 else 1)

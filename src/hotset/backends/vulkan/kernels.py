@@ -26,7 +26,7 @@ class _Shape:
 KERNELS = {
     "attention": _Shape(10, "9I2f"),
     "combine": _Shape(4, "6I"),
-    "conv": _Shape(6, "5I"),
+    "conv": _Shape(6, "6I"),
     "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(3, "5I"),
     "head_dot": _Shape(5, "6I"),

@@ -43,6 +43,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    NgramEmbed,
     Op,
     Primitive,
     RMSNorm,
@@ -53,6 +54,7 @@ from hotset.model.operations import (
     SelectiveScan,
     SelectOutputs,
     ShortConv,
+    SimilarityGate,
     SoftCap,
     Threshold,
     TransposedHeads,
@@ -62,11 +64,12 @@ from hotset.model.operations import (
     Wkv,
 )
 
+ON_HOST = (Embed, NgramEmbed)  # what is looked up there, and enters
 COMPUTED = (
-    Embed, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale, SoftCap,
-    Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
+    *ON_HOST, RMSNorm, UnitNorm, LayerNorm, Linear, Rotate, Attention, Activate, Multiply, Add, Scale,
+    SoftCap, Mask, Threshold, Route, ExpertLinear, ExpertSum, SelectOutputs, TransposedLinear,
     Heads, TransposedHeads, ShortConv, DeltaNet, SelectiveScan, ChannelScan, Wkv, HeadDot, GaussianTopK,
-    AddStreams, MatchMagnitude, LowRank,
+    AddStreams, MatchMagnitude, LowRank, SimilarityGate,
 )  # fmt: skip
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
@@ -154,7 +157,7 @@ class Lowered:
         self._pieces: dict[int, Piece] = {}
         self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
         self.body, self.tail = (
-            [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, Embed)]
+            [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
             for part in (steps[:first_of_tail], steps[first_of_tail:])
         )
         self._recorded: dict[tuple[str, int], Recorder] = {}
@@ -250,6 +253,8 @@ class Lowered:
                 return self._heads(step.op)
             case HeadDot():
                 return self._head_dot(step.op)
+            case SimilarityGate():
+                return self._similarity_gate(step.op)
             case AddStreams():
                 return self._add_streams(step.op)
             case ShortConv():
@@ -340,7 +345,16 @@ class Lowered:
 
         def record(to: Recorder, n: int) -> None:
             read = [self.read(value, n) for value in (op.x, op.a, op.b)]
-            to.add("head_dot", [], [*read, weight.bound(), self.written(op.out, n)], push, (op.n_head, n, 1))
+            to.add("head_dot", [0], [*read, weight.bound(), self.written(op.out, n)], push, (op.n_head, n, 1))
+
+        return record
+
+    def _similarity_gate(self, op: SimilarityGate) -> Record:
+        push = op.x.width, op.x.width, *(stride_of(value) for value in (op.x, op.a, op.b, op.out))
+
+        def record(to: Recorder, n: int) -> None:
+            x, a, b = (self.read(value, n) for value in (op.x, op.a, op.b))
+            to.add("head_dot", [1], [x, a, b, x, self.written(op.out, n)], push, (op.n_streams, n, 1))
 
         return record
 
@@ -727,7 +741,7 @@ def places_of(
     size = 0
     for i, step in enumerate(steps):
         alive = [one for one in alive if last[one[2]] >= i]
-        if step.out == result or isinstance(step.op, Embed):
+        if step.out == result or isinstance(step.op, ON_HOST):
             continue
         n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
         n_bytes = aligned(4 * n_rows * stride_of(step.out))

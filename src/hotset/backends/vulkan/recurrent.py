@@ -94,7 +94,7 @@ def short_conv(lowered: Values, op: ShortConv) -> Record:
         weight = weights.vector(op.weight)
     bias = None if op.bias is None else weights.vector(op.bias)
     state = lowered.states[op.out.id]
-    push = width, stride_of(op.x), stride_of(op.out), op.kernel, lowered.max_batch
+    push = width, stride_of(op.x), stride_of(op.out), op.kernel, lowered.max_batch, op.dilation
 
     def record(to: Recorder, n: int) -> None:
         bindings = [

@@ -6,11 +6,15 @@ recorded for a token. The host writes the numbers of a batch (inputs.py), submit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, Batch, cache_slots
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.vulkan import pipelines
@@ -26,7 +30,7 @@ from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, Value
+from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, Value
 from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
 
@@ -76,19 +80,30 @@ class VulkanStage:
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
+        self._ngrams: dict[Value, CpuBackend] = {}
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         self.n_states = self._most_states(n_states) if graph.recurrent else 0
         shape = InputShape.of(
             self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
         )
         self._inputs = StepInputs(self._device, shape)
+        for op in self.graph.ops:
+            if isinstance(op, NgramEmbed):  # its table is large, and its state a few tokens: both stay here
+                self._ngrams[op.out] = CpuBackend(
+                    weights, Graph([op], graph.values), n_pages=n_pages, n_states=self.n_states,
+                    max_batch=max_batch, n_threads=1,
+                )  # fmt: skip
         self._cache: dict[int, CacheOfLayer] = {}
         for op in attention:
             if op.source is None:
                 # An encoder needs keys and values while a layer is computed: its layers share them.
                 shared = None if op.causal else next(iter(self._cache.values()), None)
                 self._cache[op.layer] = shared or self._new_cache(op)
-        states = {op.out.id: self._kv.piece(self.n_states * state_bytes(op)) for op in self.graph.recurrent}
+        states = {
+            op.out.id: self._kv.piece(self.n_states * state_bytes(op))
+            for op in self.graph.recurrent
+            if not isinstance(op, NgramEmbed)
+        }
         self._parts = StageParts(
             self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
         )
@@ -132,6 +147,8 @@ class VulkanStage:
         scales = self._adapters.scales(batch)
         lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
         rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
+        plain = replace(batch, taps=(), adapter_scales=None)
+        rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
         if self.entering is not None and x is not None:
@@ -147,7 +164,7 @@ class VulkanStage:
         self._inputs.fill(batch, slots, rows)
         if scales is not None and self._on_device is not None:
             self._on_device.fill(scales[batch.sequences])
-        result = self._run(lowered, batch)
+        result = self._run(lowered, batch, rows)
         self.weights.check()
         return result
 
@@ -155,7 +172,8 @@ class VulkanStage:
         """Runs the step of one token as its numbers are, without logits: what measures a device."""
         _core.vulkan_run([self._program(frozenset()).recorded("body", 1).program], self._cancel)
 
-    def _run(self, lowered: Lowered, batch: Batch) -> np.ndarray:
+    def _run(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
+        """rows: what the host has looked up, and what entered."""
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
@@ -179,10 +197,9 @@ class VulkanStage:
             if before:
                 _core.vulkan_run(before, self._cancel)
         self.tapped = {name: np.concatenate(parts) for name, parts in found.items() if parts}
-        embedded = {op.out: op for op in self._embeds}
         for value in lowered.tapped:
-            if value in embedded:
-                self.tapped[value.name] = lookup(self.weights, embedded[value], batch)
+            if value in rows:
+                self.tapped[value.name] = rows[value].copy()
             elif not lowered.is_of_tail(value):
                 self.tapped[value.name] = lowered.rows(value, n)
         return logits
@@ -239,6 +256,8 @@ class VulkanStage:
         """Frees the memory of the device; safe to call twice."""
         if not self._closed:
             pipelines.keep(self._info, self._device)
+        for backend in self._ngrams.values():
+            backend.close()
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}

@@ -114,6 +114,7 @@ class HFClass:
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
     is to be computed. altup: see HFAltUp; layers may have widths of the FFN of their own. window_heads: see
     HFWindowHeads.
+    gated_streams: see HFGatedStreams.
     layer_keys: tensors of a layer of one number each, which are a key of the file, without an architecture.
     ternary: quantization_config may say that matrices of layers count as -s, 0 and s, s being their mean
     magnitude.
@@ -174,6 +175,7 @@ class HFClass:
     adjusted_ff: bool = False
     altup: bool = False
     window_heads: bool = False
+    gated_streams: bool = False
     layer_keys: dict[str, str] = field(default_factory=dict)
     ternary: bool = False
     parts: bool = False

@@ -57,6 +57,54 @@ _DELTA_EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
 }
+_STREAM_NAMES = {
+    f"{part}_hyper_connection.{name}": f"hc_{short}_{target}"
+    for part, short in (("attn", "attn"), ("mlp", "ffn"))
+    for name, target in (
+        ("hc_norm", "norm"),
+        ("input_mix_weight_down", "down"),
+        ("input_mix_weight_up", "up"),
+        ("block_inject_weight", "inject"),
+    )
+}
+_QWEN4 = HFClass(
+    "qwen4exp",
+    **_DELTA,
+    tensors={
+        "model.embed_tokens": "token_embd",
+        "lm_head": "output",
+        "model.hyper_connection_mixer.hc_norm": "output_hc_norm",
+        "model.hyper_connection_mixer.input_mix_weight_down": "output_hc_down",
+        "model.hyper_connection_mixer.input_mix_weight_up": "output_hc_up",
+    },
+    layer_tensors={
+        **_DELTA_NAMES,
+        **EXPERT_NAMES,
+        **_GATED_SHARE,
+        **_STREAM_NAMES,
+        "self_attn.indexer.index_qk_proj": "indexer.q_proj indexer.k_proj",
+        "self_attn.indexer.q_layernorm": "indexer.q_norm",
+        "self_attn.indexer.k_layernorm": "indexer.k_norm",
+        "ple.ple_embedding.ngram_embedding.shard_*": "per_layer_token_embd",
+        "ple.key_proj": "ple_key",
+        "ple.value_proj": "ple_value",
+        "ple.norm_key": "ple_norm_key",
+        "ple.norm_query": "ple_norm_query",
+        "ple.norm_conv": "ple_norm_conv",
+        "ple.conv1d": "ple_conv1d",
+    },
+    ff="moe_intermediate_size",
+    defaults=_DELTA_DEFAULTS
+    | _DELTA_EXPERTS
+    | {"num_experts_per_tok": 10, "hc_count": 4, "hc_lowrank": 320, "ngram_size": 3, "heads_per_ngram": 8}
+    | {"ple_conv_kernel_size": 4, "split_ngram_parts": 512, "output_gate_type": "silu"},
+    # llama.cpp computes these, whatever a file says.
+    required={"output_gate_type": "sigmoid", "norm_topk_prob": True, "indexer_kv_heads": 1},
+    sections=True,
+    sees=True,
+    gated_streams=True,
+    experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
+)
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
 _QWEN2VL = HFClass(
     "qwen2vl",
@@ -156,6 +204,8 @@ CLASSES: dict[str, HFClass] = {
         sections=True,
         experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
     ),
+    "Qwen4ExpForCausalLM": _QWEN4,
+    "Qwen4ExpForConditionalGeneration": _QWEN4,
     "QWenLMHeadModel": HFClass(  # beyond seq_length it is another function
         "qwen",
         tensors=GPT2_TENSORS,
