@@ -26,7 +26,7 @@ from gpu_inputs import new, weights
 from peers import print_table
 
 from hotset.backends.gpu import triton_kernels as kernels
-from hotset.backends.gpu.fallback import N_COUNTS
+from hotset.backends.gpu.fallback import N_COUNTS, Weighed
 from hotset.formats.quants import GGMLType
 
 D, FF = 4096, 11008  # 7B: Llama 2
@@ -77,6 +77,22 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "chosen, Q4_0", lambda: kernels.neurons(new(1, D), q4_0, q4_0, selected=selected, **given)
     both = weights(GGMLType.Q4_0, 2 * FF, D)
     yield "gate and up, Q4_0", lambda: kernels.gated(new(1, D), both, activation="silu")
+    h, heads = Weighed(new(1, D), new(1, D // 4), 1e-5), weights(GGMLType.Q4_0, 3 * D, D)
+    pages, table, at = (
+        new(64, 32, 64, 128, dtype=torch.float16),
+        *(new(1, n, dtype=torch.int32) for n in (64, 1)),
+    )
+    where = new(2, 1, 64), pages, pages, table, at, at
+    yield "the same behind a norm, Q4_0", lambda: kernels.gated(h, both, activation="silu")
+    yield (
+        "matvec before a norm, Q4_0",
+        lambda: kernels.linear_normed(new(1, D), weights(GGMLType.Q4_0, D, D), None, new(1, D), new(D), 1e-5),
+    )
+    for kind in ("neox", "norm"):
+        yield (
+            f"heads behind a norm, {kind}, Q4_0",
+            lambda kind=kind: kernels.project_heads(h, heads, None, *where, n_head=32, kind=kind),
+        )
     yield "axpy, Q4_0", lambda: kernels.linear_t(new(1, FF), q4_0)
 
 

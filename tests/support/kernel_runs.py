@@ -19,6 +19,8 @@ PART = tuple(
         "test_linear_t_of_several_ranges[0.02]", "test_linear_t_of_planes[2-None-9]",
         "test_sparse_ffn[1-0.3-True-fatrelu-None-types2]", "test_neurons_that_are_cut[2-False-relu-None]",
         "test_fired[2-True-relu-False-True]", "test_gated[silu-None-Q4_0-2-8]",
+        "test_a_norm_is_applied_to_the_sums[Q4_0-13-1-True]",
+        "test_heads_are_projected_rotated_and_stored[Q4_0-heads0-dims0-neox-1-True]",
         "test_pack_bits[29-3]", "test_gaussian_top_k[100]",
         "test_cut[5]", "test_largest[37]", "test_angles", "test_rotate[16-16-True-neox]",
         "test_attention[lengths1-2-70-heads1-dims1-neox-dtype1]",

@@ -197,7 +197,7 @@ class Device:
 
 # Launches of a layer beside its sparse FFN, and of that: of a predicted layer, as the program counts them
 # (bench/gpu/launches.py; tests/bench/test_bench_gpu.py keeps them true).
-LAYER_KERNELS = 9
+LAYER_KERNELS = 8
 FFN_KERNELS = 3
 
 

@@ -1,7 +1,7 @@
 """Run by test_gpu_backend_interpreted, with TRITON_INTERPRET=1: whole steps by Triton's kernels on a CPU.
 
-The arguments are a folder and names of CASES, or THRESHOLDS. Prints one line per model: its name and the
-largest error, relative to the largest logit.
+The arguments are a folder and names of CASES, THRESHOLDS or FUSED. Prints one line per model: its name and
+the largest error, relative to the largest logit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import threshold_models
@@ -19,11 +20,14 @@ from sparse_runs import MODELS, prepared
 from threshold_models import EVERY, graph_of
 from tiny_gguf import write_relu
 
+from hotset.backends.gpu import launch, triton_kernels
 from hotset.backends.gpu.backend import GpuBackend
 from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 from hotset.model.graph import thresholded_products
 
 N_FF = (
@@ -35,6 +39,7 @@ CASES: dict[str, tuple[str, str | None, GGMLType]] = {
     "falcon-40b": ("predicted", None, GGMLType.Q4_0),
 }
 THRESHOLDS = "thresholds"
+FUSED = "fused"  # of enough rows for products with norms, heads and activations: a dense model of SiLU
 SPLIT = "-split"  # behind a name: with two thirds of the neurons on the CPU
 
 
@@ -55,6 +60,9 @@ def main(folder: Path, *names: str) -> None:
     for name in names:
         if name == THRESHOLDS:
             print(THRESHOLDS, thresholded_by_the_kernels(folder), flush=True)
+            continue
+        if name == FUSED:
+            print(FUSED, fused_by_the_kernels(folder), flush=True)
             continue
         model = name.removesuffix(SPLIT)
         mode, predictor, type = CASES[model]
@@ -94,6 +102,34 @@ def thresholded_by_the_kernels(folder: Path) -> float:
     assert stats is not None
     assert stats.left_out is not None
     assert stats.left_out.any()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def fused_by_the_kernels(folder: Path) -> float:
+    """The same error of two layers, each of six launches: single tokens, and two at a time."""
+    keys = {"llama.hidden_activation": "silu"}
+    gguf = open_gguf(
+        write_relu(folder / "fused.gguf", dialect="gguf", n_embd=32, ranks=(32, 32), n_ff=64, keys=keys)
+    )
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    ids = tokens(13)
+    expected = logits_of(ReferenceBackend(gguf, graph, n_pages=2), ids, [], [1, 0])
+    launched: list[str] = []
+    before = launch.launch
+
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        before(kernel, *args, **options)
+
+    with patch.object(triton_kernels, "MATVEC_PROGRAMS", 1), patch.object(launch, "launch", note):
+        backend = GpuBackend(gguf, graph, device="cpu", n_pages=2, max_batch=16, kv_type="f32")
+        found = run(backend, [9, 11, 12], ids)
+    layer = ["_project_heads_kernel", "_attention_kernel", *["_matvec_kernel"] * 3]
+    once = ["_norm_kernel", "_angles_kernel"], ["_norm_kernel", "_matvec_kernel"]
+    for _ in range(3):  # the latest steps
+        step = [*once[0], *layer, *layer, *once[1]]
+        assert launched[-len(step) :] == step, launched
+        del launched[-len(step) :]
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 

@@ -194,6 +194,101 @@ def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.Monkey
     test_linear(type_, 250, 2, 500)
 
 
+@pytest.fixture
+def whole_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose columns are not split, as of a large model."""
+    monkeypatch.setattr(triton_kernels, "MATVEC_PROGRAMS", 1)
+
+
+@pytest.mark.usefixtures("whole_columns")
+@pytest.mark.parametrize(
+    ("type_", "n_rows", "n_tokens", "biased"),
+    [
+        (Q4_0, 13, 1, True),
+        (GGMLType.F16, 70, 2, False),
+        (Q8_0, 8, 2, True),
+        (Q4_0, 12, 3, False),
+        (Q4_0, 70, 9, True),
+    ],
+    ids=lambda v: v.name if isinstance(v, GGMLType) else None,
+)
+def test_a_norm_is_applied_to_the_sums(type_: GGMLType, n_rows: int, n_tokens: int, biased: bool) -> None:
+    """A product leaves what products behind its norm read: of few tokens its values, weighed, and squares."""
+    m, w = matrix(type_, n_rows, width_of(type_, 2))
+    after, w_after = matrix(Q4_0, 12, 96, seed=1)
+    weight = t(randn(n_rows, seed=3))
+    bias = t(randn(n_rows, seed=1)) if biased else None
+    x, residual = t(randn(n_tokens, m.n_cols)), t(randn(n_tokens, n_rows, seed=2))
+    found, entering = kernels.linear_normed(x, m, bias, residual, weight, 1e-3)
+    assert isinstance(entering, fallback.Weighed) == (n_tokens <= 2)
+    magnitude = x.abs() @ t(np.abs(w).T).float() + residual.abs() + (0.0 if bias is None else bias.abs())
+    agree(found, fallback.linear(*as_multiplied(x, m), bias, residual), magnitude, m.n_cols)
+    expected = fallback.rms_norm(found, weight, 1e-3)
+    if not isinstance(entering, fallback.Weighed):
+        agree(entering, expected, expected.abs(), n_rows)
+        return
+    assert entering.squares.shape == (n_tokens, -(-n_rows // 4))
+    agree(entering.normalised(), expected, expected.abs(), n_rows)
+    # The next layer's, whose inputs are wider: zeros change neither its sums nor those of the squares.
+    wide = fallback.Weighed(torch.nn.functional.pad(entering.x, (0, 96 - n_rows)), entering.squares, 1e-3)
+    h = wide.normalised()
+    for activation in (None, "relu"):
+        agree(
+            kernels.linear(wide, after, activation=activation),
+            fallback.linear(h, after, activation=activation),
+            h.abs() @ t(np.abs(w_after).T).float(),
+            96 + n_rows,
+        )
+    size = h.abs() @ t(np.abs(w_after).T).float()
+    gate, up = size.split(6, dim=1)
+    found, expected = (ops.gated(wide, after, activation="silu") for ops in (kernels, fallback))
+    agree(found, expected, (1.1 + gate) * up + gate, 96 + n_rows)
+
+
+@pytest.mark.usefixtures("whole_columns")
+@pytest.mark.parametrize(
+    ("type_", "heads", "dims", "kind", "n_tokens", "is_weighed"),
+    [
+        (Q4_0, (3, 1), (16, 16), "neox", 1, True), (Q8_0, (2, 2), (24, 8), "norm", 3, False),
+        (GGMLType.F16, (2, 1), (20, 12), "neox", 2, True),
+        (GGMLType.Q4_K, (1, 1), (12, 16), "neox", 8, False),
+        (Q4_0, (2, 1), (10, 8), "neox", 1, True), (Q4_0, (2, 1), (16, 16), "norm", 9, False),
+    ],
+    ids=lambda v: v.name if isinstance(v, GGMLType) else None,
+)  # fmt: skip
+def test_heads_are_projected_rotated_and_stored(
+    type_: GGMLType, heads: tuple[int, int], dims: tuple[int, int], kind: Any, n_tokens: int, is_weighed: bool
+) -> None:
+    """With heads of which RoPE turns a part, and a token without a page; pages of halves and of floats."""
+    (n_head, n_head_kv), (dim, dim_v) = heads, dims
+    n_cols = width_of(type_, 2)
+    m, w = matrix(type_, n_head * dim + n_head_kv * (dim + dim_v), n_cols)
+    bias, half = t(randn(m.n_rows, seed=1)), dim // 4
+    x = t(randn(n_tokens, n_cols))
+    h = fallback.Weighed(x, t(randn(n_tokens, 7) ** 2), 1e-3) if is_weighed else x
+    given = h.normalised() if isinstance(h, fallback.Weighed) else h
+    cache = Cache([70, 3], n_head_kv, dim, dim_v, torch.float32 if n_tokens == 2 else torch.float16)
+    sequences = t(np.arange(n_tokens, dtype=np.int32) % 2)
+    positions = t(np.where(np.arange(n_tokens) % 2, 2, 63) + np.arange(n_tokens).astype(np.int32))
+    if n_tokens == 3:
+        sequences[2], positions[2] = 0, 129  # of a page that is not there
+    rope = fallback.RopeTable.build(Rope(kind, 2 * half, tuple(0.5 ** np.arange(half))), 512, "cpu")
+    angles = fallback.angles(positions, rope)
+    results = []
+    for ops, entering, matrix_ in ((kernels, h, m), (fallback, *as_multiplied(given, m))):
+        k_pages, v_pages = cache.k.clone(), cache.v.clone()
+        q = ops.project_heads(
+            entering, matrix_, bias, angles, k_pages, v_pages, t(cache.tables), sequences, positions,
+            n_head=n_head, kind=kind,
+        )  # fmt: skip
+        results.append((q, k_pages, v_pages))
+    magnitude = 2 * (given.abs() @ t(np.abs(w).T).float() + bias.abs()).max()
+    for found, expected in zip(*results, strict=True):
+        unit = 0.0 if found.dtype == torch.float32 else 2.0**-10 / EPS / n_cols
+        assert torch.equal(found.isnan(), expected.isnan())
+        agree(found.nan_to_num(), expected.nan_to_num(), magnitude * (1 + unit), n_cols)
+
+
 @pytest.mark.parametrize(
     ("type_", "n_blocks", "n_tokens"),
     [(Q4_0, 3, 1), (Q8_0, 1, 3), (Q4_0, 2, 8), (Q4_0, 1, 9)],

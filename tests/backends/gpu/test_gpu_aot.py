@@ -64,6 +64,10 @@ def decode_step() -> None:
     kernels.attention(new(1, D), pages, pages, table, one, one, n_head=32, scale=0.1)
     kernels.largest(new(1, 32000))
     kernels.gated(new(1, D), weights(Q4_0, 2 * N_FF, D), activation="silu")
+    _, h = kernels.linear_normed(new(1, D), weights(Q4_0, D, D), None, new(1, D), new(D), 1e-5)
+    kernels.project_heads(
+        h, weights(Q4_0, 6144, D), None, new(2, 1, 64), pages, pages, table, one, one, n_head=32, kind="neox"
+    )
 
 
 def prompt_step() -> None:
@@ -254,6 +258,13 @@ def small_tiles() -> None:
         kernels.gaussian_top_k(new(1, width), 1.6)
         kernels.rotate(new(1, width), new(2, 1, 4), n_head=1, kind="neox", norm_weight=new(width))
     heads_step(16, 8, 1, torch.float32, (1,))()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "MATVEC_PROGRAMS", 1)
+        m, pages, at = weights(Q4_0, 64, 64), new(2, 1, 64, 16), new(1, dtype=torch.int32)
+        _, h = kernels.linear_normed(new(1, 64), m, None, None, new(64), 1e-5)
+        kernels.gated(h, m, activation="silu")
+        given = new(2, 1, 4), pages, pages, new(1, 2, dtype=torch.int32), at, at
+        kernels.project_heads(h, m, None, *given, n_head=2, kind="norm")
 
 
 MANY = 1 << 18  # tokens, so that what has ROW numbers for each has more than int32 counts
@@ -340,7 +351,7 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
     assert {row["kernel"] for row in rows} == {
         "_matvec_kernel", "_chosen_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel",
         "_norm_kernel", "_angles_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
-        "_largest_kernel",
+        "_largest_kernel", "_project_heads_kernel",
     }  # fmt: skip
     check(rows, target)
 
@@ -351,17 +362,24 @@ MOST_INSTRUCTIONS = {
     "matvec, Q4_0": 5.3, "matvec, Q8_0": 6.6, "matvec, Q6_K": 8.6, "bits of a predictor, Q4_0": 5.0,
     "gate and up, Q4_0": 5.3, "neurons, Q4_0": 5.5, "chosen, Q4_0": 6.6,
 }  # fmt: skip
+# What was fused with a product may cost neither its loop an instruction nor a multiprocessor one of the eight
+# programs that it holds with 64 registers.
+FUSED = {
+    "matvec before a norm, Q4_0": 5.3, "the same behind a norm, Q4_0": 5.3,
+    "heads behind a norm, neox, Q4_0": 5.3, "heads behind a norm, norm, Q4_0": 5.3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_a_weight_takes_few_instructions(target: str) -> None:
     """Decoding is bound by memory as long as arithmetic keeps up with it: all of the loop over a row counts,
     the loads of codes, scales and inputs too. No barrier is in it, and no access to shared memory."""
-    slack = 1.0 if target == "sm_90" else 1.1
-    for row in instructions.rows(target, MOST_INSTRUCTIONS):
+    slack, most = 1.0 if target == "sm_90" else 1.1, MOST_INSTRUCTIONS | FUSED
+    for row in instructions.rows(target, most):
         assert (row.barriers, row.shared_loads, row.shared_stores) == (0, 0, 0), row
         assert row.spilled <= FRAME, row
-        assert 2 < row.instructions < slack * MOST_INSTRUCTIONS[row.kernel], row
+        assert 2 < row.instructions < slack * most[row.kernel], row
+        assert row.registers <= 64 or row.kernel not in FUSED or target != "sm_90", row
 
 
 @each_target

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from interpreted_backend import CASES, SPLIT, THRESHOLDS
+from interpreted_backend import CASES, FUSED, SPLIT, THRESHOLDS
 
 from hotset.formats.quants import GGMLType
 
 
 @pytest.mark.slow
 def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
-    names = [*CASES, f"bamboo{SPLIT}", f"opt{SPLIT}", THRESHOLDS]
+    names = [*CASES, f"bamboo{SPLIT}", f"opt{SPLIT}", THRESHOLDS, FUSED]
     here = Path(__file__).parent
     found = subprocess.run(
         [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path), *names],
@@ -26,5 +26,5 @@ def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
     errors = dict(line.split() for line in found.stdout.splitlines())
     assert set(errors) == set(names)
     for name, error in errors.items():  # a prompt's products of 16 bits and fewer are of halves
-        is_float = name == THRESHOLDS or CASES[name.removesuffix(SPLIT)][2] == GGMLType.F32
+        is_float = name in (THRESHOLDS, FUSED) or CASES[name.removesuffix(SPLIT)][2] == GGMLType.F32
         assert float(error) < (1e-5 if is_float else 2e-3), errors

@@ -40,15 +40,17 @@ from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.gguf import open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.model.config import config_from_gguf  # noqa: E402
+from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import thresholded_products  # noqa: E402
 from hotset.model.operations import Activate, Value  # noqa: E402
 from hotset.offload.misses import Fetching  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts", "route", "sum_experts")
 OF_STEPS = (
-    "zero_small", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "gated", "sparse_ffn",
-    "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate", "store_kv", "rotate_store",
-    "attention", "largest",
+    "zero_small", "angles", "linear", "linear_normed", "project_heads", "linear_bits", "linear_t", "neurons",
+    "fired", "gated", "sparse_ffn", "pack_bits", "rms_norm", "layer_norm", "gaussian_top_k", "rotate",
+    "store_kv", "rotate_store", "attention", "largest",
 )  # fmt: skip
 
 
@@ -84,8 +86,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]
     def both(module: Any, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             if not options.get("neuron_major"):  # such experts are not a device's
-                getattr(module, name)(*args, **options)
-            return getattr(fallback, name)(*args, **options)
+                result = getattr(module, name)(*args, **options)
+            value = getattr(fallback, name)(*args, **options)
+            if name == "linear_normed" and isinstance(result[1], fallback.Weighed):
+                out, squares = value[0], torch.zeros_like(result[1].squares)
+                squares[:, 0] = (out**2).sum(dim=1)
+                return out, fallback.Weighed(out * args[4], squares, args[5])
+            return value
 
         return call
 
@@ -100,6 +107,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[Any, ...]]]
     monkeypatch.setattr(launch, "launch", check_alone)
     monkeypatch.setattr(Kernels, "__init__", init)
     return seen
+
+
+@contextmanager
+def fused(folder: Path, **given: Any) -> Iterator[Any]:
+    """A dense model of SiLU whose matrices have rows enough: products take norms, heads, activations over."""
+    keys = {"llama.hidden_activation": "silu"}
+    file = open_gguf(write_relu(folder / "silu.gguf", dialect="gguf", keys=keys, type_of=lambda name: T.Q4_0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "MATVEC_PROGRAMS", 1)
+        yield gpu(file, describe(config_from_gguf(file), file.tensors), **given)
 
 
 def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, set[Any]]) -> None:
@@ -125,6 +142,8 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
     weights, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
     thresholded = gpu(weights, graph, input_major=[op.weight for op in thresholded_products(graph)])
     run_thresholded(thresholded, threshold_models.IDS, threshold_models.THRESHOLDED, [9, 10])
+    with fused(tmp_path) as backend:
+        logits_of(backend, ids, [*splits, 48], [3])
     for rates in (EVEN, LINK_ONLY):
         backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
         logits_of(backend, ids, splits, [2])
@@ -168,6 +187,9 @@ def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
         ready, graph = prepared(write(folder, model_, T.Q4_0), mode, predictor)  # type: ignore[arg-type]
         check_steps(model_, gpu(ready.weights, graph, **given).stage)
         check_steps(f"{model_}, split", split(ready.weights, graph, masks(0.3), **given, stream_from=40)[0])
+    with fused(tmp_path, **given) as backend:
+        check_steps("fused", backend.stage)
+        assert {"_project_heads_kernel", "_matvec_kernel"} <= launched.keys()
     weights_, graph = graph_of(threshold_models.write(tmp_path, "llama"), EVERY)
     by_input = [op.weight for op in thresholded_products(graph)]
     check_steps("thresholds", gpu(weights_, graph, input_major=by_input, **given).stage)

@@ -81,8 +81,37 @@ class Held:
         return cls(**{name: place(name, array) for name, array in arrays.items()})
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """Inputs of a product whose RMSNorm is not applied yet: the product's sums are multiplied by its factor
+    instead, which is one number a token.
+
+    x: [T, n], rows times the norm's weight. squares: float32 [T, n_parts], whose sum is that of the squares
+    of a row.
+    """
+
+    x: Tensor
+    squares: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def normalised(self) -> Tensor:
+        """What the norm makes of the rows, [T, n]."""
+        mean = self.squares.sum(dim=1, keepdim=True) / self.x.shape[1]
+        return self.x * torch.rsqrt(mean + self.eps)
+
+
+Entering = Tensor | Weighed  # what a product reads
+
+
+def _normalised(x: Entering) -> Tensor:
+    return x.normalised() if isinstance(x, Weighed) else x
+
+
 def linear(
-    x: Tensor,
+    x: Entering,
     m: DeviceMatrix,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -91,6 +120,7 @@ def linear(
     threshold: float = 0.0,
 ) -> Tensor:
     """x [T, n_cols] → f(x @ m.T + bias + residual), [T, n_rows]. activation: f of `activate`; None: none."""
+    x = _normalised(x)
     y = torch.empty((len(x), m.n_rows), device=x.device)
     for rows in m.slices():
         y[:, rows] = x @ m.values(rows).T
@@ -98,6 +128,14 @@ def linear(
         return _finish(y, bias, residual, out)
     y = activate(_finish(y, bias, residual, None), activation, threshold)
     return y if out is None else out.copy_(y)
+
+
+def linear_normed(
+    x: Entering, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Entering]:
+    """`linear`, and what products read that follow its RMSNorm; weight: the norm's, [n_rows]."""
+    out = linear(x, m, bias, residual)
+    return out, rms_norm(out, weight, eps)
 
 
 def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
@@ -198,7 +236,7 @@ def fired(  # noqa: PLR0913
 
 
 def gated(
-    h: Tensor,
+    h: Entering,
     m: DeviceMatrix,
     bias: Tensor | None = None,
     *,
@@ -509,6 +547,29 @@ def rotate_store(  # noqa: PLR0913
         k = rotate(k, cos_sin, n_head=k_pages.shape[1], kind=kind, norm_weight=k_norm, eps=eps)
     store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
     return q
+
+
+def project_heads(  # noqa: PLR0913
+    h: Entering,
+    m: DeviceMatrix,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind,
+) -> Tensor:
+    """`linear` with a matrix of queries, keys and values, one behind the other, and `rotate_store` of them,
+    without head norms. Returns the rotated queries, [T, n_head * head_dim]."""
+    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
+    widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
+    q, k, v = linear(h, m, bias).split(widths, dim=1)
+    where = page_tables, sequences, positions
+    return rotate_store(q, k, v, cos_sin, k_pages, v_pages, *where, n_head=n_head, kind=kind)
 
 
 def attention(  # noqa: PLR0913

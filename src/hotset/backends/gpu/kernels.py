@@ -36,6 +36,7 @@ class Kernels:
         self.route = experts.route
         self.sum_experts = experts.sum_experts
         self.linear = ops.linear
+        self.linear_normed = ops.linear_normed
         self.linear_bits = ops.linear_bits
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons
@@ -50,6 +51,7 @@ class Kernels:
         self.rotate = ops.rotate
         self.store_kv = ops.store_kv
         self.rotate_store = ops.rotate_store
+        self.project_heads = ops.project_heads
         self.attention = ops.attention
 
     @property

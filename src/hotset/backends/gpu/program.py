@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.gpu.fallback import N_COUNTS, TokenThreshold
+from hotset.backends.gpu.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import CopyStream, CpuWorkerRows
@@ -161,6 +161,7 @@ class Frame:
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
     choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
+    normed: dict[int, Entering] = field(default_factory=dict)  # by the value that an RMSNorm reads
 
 
 @dataclass(eq=False)
@@ -224,6 +225,8 @@ class Program:
         self.has_neurons = any(group.ffn is not None and group.ffn.leaves_out for group in groups)
         self.taps = {value.id for value in graph.values if value.name in taps}
         self._bits_of = self._scores_of_bits(groups, graph)
+        self._norms_ahead = self._norms_of_products(groups)
+        self._projections = self._projections_of_heads(groups)
         calls = _submitted_early([call for group in groups for call in self._calls(group)])
         calls = _gathered_late(calls)
         self._early = _routed_early(calls)
@@ -257,6 +260,66 @@ class Program:
             and value.name not in self._kept_names
             and value != graph.result
         }
+
+    def _norms_of_products(self, groups: list[Fused]) -> dict[int, RMSNorm]:
+        """RMSNorms that the product before them can take over, as one group of products alone reads them: by
+        the value that they read."""
+        readers: dict[int, list[Fused]] = {}
+        for group in groups:
+            if isinstance(norm := _norm_of(group), RMSNorm | LayerNorm):
+                readers.setdefault(norm.x.id, []).append(group)
+        made = {group.out[0].id for group in groups if self._ends_in_product(group)}
+        return {
+            id: _norm_of(by[0])
+            for id, by in readers.items()
+            if id in made and len(by) == 1 and self._takes_weighed(by[0])
+        }
+
+    def _ends_in_product(self, group: Fused) -> bool:
+        """Whether a group's value is one product by rows, and perhaps a sum with it."""
+        if (ffn := group.ffn) is None:
+            ops, alone = group.linears, len(group.linears) == 1 and group.first(Activate) is None
+            return alone and group.out[0].id not in self._bits_of and not self._is_input_major(ops)
+        whole = ffn.route is None and ffn.layer not in self._hot
+        return whole and isinstance(ffn.down, Linear) and not self._is_input_major([ffn.down])
+
+    def _takes_weighed(self, group: Fused) -> bool:
+        """Whether what a group's RMSNorm yields is read by products by rows alone."""
+        if not isinstance(norm := _norm_of(group), RMSNorm) or norm.n_head > 1:
+            return False
+        if (ffn := group.ffn) is None:
+            is_plain = group.first(Threshold) is None and group.out[0].id not in self._bits_of
+            return is_plain and not self._is_input_major(group.linears)
+        if ffn.in_threshold is not None or ffn.route is not None or ffn.layer in self._hot:
+            return False
+        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        by_rows = self._leaves_out_rows(ffn) and self._sparse
+        return not by_rows and not self._is_input_major(linears)
+
+    def _is_input_major(self, linears: list[Linear]) -> bool:
+        return any(op.weight in self._input_major for op in linears)
+
+    def _projections_of_heads(self, groups: list[Fused]) -> dict[int, Fused]:
+        """Of attention whose queries, keys and values are one product, and need no more than RoPE, that
+        attention, by the id of its queries before it."""
+        readers = Counter(value.id for group in groups for value in group.reads)
+        products = {tuple(group.out): group for group in groups if len(group.linears) == 3}
+        found = {}
+        for group in groups:
+            if not isinstance(group.ops[-1], Attention):
+                continue
+            heads = _heads_of(group)
+            product = products.get((heads.q, heads.k, heads.v))
+            if product is None or heads.rope is None or heads.q_norm or heads.k_norm:
+                continue
+            private = all(readers[v.id] == 1 and v.name not in self._kept_names for v in product.out)
+            if (
+                private
+                and len(self._stacks(product.linears)) == 1
+                and not self._is_input_major(product.linears)
+            ):
+                found[heads.q.id] = group
+        return found
 
     def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
         """Layers whose neurons are shared must have an FFN that can be, without taps inside."""
@@ -396,15 +459,17 @@ class Program:
             case _:
                 assert_never(op)
 
+    def _norm_weight(self, op: RMSNorm | LayerNorm) -> Tensor:
+        if op.weight is None:
+            return self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+        return self._weights.vector(op.weight)
+
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
         """A norm, and a threshold behind it."""
         k, eps = self._kernels, op.eps
         if isinstance(op, LayerNorm) and op.n_head > 1:
             raise UnsupportedModelError("layer norms of heads are computed on the CPU; use --no-gpu")
-        if op.weight is None:
-            weight = self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
-        else:
-            weight = self._weights.vector(op.weight)
+        weight = self._norm_weight(op)
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
             return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
@@ -413,9 +478,12 @@ class Program:
 
     def _entered(
         self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
-    ) -> Callable[[Frame], Tensor]:
-        """What a product reads: x, normalised, and without what is small."""
+    ) -> Callable[[Frame], Any]:
+        """What a product reads: x, normalised, and without what is small. Weighed where the product before
+        took the norm over, and only then."""
         id, by, k = x.id, _token_threshold(input_threshold), self._kernels
+        if norm is not None and id in self._norms_ahead:
+            return lambda f: f.normed.pop(id)
         if norm is not None:
             normalised = self._norm(norm)
             return lambda f: normalised(f.values[id], by(f))
@@ -441,12 +509,50 @@ class Program:
                 f.values[outs[0]] = k.linear_bits(f.values[x.id], matrix, bias, threshold, first)
 
             return select
+        if (attention := self._projections.get(outs[0])) is not None:
+            return self._project_heads(linears, attention, self._entered(x, norm, None))
+        if outs[0] in self._norms_ahead:
+            (op,), entered = linears, self._entered(x, norm, input_threshold)
+            project = self._product_and_norm(op, outs[0])
+
+            def project_with_norm(f: Frame) -> None:
+                project(f, entered(f), None if residual is None else f.values[residual])
+
+            return project_with_norm
         after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
         entered, products = self._entered(x, norm, input_threshold), self._products(linears, after)
 
         def run(f: Frame) -> None:
             added = None if residual is None else f.values[residual]
             f.values.update(zip(outs, products(entered(f), added), strict=True))
+
+        return run
+
+    def _product_and_norm(self, op: Linear, out: int) -> Callable[[Frame, Tensor, Tensor | None], None]:
+        """A product whose value an RMSNorm reads, with that norm."""
+        norm, k = self._norms_ahead[out], self._kernels
+        rows, bias, weight = self._weights.linear(op), self._weights.biases([op]), self._norm_weight(norm)
+
+        def run(f: Frame, h: Tensor, added: Tensor | None) -> None:
+            f.values[out], f.normed[out] = k.linear_normed(h, rows, bias, added, weight, norm.eps)
+
+        return run
+
+    def _project_heads(
+        self, linears: list[Linear], attention: Fused, entered: Callable[[Frame], Any]
+    ) -> Callable[[Frame], None]:
+        """Queries, keys and values in one product, rotated and stored; the value is that of the queries."""
+        main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
+        assert isinstance(main, Attention)
+        assert heads.rope is not None
+        rows, bias = self._weights.linear(*linears), self._weights.biases(linears)
+        (k_pages, v_pages), angles = self._cache.layers[main.layer], self._angles(heads.rope)
+        kind, n_head, out = heads.rope.kind, main.n_head, heads.q.id
+
+        def run(f: Frame) -> None:
+            f.values[out] = k.project_heads(
+                entered(f), rows, bias, angles(f), k_pages, v_pages, *_where(f), n_head=n_head, kind=kind
+            )
 
         return run
 
@@ -529,32 +635,29 @@ class Program:
             what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
             raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
         sinks = self._weights.bias(main.sinks)
-        q, key = main.q, main.k
-        rope: Rope | None = None
+        heads, k = _heads_of(group), self._kernels
         norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}
-        for op in reversed(group.ops[:-1]):
-            side = "q_norm" if op.out == q else "k_norm"
-            if isinstance(op, Rotate):
-                rope = op.rope
-            elif isinstance(op, RMSNorm):
-                norms[side], norms["eps"] = self._weights.vector(op.weight), op.eps
-            assert isinstance(op, Rotate | RMSNorm)
-            q, key = (op.x, key) if op.out == q else (q, op.x)
+        for side, norm in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
+            if norm is not None:
+                norms[side], norms["eps"] = self._weights.vector(norm.weight), norm.eps
         k_pages, v_pages = self._cache.layers[main.layer]
+        rope, is_stored = heads.rope, heads.q.id in self._projections
         angles = self._angles(rope) if rope else None
         kind = rope.kind if rope else "norm"
-        ids, out, k = (q.id, key.id, main.v.id), main.out.id, self._kernels
+        ids, out = (heads.q.id, heads.k.id, heads.v.id), main.out.id
 
         def run(f: Frame) -> None:
-            where = f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
-            queries, keys, values = (f.values[id] for id in ids)
-            if angles is None:
-                k.store_kv(keys, values, k_pages, v_pages, *where)
-            else:
-                queries = k.rotate_store(
-                    queries, keys, values, angles(f), k_pages, v_pages, *where,
-                    n_head=main.n_head, kind=kind, **norms,
-                )  # fmt: skip
+            where = _where(f)
+            queries = f.values[ids[0]]
+            if not is_stored:
+                keys, values = (f.values[id] for id in ids[1:])
+                if angles is None:
+                    k.store_kv(keys, values, k_pages, v_pages, *where)
+                else:
+                    queries = k.rotate_store(
+                        queries, keys, values, angles(f), k_pages, v_pages, *where,
+                        n_head=main.n_head, kind=kind, **norms,
+                    )  # fmt: skip
             f.values[out] = k.attention(
                 queries, k_pages, v_pages, *where,
                 n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
@@ -652,7 +755,7 @@ class Program:
                 )  # fmt: skip
 
             return fused
-        project = self._down(down)
+        project = self._down(down, out.id)
         sub_norm = None if ffn.sub_norm is None else self._norm(ffn.sub_norm)
 
         def run(f: Frame) -> None:
@@ -662,18 +765,25 @@ class Program:
                 f.values[selected.id] = neurons
             if sub_norm is not None:
                 neurons = sub_norm(neurons, None)
-            f.values[out.id] = project(neurons, added)
+            project(f, neurons, added)
 
         return run
 
-    def _down(self, op: Linear | TransposedLinear | ExpertSum) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _down(
+        self, op: Linear | TransposedLinear | ExpertSum, out: int
+    ) -> Callable[[Frame, Tensor, Tensor | None], None]:
+        """The down projection of values of neurons, and what it is added to."""
         k = self._kernels
         if isinstance(op, TransposedLinear):
             neuron_major, bias = self._weights.down(op), self._weights.bias(op.bias)
-            return lambda neurons, added: k.linear_t(neurons, neuron_major, bias, added)
+            return lambda f, neurons, added: f.values.__setitem__(
+                out, k.linear_t(neurons, neuron_major, bias, added)
+            )
         assert isinstance(op, Linear)
+        if out in self._norms_ahead:
+            return self._product_and_norm(op, out)
         products = self._products([op])
-        return lambda neurons, added: products(neurons, added)[0]
+        return lambda f, neurons, added: f.values.__setitem__(out, products(neurons, added)[0])
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
         """Whether rows of gate and up are left out one by one; else both are read whole, or input-major."""
@@ -786,6 +896,46 @@ class Program:
 
     def _bias(self, op: Linear) -> Tensor | None:
         return self._weights.bias(op.bias, op.first_row, op.out.width)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What attention reads before head norms and rotation, and these."""
+
+    q: Value
+    k: Value
+    v: Value
+    rope: Rope | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+def _heads_of(group: Fused) -> _Heads:
+    """Of a group that ends in attention, with the head norms and rotations that were fused into it."""
+    main = group.ops[-1]
+    assert isinstance(main, Attention)
+    q, k, rope = main.q, main.k, None
+    norms: dict[str, RMSNorm | None] = {"q": None, "k": None}
+    for op in reversed(group.ops[:-1]):
+        assert isinstance(op, Rotate | RMSNorm)
+        if isinstance(op, Rotate):
+            rope = op.rope
+        else:
+            norms["q" if op.out == q else "k"] = op
+        q, k = (op.x, k) if op.out == q else (q, op.x)
+    return _Heads(q, k, main.v, rope, norms["q"], norms["k"])
+
+
+def _where(f: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """Page tables, and the sequence and position of each token."""
+    return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
+
+
+def _norm_of(group: Fused) -> Any:
+    """The norm of what a group's products read, or None."""
+    if group.ffn is not None:
+        return group.ffn.norm
+    return group.first(RMSNorm, LayerNorm) if group.linears else None
 
 
 def _id(value: Value | None) -> int | None:

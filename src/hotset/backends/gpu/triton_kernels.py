@@ -42,6 +42,7 @@ from torch import Tensor
 from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE
 from hotset.backends.gpu import fallback
 from hotset.backends.gpu import launch as launcher
+from hotset.backends.gpu.fallback import Entering, Weighed
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, row_tile, token_tile
 from hotset.backends.torch import functions
@@ -379,16 +380,27 @@ def _dot_rows(
     return tl.sum(acc, axis=2)
 
 
+@triton.jit
+def _norm_factor(squares, n_tokens, n_parts, n_cols, eps, T: tl.constexpr, S: tl.constexpr):
+    """What RMSNorm multiplies each token with, float32 [T, 1], of squares [n_tokens, n_parts] (Weighed)."""
+    t, s = tl.arange(0, T)[:, None], tl.arange(0, S)[None, :]
+    parts = tl.load(squares + t * n_parts + s, mask=(t < n_tokens) & (s < n_parts), other=0.0)
+    return (1.0 / tl.sqrt(tl.sum(parts, axis=1) / n_cols + eps))[:, None]
+
+
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _matvec_kernel(
-    x, out, bias, residual, codes, scales, mins, high, sub_scales,
-    n_tokens, n_rows, n_cols, stride, n_words, words_of_split, threshold, zero,
+    x, out, bias, residual, codes, scales, mins, high, sub_scales, squares, norm, weighed, squares_out,
+    n_tokens, n_rows, n_cols, stride, n_words, words_of_split, threshold, n_parts, eps, zero,
     TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr, BITS: tl.constexpr,
-    PAIRS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PAIRS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]. With BITS, of eight
     rows a program: uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold. With
-    PAIRS f(gate) * g(up), [T, n_rows / 2], of rows of gates and, behind all of them, of up."""
+    PAIRS f(gate) * g(up), [T, n_rows / 2], of rows of gates and, behind all of them, of up.
+
+    squares: x is Weighed, with n_parts of them, rounded up S. norm: the weight of an RMSNorm of out; weighed,
+    squares_out are its Weighed, a part of the squares from each program."""
     EACH: tl.constexpr = 2 if PAIRS else 1  # rows of a number of out
     n_out = n_rows // EACH
     rows = tl.program_id(0) * (R // EACH) + tl.arange(0, R // EACH)
@@ -400,6 +412,9 @@ def _matvec_kernel(
         row = tl.minimum(tl.program_id(0) * (R // EACH) + r // EACH, n_out - 1) + r % EACH * n_out
         begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
     y = _dot_rows(x, n_tokens, n_cols, begins, None, stride, first, last, zero, TYPE, T, R, W)
+    # Not before the loop: there it would keep registers, of which a product has none to spare.
+    if squares is not None:
+        y *= _norm_factor(squares, n_tokens, n_parts, n_cols, eps, T, S)
     t = tl.arange(0, T)[:, None]
     mask = (t < n_tokens) & live[None, :]
     where = t * n_out + rows[None, :]
@@ -423,6 +438,87 @@ def _matvec_kernel(
         tl.store(at, byte.to(tl.uint8), mask=t < n_tokens)
     else:
         tl.store(out + tl.program_id(1).to(tl.int64) * n_tokens * n_rows + where, y, mask=mask)
+    if norm is not None:
+        y = tl.where(mask, y, 0.0)
+        tl.store(weighed + where, y * tl.load(norm + rows, mask=live, other=0.0)[None, :], mask=mask)
+        t = tl.arange(0, T)
+        at = squares_out + t * tl.num_programs(0) + tl.program_id(0)
+        tl.store(at, tl.sum(_rounded(y, y), axis=1), mask=t < n_tokens)
+
+
+@triton.jit
+def _row_of_pair(pair, second, n_turned, half, DIM: tl.constexpr, NEOX: tl.constexpr):
+    """The row of one number of a pair that RoPE turns, or leaves as it is: rows of heads of DIM up to
+    n_turned, of which `half` pairs turn, then others."""
+    row = pair * 2 + second
+    if NEOX:
+        i = pair % (DIM // 2)
+        row = tl.where((row < n_turned) & (i < half), pair // (DIM // 2) * DIM + i + second * half, row)
+    return row
+
+
+@triton.jit(do_not_specialize_on_alignment=OF_STEP)
+def _project_heads_kernel(
+    x, out, bias, codes, scales, mins, high, sub_scales, squares, cos_sin, k_pages, v_pages, tables,
+    sequences, positions,
+    n_tokens, n_rows, n_cols, stride, n_words, n_parts, eps, n_head, n_head_kv, half, max_pages, zero,
+    TYPE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, NEOX: tl.constexpr, T: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """R rows of a matrix of queries, keys and values, all of one kind: R / 2 pairs that RoPE turns. Queries
+    go to out [T, n_head * DIM], the others to their pages. squares: as in _matvec_kernel."""
+    n_q, n_turned = n_head * DIM, (n_head + n_head_kv) * DIM
+    pair = tl.program_id(0) * (R // 2)
+    # Neither the first word, 0, nor that rows follow each other is known to the compiler: it would keep an
+    # address for each load of the loop, in 80 registers instead of 64.
+    begins = ()  # type: Any
+    for r in tl.static_range(R):
+        row = _row_of_pair(pair + r // 2, r % 2, n_turned, half, DIM, NEOX)
+        row = tl.minimum(row, n_rows - 1)
+        begins = begins + (_row_at(codes, scales, mins, high, sub_scales, stride, row, TYPE),)
+    y = _dot_rows(x, n_tokens, n_cols, begins, None, stride, zero, n_words, zero, TYPE, T, R, W)
+    if squares is not None:
+        y *= _norm_factor(squares, n_tokens, n_parts, n_cols, eps, T, S)
+    a, b = tl.split(tl.reshape(y, [T, R // 2, 2]))
+    pairs = pair + tl.arange(0, R // 2)
+    rows_a = _row_of_pair(pairs, 0, n_turned, half, DIM, NEOX)
+    rows_b = _row_of_pair(pairs, 1, n_turned, half, DIM, NEOX)
+    if bias is not None:
+        a += tl.load(bias + rows_a)[None, :]
+        b += tl.load(bias + rows_b)[None, :]
+    t, i = tl.arange(0, T), (pairs % (DIM // 2))[None, :]
+    there = t < n_tokens
+    token = tl.minimum(t, n_tokens - 1).to(tl.int64)[:, None]
+    turns = there[:, None] & (i < tl.where(pair * 2 < n_turned, half, 0))
+    cos = tl.load(cos_sin + token * half + i, mask=turns, other=1.0)
+    sin = tl.load(cos_sin + (n_tokens + token) * half + i, mask=turns, other=0.0)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if pair * 2 < n_q:
+        tl.store(out + token * n_q + rows_a[None, :], a, mask=there[:, None])
+        tl.store(out + token * n_q + rows_b[None, :], b, mask=there[:, None])
+    else:
+        position = tl.load(positions + t, mask=there, other=0)
+        sequence = tl.load(sequences + t, mask=there, other=0).to(tl.int64)
+        page = tl.load(tables + sequence * max_pages + position // PAGE, mask=there, other=-1)
+        has_page = (page >= 0)[:, None]
+        if pair * 2 < n_turned:
+            _store_pair(k_pages, page, position, rows_a - n_q, rows_b - n_q, a, b, has_page, n_head_kv, DIM)
+        else:
+            _store_pair(
+                v_pages, page, position, rows_a - n_turned, rows_b - n_turned, a, b, has_page, n_head_kv,
+                DIM_V,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_pair(pages, page, position, rows_a, rows_b, a, b, mask, n_head_kv, DIM: tl.constexpr):
+    """Stores a and b [T, n] at rows [n] of heads of DIM, in a page of each token, int32 [T]."""
+    first = page.to(tl.int64) * n_head_kv
+    for second in tl.static_range(2):
+        rows, y = (rows_b, b) if second else (rows_a, a)
+        slot = (first[:, None] + (rows // DIM)[None, :]) * PAGE + (position % PAGE)[:, None]
+        at = pages + slot * DIM + (rows % DIM)[None, :]
+        tl.store(at, y.to(pages.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
@@ -1546,6 +1642,8 @@ MATVEC_ROWS = {1: 4, 2: 4, 4: 2, 8: 2}  # by padded number of tokens
 MATVEC_WORDS = 256  # of each row: two for a thread of four warps
 BITS_WORDS = {1: 128, 2: 128, 4: 64, 8: 64}  # of eight rows
 MATVEC_PROGRAMS = 256  # fewer, and the columns are split
+WEIGHED_TOKENS = 2  # up to here a norm's factor is applied to the sums of the products behind it
+MOST_SQUARES = 4096  # of all tokens, which each of their programs adds up
 MAX_SPLITS = 8
 NEURON_WORDS = {
     1: 512,
@@ -1560,7 +1658,9 @@ CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as
 WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
 MOST_TILED_TOKENS = 512  # from here on the tiles of a product do not change
 HOPPER_PRODUCTS = 2048  # of halves, of a multiprocessor in a cycle: 989 TFLOP/s of an H100
-HOPPER_L2_BYTES = 24  # that a multiprocessor reads in a cycle: 5.5 TB/s of an H100
+# That a multiprocessor reads in a cycle. A guess: nothing here measured it. From 8 to 38 the same tiles
+# follow, but for 3 of 90 products of 128 to 512 tokens.
+HOPPER_L2_BYTES = 24
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
@@ -1611,8 +1711,15 @@ def _inputs(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def _given(x: Entering) -> tuple[Tensor, Tensor | None, int, float]:
+    """Inputs of a product of few tokens; of Weighed ones their squares, how many of each token, and eps."""
+    if isinstance(x, Weighed):
+        return x.x, x.squares, x.squares.shape[1], x.eps
+    return _inputs(x), None, 0, 0.0
+
+
 def linear(
-    x: Tensor,
+    x: Entering,
     m: DeviceMatrix,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -1621,38 +1728,68 @@ def linear(
     threshold: float = 0.0,
 ) -> Tensor:
     """fallback.linear."""
-    x, n_tokens = _inputs(x), len(x)
-    out = _new(x, n_tokens, m.n_rows) if out is None else out
+    n_tokens = len(x)
+    out = torch.empty((n_tokens, m.n_rows), device=m.codes.device) if out is None else out
     if n_tokens == 0 or m.n_rows == 0:
         return out
     if activation is not None and (n_tokens > FEW_TOKENS or activation not in FUSED):
         return out.copy_(functions.activate(linear(x, m, bias, residual), activation, threshold))
-    stride, n_words = _row(m)
     if n_tokens > FEW_TOKENS:
-        return _linear_many(_halves(x, m, FORMATS[m.type]), m, bias, residual, out)
-    assert m.group_of is None, "planes are multiplied by their transpose"
-    tokens = pow2(n_tokens)
-    rows = MATVEC_ROWS[tokens]
-    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(x))
-    programs = -(-m.n_rows // rows)
-    splits = max(1, min(MAX_SPLITS, MATVEC_PROGRAMS // programs, n_words // words))
-    words_of_split = -(-n_words // (words * splits)) * words
-    splits = -(-n_words // words_of_split)
-    y = out if splits == 1 else _new(x, splits, n_tokens, m.n_rows)
-    launcher.launch(
-        _matvec_kernel, (programs, splits),
-        x, y, bias, residual, *_parts(m),
-        n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=splits, KIND=KINDS[activation], UP_KIND=-1, BITS=False, PAIRS=False,
-        T=tokens, R=rows, W=words, warps=warps,
-    )  # fmt: skip
-    if splits > 1:
+        assert isinstance(x, Tensor)
+        return _linear_many(_halves(_inputs(x), m, FORMATS[m.type]), m, bias, residual, out)
+    y = _matvec(x, m, out, bias, residual, activation, threshold)
+    if y is not out:
         _add(y, out, bias, residual, activation, threshold)
     return out
 
 
+def _matvec(
+    x: Entering, m: DeviceMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None,
+    activation: ActivationKind | None = None, threshold: float = 0.0,
+    after: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> Tensor:  # fmt: skip
+    """A product of few tokens: out, or partial sums of split columns. after: norm, weighed, squares_out."""
+    assert m.group_of is None, "planes are multiplied by their transpose"
+    given, squares, n_parts, eps = _given(x)
+    n_tokens, (stride, n_words), tokens = len(given), _row(m), pow2(len(given))
+    rows = MATVEC_ROWS[tokens]
+    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(given))
+    programs = -(-m.n_rows // rows)
+    splits = max(1, min(MAX_SPLITS, MATVEC_PROGRAMS // programs, n_words // words))
+    words_of_split = -(-n_words // (words * splits)) * words
+    splits = -(-n_words // words_of_split)
+    y = out if splits == 1 else _new(given, splits, n_tokens, m.n_rows)
+    launcher.launch(
+        _matvec_kernel, (programs, splits),
+        given, y, bias, residual, *_parts(m), squares, *after,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, n_parts, eps, 0,
+        TYPE=FORMATS[m.type], SPLIT=splits, KIND=KINDS[activation], UP_KIND=-1, BITS=False, PAIRS=False,
+        T=tokens, R=rows, W=words, S=pow2(n_parts), warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _is_whole(m: DeviceMatrix, n_tokens: int) -> bool:
+    """Whether a product of few tokens has rows enough, so that its columns are not split."""
+    return 0 < n_tokens <= FEW_TOKENS and -(-m.n_rows // MATVEC_ROWS[pow2(n_tokens)]) >= MATVEC_PROGRAMS
+
+
+def linear_normed(
+    x: Entering, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Entering]:
+    """fallback.linear_normed; of one or two tokens in one launch, which leaves Weighed."""
+    n_tokens, n = len(x), m.n_rows
+    n_parts = -(-n // MATVEC_ROWS[pow2(min(n_tokens, WEIGHED_TOKENS))])
+    if n_tokens > WEIGHED_TOKENS or not _is_whole(m, n_tokens) or n_tokens * n_parts > MOST_SQUARES:
+        out = linear(x, m, bias, residual)
+        return out, rms_norm(out, weight, eps)
+    out, weighed, squares = (_new(weight, n_tokens, width) for width in (n, n, n_parts))
+    _matvec(x, m, out, bias, residual, after=(weight, weighed, squares))
+    return out, Weighed(weighed, squares, eps)
+
+
 def gated(
-    h: Tensor,
+    h: Entering,
     m: DeviceMatrix,
     bias: Tensor | None = None,
     *,
@@ -1661,21 +1798,21 @@ def gated(
     up_activation: ActivationKind | None = None,
 ) -> Tensor:
     """fallback.gated; few tokens in one launch, but where so few rows have split columns."""
-    h, n_tokens, n = _inputs(h), len(h), m.n_rows // 2
-    rows = MATVEC_ROWS[pow2(n_tokens)] if 0 < n_tokens <= FEW_TOKENS else 0
-    fused = activation in FUSED and up_activation in FUSED
-    if not rows or not fused or -(-m.n_rows // rows) < MATVEC_PROGRAMS:
+    n_tokens, n = len(h), m.n_rows // 2
+    if activation not in FUSED or up_activation not in FUSED or not _is_whole(m, n_tokens):
         gate, up = linear(h, m, bias).split(n, dim=1)
         return fired(gate, up, activation=activation, threshold=threshold, up_activation=up_activation)
-    stride, n_words = _row(m)
-    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(h))
-    out = _new(h, n_tokens, n)
+    given, squares, n_parts, eps = _given(h)
+    (stride, n_words), rows = _row(m), MATVEC_ROWS[pow2(n_tokens)]
+    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(given))
+    out = _new(given, n_tokens, n)
     launcher.launch(
         _matvec_kernel, (-(-n // (rows // 2)), 1),
-        h, out, bias, None, *_parts(m),
-        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
+        given, out, bias, None, *_parts(m), squares, None, None, None,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, n_parts, eps,
+        0,
         TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[activation], UP_KIND=KINDS[up_activation], BITS=False,
-        PAIRS=True, T=pow2(n_tokens), R=rows, W=words, warps=warps,
+        PAIRS=True, T=pow2(n_tokens), R=rows, W=words, S=pow2(n_parts), warps=warps,
     )  # fmt: skip
     return out
 
@@ -1691,10 +1828,10 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
     bits = torch.empty((n_tokens, -(-m.n_rows // 8)), dtype=torch.uint8, device=x.device)
     launcher.launch(
         _matvec_kernel, (bits.shape[1], 1),
-        x, bits, bias, None, *_parts(m),
-        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
+        x, bits, bias, None, *_parts(m), None, None, None, None,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0, 0.0, 0,
         TYPE=FORMATS[m.type], SPLIT=1, KIND=KINDS[None], UP_KIND=-1, BITS=True, PAIRS=False, T=tokens, R=8,
-        W=words, warps=warps,
+        W=words, S=1, warps=warps,
     )  # fmt: skip
     return bits
 
@@ -2294,6 +2431,43 @@ def _heads(
         q_norm, k_norm, k_pages, v_pages, page_tables, sequences, positions,
         eps, len(k), n_head, n_head_kv, 0 if cos_sin is None else cos_sin.shape[2], page_tables.shape[1],
         DIM=dim, DIM_V=dim_v, D=pow2(max(dim, dim_v)), NEOX=kind == "neox", warps=1,
+    )  # fmt: skip
+    return out
+
+
+def project_heads(
+    h: Entering,
+    m: DeviceMatrix,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind,
+) -> Tensor:
+    """fallback.project_heads; of few tokens and many rows in one launch."""
+    n_tokens, (n_head_kv, dim, dim_v) = len(h), (k_pages.shape[1], k_pages.shape[3], v_pages.shape[3])
+    if not _is_whole(m, n_tokens) or dim % 4 or dim_v % 4:  # or rows of a program would be of two kinds
+        widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
+        q, k, v = linear(h, m, bias).split(widths, dim=1)
+        where = page_tables, sequences, positions
+        return rotate_store(q, k, v, cos_sin, k_pages, v_pages, *where, n_head=n_head, kind=kind)
+    given, squares, n_parts, eps = _given(h)
+    (stride, n_words), rows = _row(m), MATVEC_ROWS[pow2(n_tokens)]
+    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(given))
+    out = _new(given, n_tokens, n_head * dim)
+    launcher.launch(
+        _project_heads_kernel, (m.n_rows // rows,),
+        given, out, bias, *_parts(m), squares, cos_sin.contiguous(), k_pages, v_pages, page_tables, sequences,
+        positions,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, n_parts, eps, n_head, n_head_kv, cos_sin.shape[2],
+        page_tables.shape[1], 0,
+        TYPE=FORMATS[m.type], DIM=dim, DIM_V=dim_v, NEOX=kind == "neox", T=pow2(n_tokens), R=rows, W=words,
+        S=pow2(n_parts), warps=warps,
     )  # fmt: skip
     return out
 
