@@ -10,6 +10,9 @@
 // silently. Inputs lie in [-127, 127], so a pair of codes up to kMaxCode stays within 254 * kMaxCode:
 // `kInt16Terms` such pairs may be added before they are widened. Signed codes up to 128 go in as magnitudes,
 // their signs moved to the inputs.
+//
+// With HOTSET_AVX_VNNI these are the kernels of AVX-VNNI: several tokens times unsigned codes, four products
+// at once added in int32.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -20,7 +23,11 @@
 #include "codebooks.h"
 #include "kernels.h"
 
+#ifdef HOTSET_AVX_VNNI  // isa_avx_vnni.cpp
+namespace hotset::avx_vnni {
+#else
 namespace hotset::avx2 {
+#endif
 
 #include "blocks.h"
 #include "simd_avx2.h"
@@ -1117,6 +1124,14 @@ HOTSET_INLINE __m256i wide_sum(const __m256i codes[8], const __m256i words[8], _
 // The integer dot products without an offset of the codes.
 template <class Format>
 HOTSET_INLINE __m256i dots(const Blocks& blocks, const __m256i words[8]) {
+#ifdef HOTSET_AVX_VNNI
+    __m256i first = _mm256_setzero_si256(), second = first;
+    for (int i = 0; i < 4; i++) {
+        first = _mm256_dpbusd_avx_epi32(first, blocks.codes[i], words[i]);
+        second = _mm256_dpbusd_avx_epi32(second, blocks.codes[4 + i], words[4 + i]);
+    }
+    return _mm256_add_epi32(first, second);
+#else
     if constexpr (Format::kSigned) {
         __m256i total = _mm256_setzero_si256();
         for (int i = 0; i < 8; i++) {
@@ -1136,6 +1151,7 @@ HOTSET_INLINE __m256i dots(const Blocks& blocks, const __m256i words[8]) {
         return _mm256_add_epi32(wide_sum<Format, 0>(blocks.codes, words, ones()),
                                 wide_sum<Format, 4>(blocks.codes, words, ones()));
     }
+#endif
 }
 
 // Adds the products with a token to acc.
@@ -1545,11 +1561,25 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 #include "format_table.h"
 #include "encode_kernels.h"
 #include "codebook_encoders.h"
-
-}  // namespace hotset::avx2
+}
 
 namespace hotset {
 
+#ifdef HOTSET_AVX_VNNI
+const Kernels* avx_vnni_kernels() {
+    static const Kernels table = [] {
+        using namespace avx_vnni;
+        Kernels t = *avx2_kernels();
+        t.isa = "avxvnni";
+        for_formats([&t]<class Format>() {
+            if constexpr (!Format::kSigned && !has_sub_blocks(Format::kType))
+                t.linear[int(Format::kType)] = linear<Format>;
+        });
+        return t;
+    }();
+    return &table;
+}
+#else
 const Kernels* avx2_kernels() {
     static const Kernels table = [] {
         using namespace avx2;
@@ -1566,5 +1596,6 @@ const Kernels* avx2_kernels() {
     }();
     return &table;
 }
+#endif
 
 }  // namespace hotset

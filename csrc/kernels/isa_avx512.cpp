@@ -6,7 +6,6 @@
 #include <immintrin.h>
 
 #include <bit>
-#include <functional>
 #include <memory>
 #include <utility>
 
@@ -1372,8 +1371,8 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     for (int64_t r = row0; r < row1; r += kPanelRows) {
         const int n_panels = (imin(row1 - r, kPanelRows) + 15) / 16;
         for (int i = 0; i < n_panels; i++)
-            pack_panel<Format, false>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, std::identity(),
-                                      panel[i]);
+            pack_panel<Format, false>(
+                w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, [](int64_t b) { return b; }, panel[i]);
         for (int t = t0; t < t1; t += kTokenTile) {
             const int n = imin(t1 - t, kTokenTile);
             TokenInputs tokens[kTokenTile];

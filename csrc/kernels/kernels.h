@@ -406,6 +406,7 @@ struct Kernels {
 // Each is defined where its instruction set can be compiled, else null.
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx_vnni_kernels();  // those of AVX2 with other products of several tokens
 const Kernels* avx512_kernels();
 const Kernels* amx_kernels();  // those of AVX-512 with other products of many tokens
 const Kernels* neon_kernels();

@@ -26,13 +26,13 @@ namespace {
 // By hand: compilers' own tests of the processor need a library that not every one of them links.
 enum Register { kEax, kEbx, kEcx, kEdx };
 
-bool cpu_bit(int leaf, Register in, int bit) {
+bool cpu_bit(int leaf, Register in, int bit, int subleaf = 0) {
 #if defined(_MSC_VER)
     int info[4];
-    __cpuidex(info, leaf, 0);
+    __cpuidex(info, leaf, subleaf);
 #else
     unsigned info[4];
-    if (!__get_cpuid_count(leaf, 0, &info[kEax], &info[kEbx], &info[kEcx], &info[kEdx])) return false;
+    if (!__get_cpuid_count(leaf, subleaf, &info[kEax], &info[kEbx], &info[kEcx], &info[kEdx])) return false;
 #endif
     return info[in] >> bit & 1;
 }
@@ -51,12 +51,18 @@ bool has_avx2() {  // and BMI2, FMA, F16C
     return os_saves(0x6) && cpu_bit(7, kEbx, 5) && cpu_bit(7, kEbx, 8) && cpu_bit(1, kEcx, 12) &&
            cpu_bit(1, kEcx, 29);
 }
+bool has_avx_vnni() {
+    return has_avx2() && cpu_bit(7, kEax, 4, 1);
+}
 bool has_avx512() {  // F, BW, DQ, VL, VNNI
     return has_avx2() && os_saves(0xe6) && cpu_bit(7, kEbx, 16) && cpu_bit(7, kEbx, 30) &&
            cpu_bit(7, kEbx, 17) && cpu_bit(7, kEbx, 31) && cpu_bit(7, kEcx, 11);
 }
 #else
 bool has_avx2() {
+    return false;
+}
+bool has_avx_vnni() {
     return false;
 }
 bool has_avx512() {
@@ -101,6 +107,11 @@ bool has_amx() {
 
 }  // namespace
 
+#if !defined(HOTSET_X86) || defined(_MSC_VER)
+const Kernels* avx_vnni_kernels() {
+    return nullptr;
+}
+#endif
 #ifndef HOTSET_X86
 const Kernels* avx2_kernels() {
     return nullptr;
@@ -127,17 +138,18 @@ const Kernels* select_kernels(const char* forced, const char** error) {
 #endif
     const Kernels* avx512 = has_avx512() ? avx512_kernels() : nullptr;
     const Kernels* amx = has_avx512() && has_amx() ? amx_kernels() : nullptr;
+    const Kernels* avx_vnni = has_avx_vnni() ? avx_vnni_kernels() : nullptr;
     const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
     const Kernels* neon = has_neon() ? neon_kernels() : nullptr;
-    const Kernels* choices[] = {amx, avx512, avx2, neon, scalar_kernels()};
+    const Kernels* choices[] = {amx, avx512, avx_vnni, avx2, neon, scalar_kernels()};
     for (const Kernels* table : choices)
         if (table && (!forced || !*forced || !std::strcmp(forced, table->isa))) return table;
-    for (const char* name : {"amx", "avx512", "avx2", "neon"})
+    for (const char* name : {"amx", "avx512", "avxvnni", "avx2", "neon"})
         if (!std::strcmp(forced, name)) {
             *error = "this processor cannot run these instructions";
             return nullptr;
         }
-    *error = "it must be scalar, avx2, avx512, amx or neon";
+    *error = "it must be scalar, avx2, avxvnni, avx512, amx or neon";
     return nullptr;
 }
 
