@@ -169,7 +169,8 @@ OTHER_KEYS = {
     "rope.dimension_count": "it computes it from the width for GLM",
     "block_count": "it counts layers for multi-token prediction that the checkpoint lacks",
     "expert_shared_feed_forward_length": "it takes ERNIE's from the heads of keys",
-    "attention.compress_ratios": "it knows layers of Qwen4-Exp as they are published, not as transformers writes",
+    "attention.compress_ratios": "it knows Qwen4-Exp's layers as published, not as transformers writes them",
+    "full_attention_interval": "it takes 4 where config.json has none",
     "rope.dimension_sections": "without mrope_section it takes those of the published Qwen 3.5",
     "ple.eos_token_id": "of several it takes the last, transformers the first",
     "rope.scaling.finetuned": "it says that no Granite with state spaces rotates",
@@ -180,6 +181,7 @@ UNREAD_KEYS = {  # of its converter alone: defaults, and what nothing reads
     "attention.sliding_window", "leading_dense_block_count", "nextn_predict_layers",
     "expert_shared_feed_forward_length", "rope.freq_base_swa", "tensor_data_layout", "n_deepstack_layers",
     "expert_count", "expert_used_count", "expert_weights_scale", "attention.indexer.types",
+    "full_attention_interval",
 }  # fmt: skip
 
 

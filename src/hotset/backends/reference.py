@@ -237,10 +237,8 @@ class ReferenceBackend:
                 return values[op.a.id] + values[op.b.id]
             case Scale():
                 return self._scaled(op, values[op.x.id])
-            case HeadDot():
+            case HeadDot() | SimilarityGate():
                 return self._head_dot(op, values)
-            case SimilarityGate():
-                return similarity_gate(op, *(values[value.id] for value in op.inputs))
             case AddStreams():
                 weights = None if op.weights is None else values[op.weights.id]
                 return add_streams(op, values[op.x.id], values[op.y.id], weights)
@@ -296,7 +294,9 @@ class ReferenceBackend:
         first = op.first_weight
         return scaled * self._weight(op.weight).reshape(-1)[first : first + op.x.width]
 
-    def _head_dot(self, op: HeadDot, values: dict[int, np.ndarray]) -> np.ndarray:
+    def _head_dot(self, op: HeadDot | SimilarityGate, values: dict[int, np.ndarray]) -> np.ndarray:
+        if isinstance(op, SimilarityGate):
+            return similarity_gate(op, *(values[value.id] for value in op.inputs))
         weight = self._weight(op.weight).reshape(-1)
         return head_dot(op, values[op.x.id], values[op.a.id], values[op.b.id], weight)
 

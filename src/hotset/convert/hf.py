@@ -249,7 +249,6 @@ def convert_hf(
     writer.add("general.file_type", target.file_type)
     writer.add("general.quantization_version", 2)
     keys = _keys(config, architecture, folder, masked=masked) | _layer_keys(checkpoint, config)
-    keys |= _hash_keys(checkpoint, config)
     keys |= {f"{architecture}.{entry}": value for entry, value in of_texts.items()} | tokenizer
     for key, value in keys.items():
         writer.add(key, value)
@@ -317,9 +316,9 @@ def _keys(config: HFConfig, architecture: str, folder: _Predictors | None, *, ma
     return keys
 
 
-def _layer_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, list[float]]:
-    """Keys that the checkpoint has as tensors, one number for each layer."""
-    found: dict[str, list[float]] = {}
+def _layer_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, Any]:
+    """Keys that the checkpoint has as tensors: one number for each layer, and constants of hashes."""
+    found: dict[str, Any] = _hash_keys(checkpoint, config)
     for stem, key in config.hf_class.layer_keys.items():
         for i in range(config.n_layer):
             name = f"{config.hf_class.layers}.{i}.{stem}"
@@ -331,7 +330,7 @@ def _layer_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, list[floa
 
 
 def _hash_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, np.ndarray]:
-    """Keys that the checkpoint has as whole numbers: the constants of n-grams' hashes."""
+    """Those of the hashes of n-grams, whole numbers."""
     found: dict[str, np.ndarray] = {}
     if config.streams is None or (ngrams := config.streams.ngrams) is None:
         return found

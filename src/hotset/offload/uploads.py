@@ -80,8 +80,8 @@ class Uploads:
         return self._stored.tensors
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], read anew."""
-        return self._stored.read(name)
+        """The tensor's bytes, uint8 [nbytes], read anew, but for a table of n-grams."""
+        return self._stored.data(name) if name in self._stored.tables else self._stored.read(name)
 
     def check(self) -> None:
         """Raises ReadError where a file has been changed."""

@@ -273,7 +273,7 @@ class StoredWeights:
         step: int = STEP,
         helped: Helped | None = None,
     ) -> None:
-        self._weights, self._tables = weights, tables_of(graph)
+        self._weights, self.tables = weights, tables_of(graph)
         self.reader = reader
         groups = list(groups_of(graph, weights.tensors, sparse=sparse, helped=helped))
         self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step, helped=helped)
@@ -318,7 +318,7 @@ class StoredWeights:
         """The tensor's bytes, uint8 [nbytes], in memory: of one that streams, where they are while a step
         needs them. Of one whose rows come as they are needed what a native plan takes in their place
         (_core.StoredRows)."""
-        if name in self._tables:
+        if name in self.tables:
             return self._weights.data(name)
         rows = self._rows.get(name)
         return self._resident[name] if rows is None else rows  # type: ignore[return-value]
@@ -371,7 +371,7 @@ class StoredWeights:
             store.check()
         if self.streamed is not None:
             self.streamed.stream.check()
-        if self._tables:
+        if self.tables:
             self._weights.check()
 
     @property

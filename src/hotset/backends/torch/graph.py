@@ -43,6 +43,7 @@ from hotset.backends.torch.functions import (
     wkv,
     xielu,
 )
+from hotset.formats.quants import dequantize
 from hotset.model.graph import Graph
 from hotset.model.operations import (
     SHIFT,
@@ -84,6 +85,7 @@ from hotset.model.operations import (
     Value,
     Wkv,
 )
+from hotset.offload.uploads import rows_at
 
 if TYPE_CHECKING:
     from hotset.errors import UnsupportedModelError
@@ -287,9 +289,11 @@ class TorchGraph:
 
     def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
         match op:
-            case NgramEmbed():
-                rows = ngram_rows(op, step.tokens).to(self.device)
-                return F.embedding(rows, self.weight(op.weight)).flatten(2).flatten(0, 1)
+            case NgramEmbed():  # of a table that is too large to decode
+                info, rows = self.weights.tensors[op.weight], ngram_rows(op, step.tokens.cpu()).flatten()
+                encoded = rows_at(self.weights, op.weight, rows.numpy())
+                found = dequantize(encoded, info.type, (info.shape[0], len(rows)))
+                return torch.from_numpy(found).to(self.device).view(-1, op.out.width)
             case ShortConv():
                 return self._convolved(op, step)
             case DeltaNet():
