@@ -360,3 +360,15 @@ def test_the_fallback_kernels_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOTSET_TRITON", "yes")
     with pytest.raises(InvalidRequestError, match="must be 0 or 1"):
         Kernels("cpu")
+
+
+@pytest.mark.parametrize(("value", "captures"), [(None, True), ("1", True), ("0", False)])
+def test_captures_can_be_forbidden(
+    value: str | None, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a fault can be told from one of what is recorded; of the fallback nothing is."""
+    monkeypatch.delenv("HOTSET_CAPTURE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HOTSET_CAPTURE", value)
+    assert Kernels("cuda", triton=True).capturable == captures
+    assert not Kernels("cuda", triton=False).capturable

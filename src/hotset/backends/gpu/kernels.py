@@ -61,8 +61,9 @@ class Kernels:
 
     @property
     def capturable(self) -> bool:
-        """Whether a step may be captured in a CUDA graph: fallback kernels read numbers on the host."""
-        return self.triton and self.device.type == "cuda"
+        """Whether a step may be captured in a CUDA graph: fallback kernels read numbers on the host, and
+        HOTSET_CAPTURE=0 forbids it."""
+        return self.triton and self.device.type == "cuda" and os.environ.get("HOTSET_CAPTURE") != "0"
 
 
 def _triton_kernels() -> ModuleType:
