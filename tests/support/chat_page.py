@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from browser import CHROMIUM
 from fake_chat_server import FakeServer
 from waiting import WATCHDOG
 
@@ -53,6 +54,34 @@ def version(page: Any, which: str) -> list[str]:
 
 def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
+
+
+# Of WebDriver BiDi playwright has no downloads in Firefox: there what the page would save is read before.
+SAVED = """() => {
+    const make = URL.createObjectURL, { click } = HTMLAnchorElement.prototype;
+    window.saved = new Promise((found) => {
+        let text = null;
+        URL.createObjectURL = (blob) => { text = blob.text(); return make.call(URL, blob); };
+        HTMLAnchorElement.prototype.click = async function () {
+            URL.createObjectURL = make;
+            HTMLAnchorElement.prototype.click = click;
+            found([this.download, await text]);
+        };
+    });
+}"""
+
+
+def saved(button: Any) -> tuple[str, str]:
+    """The name and the text of the file that a button of the page hands to the reader."""
+    page = button.page
+    if page.context.browser.browser_type.name == CHROMIUM:
+        with page.expect_download() as got:
+            button.click()
+        return got.value.suggested_filename, got.value.path().read_text("utf-8")
+    page.evaluate(SAVED)
+    button.click()
+    name, text = page.evaluate("window.saved")
+    return name, text
 
 
 def luminance(page: Any, x: float, y: float) -> float:

@@ -15,12 +15,13 @@ from fake_chat_server import FakeServer, served
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test in Chromium; one that is marked `every_browser` in Firefox too, in `make test-all`."""
+    """Each test in both browsers. `make test` runs in Firefox only those that are marked `every_browser`."""
     if "browser" not in metafunc.fixturenames:
         return
-    everywhere = metafunc.definition.get_closest_marker("every_browser")
-    browsers = quick_are((CHROMIUM,), [CHROMIUM, FIREFOX] if everywhere else [CHROMIUM])
-    metafunc.parametrize("browser", browsers, indirect=True, scope="module")
+    marked = metafunc.definition.get_closest_marker
+    browsers = (CHROMIUM,) if marked("chromium_only") else (CHROMIUM, FIREFOX)
+    quick = browsers if marked("every_browser") else (CHROMIUM,)
+    metafunc.parametrize("browser", quick_are(quick, browsers), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
@@ -50,13 +51,15 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
             url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
         ) -> Any:
             how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
+            if browser.browser_type.name == FIREFOX and how.get("color_scheme") == "dark":
+                stored = {"hotset.theme": "dark"} | (stored or {})  # its system is a light one
             context = browser.new_context(**context_options(browser, **how))
             stack.callback(context.close)
             context.set_default_timeout(WAIT)
             if stored:
-                # Once: what the page stores itself stays over a reload. An empty page stores nothing.
+                # Once: what the page stores itself stays over a reload. An empty page cannot store.
                 context.add_init_script(
-                    "if (location.protocol !== 'about:' && !sessionStorage.getItem('began')) {"
+                    "if (location.protocol === 'http:' && !sessionStorage.getItem('began')) {"
                     "sessionStorage.setItem('began', '1');"
                     f"Object.assign(localStorage, {json.dumps(stored)}); }}"
                 )

@@ -1,4 +1,4 @@
-"""What must work in every browser: one test of each kind, in Chromium and in Firefox.
+"""What `make test` runs in Chromium and in Firefox; in Firefox the others are slow tests. One of each kind.
 
 They are one file so that Firefox, which takes some seconds, is started seldom.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_page import say, until, violations
+from chat_page import saved, say, until, violations
 from fake_chat_server import FakeServer
 
 
@@ -95,10 +95,8 @@ def test_files_keep_titles_pins_and_branches(server: FakeServer, opened: Any, tm
     page.get_by_text("A.", exact=True).wait_for()
     until(page, "document.querySelector('#stop').hidden")
     page.click("#show-history")
-    with page.expect_download() as got:
-        page.get_by_role("button", name="Export all").click()
     file = tmp_path / "all.json"
-    got.value.save_as(file)
+    file.write_text(saved(page.get_by_role("button", name="Export all"))[1])
     before = {one["id"]: one for one in json.loads(file.read_text())["conversations"]}
     assert (before["03"]["title"], before["03"]["pinned"], len(before["03"]["messages"])) == (
         "My trees",
@@ -247,10 +245,8 @@ def test_files_keep_folders(server: FakeServer, opened: Any, tmp_path: Path) -> 
     page.click("#new-folder")
     page.keyboard.type("Empty")
     page.keyboard.press("Enter")
-    with page.expect_download() as got:
-        page.get_by_role("button", name="Export all").click()
     file = tmp_path / "all.json"
-    got.value.save_as(file)
+    file.write_text(saved(page.get_by_role("button", name="Export all"))[1])
     other = opened(server.url, {"hotset.folders": '[["Other", false], ["Work", true]]'})
     other.click("#show-history")
     other.set_input_files("#import-file", file)

@@ -13,7 +13,9 @@ LATER = {"hotset.settings": '{"temperature": 0.5, "system": "Be kind."}'}
 
 def set_(page: Any, **values: str) -> None:
     for label, value in values.items():
-        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
+        field = page.get_by_label(label.replace("_", " "), exact=True)
+        field.clear()  # playwright does not select a number in Firefox, and would write behind it
+        field.fill(value)
 
 
 def shown(page: Any, label: str) -> str:

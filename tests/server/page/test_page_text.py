@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from chat_page import PROSE, answers, say, until, violations
+from chat_page import PROSE, answers, drawn, say, until, violations
 from fake_chat_server import FakeServer
 
 HOSTILE_MATH = [
@@ -147,6 +147,41 @@ def test_the_work_of_a_token_does_not_grow_with_the_answer(
     assert found["lexed"] < 60 * len(text)
     assert found["made"] < 60 * found["needed"]
     assert found["most"] < 60
+
+
+SEEN = """[...document.querySelectorAll('.answer .part > *')]
+    .filter((e) => e.checkVisibility({ contentVisibilityAuto: true })).length"""
+AT_END = """(({ scrollTop, clientHeight, scrollHeight }) => scrollTop + clientHeight > scrollHeight - 2)(
+    document.querySelector('#scroll'))"""
+
+
+def test_only_what_is_in_sight_is_laid_out(server: FakeServer, opened: Any) -> None:
+    text = PROSE * 200
+    server.replies.append([text[i : i + 2000] for i in range(0, len(text), 2000)])
+    page = opened(server.url)
+    say(page, "Go on")
+    blocks = page.locator(".answer .part > *")
+    until(page, f"{SEEN} < 200")
+    assert blocks.count() > 1300
+    assert page.evaluate(SEEN) > 10
+    assert page.evaluate(AT_END)
+    # An earlier conversation opens at its end, although its parts have their heights only when they are seen.
+    page.reload()
+    page.click("#show-history")
+    page.get_by_role("button", name="Go on", exact=True).click()
+    until(page, f"{AT_END} && {SEEN} > 10")
+    drawn(page)
+    assert page.evaluate(AT_END)
+    assert page.evaluate(SEEN) < 200
+    page.keyboard.press("Escape")
+    page.locator("#scroll").evaluate("(box) => box.scrollTo(0, 0)")
+    until(
+        page, "document.querySelector('.answer .part > *').checkVisibility({ contentVisibilityAuto: true })"
+    )
+    drawn(page)
+    assert (
+        page.evaluate("document.querySelector('#scroll').scrollTop") == 0
+    )  # the reader is not taken to the end
 
 
 def test_whatever_the_pieces_the_answer_is_the_same(server: FakeServer, opened: Any) -> None:

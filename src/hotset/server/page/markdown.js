@@ -8,6 +8,7 @@ import { h } from "./dom.js";
 import { mathExtensions, mathNode } from "./math.js";
 
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
+const PART = 32; // blocks that the browser lays out and paints together, or not at all: style.css
 const MAX_DEPTH = 40; // of quotes in lists in quotes: beyond it the rest is plain text
 const OPTIONS = new Marked({ gfm: true, breaks: true, extensions: mathExtensions }).defaults;
 
@@ -69,9 +70,22 @@ export class MarkdownView {
     const keys = seen.map((block, i) => (block.type === "code" && isWhole(i) ? "whole " : "") + block.raw);
     let same = 0;
     while (same < keys.length && this.shown[first + same] === keys[same]) same++;
-    while (this.element.childNodes.length > first + same) this.element.lastChild.remove();
-    for (let i = same; i < seen.length; i++) this.element.append(blockNode(seen[i], 0, isWhole(i)));
+    this.cut(first + same);
+    for (let i = same; i < seen.length; i++) this.append(first + i, blockNode(seen[i], 0, isWhole(i)));
     this.shown.splice(first, Infinity, ...keys);
+  }
+
+  /** Removes the blocks from the one of that number on. */
+  cut(n) {
+    const { children } = this.element;
+    while (children.length > Math.ceil(n / PART)) this.element.lastChild.remove();
+    const kept = n - PART * (children.length - 1);
+    while (this.element.lastChild?.childNodes.length > kept) this.element.lastChild.lastChild.remove();
+  }
+
+  append(n, node) {
+    if (n % PART === 0) this.element.append(h("div", { class: "part" }));
+    this.element.lastChild.append(node);
   }
 
   /** Blocks before the last one are as they will be. */
@@ -88,7 +102,7 @@ export class MarkdownView {
 
   openCode([head, marks], source) {
     const end = new RegExp(`^ {0,3}${marks[0]}{${marks.length},}[ \\t]*$`);
-    const node = this.element.lastChild.querySelector("code")?.firstChild;
+    const node = this.element.lastChild.lastChild.querySelector("code")?.firstChild;
     this.fence = { end, node, at: this.settled + head.length, tail: node?.length ?? 0 };
     if (!node || !this.growCode(source)) this.fence = null;
     else this.shown[this.nSettled] = null; // its element goes on without the lexer

@@ -22,12 +22,15 @@ export class Transcript {
     this.box.addEventListener("scroll", () => {
       this.atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 40;
     });
+    // Parts of an answer have their true height only when they come into sight.
+    this.resized = new ResizeObserver(() => this.toEnd(false));
   }
 
   /** Shows a conversation. activities: message → its Activity, where there is one. toEnd: and scrolls to its end. */
   show(conversation, activities, answerName, toEnd = true) {
     for (const turn of this.turns.values()) window.clearTimeout(turn.timer);
     this.turns.clear();
+    this.resized.disconnect();
     const shown = path(conversation), last = shown.at(-1);
     const items = shown.map((message) => {
       const all = versions(conversation, message);
@@ -41,7 +44,10 @@ export class Transcript {
         turn.message = each;
         turn.activity = activities.get(each);
         this.turns.set(each, turn);
-        if (turn.view) this.render(turn, false);
+        if (turn.view) {
+          this.render(turn, false);
+          this.resized.observe(turn.text);
+        }
         return turn;
       });
       return pair.length === 1 ? h("li", {}, turns[0].element) : h("li", { class: "versus" }, turns.map((turn) => turn.element));
