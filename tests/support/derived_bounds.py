@@ -35,6 +35,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -335,9 +336,12 @@ class Oracle(ReferenceBackend):
             case AddStreams():
                 weights = None if op.weights is None else np.abs(taps[op.weights.id])
                 size = replace(op, plus=abs(op.plus))
-                sums = add_streams(size, np.abs(taps[op.x.id]), np.abs(taps[op.y.id]), weights)
-                n_added = op.y.width * op.n_streams // op.x.width
+                own = None if op.x is None else np.abs(taps[op.x.id])
+                sums = add_streams(size, own, np.abs(taps[op.y.id]), weights)
+                n_added = op.y.width * op.n_streams // op.out.width
                 return expected, gamma(n_added + 3) * sums + (n_added + 1) * TINY
+            case HyperConnection():  # in float64
+                return expected, U * np.abs(expected)
             case MatchMagnitude():  # the factor is found in float64
                 return expected, gamma(3) * np.abs(expected) + TINY
             case RMSNorm() | UnitNorm():

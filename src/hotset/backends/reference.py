@@ -39,6 +39,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -238,8 +239,10 @@ class ReferenceBackend:
             case HeadDot():
                 return self._head_dot(op, values)
             case AddStreams():
-                weights = None if op.weights is None else values[op.weights.id]
-                return add_streams(op, values[op.x.id], values[op.y.id], weights)
+                x, weights = (None if v is None else values[v.id] for v in (op.x, op.weights))
+                return add_streams(op, x, values[op.y.id], weights)
+            case HyperConnection():
+                return hyper_connection(op, values[op.x.id], self._weight(op.scale), self._weight(op.base))
             case MatchMagnitude():
                 return match_magnitude(values[op.x.id], values[op.like.id], op.least)
             case SoftCap():
@@ -253,13 +256,7 @@ class ReferenceBackend:
                 x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ExpertSum():
-                x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
-                parts = self._by_experts(op, x, values[op.route.id], op.out.width)
-                weights = values[op.route.id][:, op.n_used :, None]
-                out = np.zeros_like(parts[:, 0])
-                for rank in range(op.n_used):
-                    out += weights[:, rank] * parts[:, rank]
-                return out
+                return self._expert_sum(op, values[op.x.id], values[op.route.id])
             case SelectOutputs():
                 return values[op.x.id][batch.outputs]
             case _:
@@ -365,6 +362,14 @@ class ReferenceBackend:
             out[of_it] = x[of_it] @ matrix[first : first + n_rows].T
             if op.bias is not None:
                 out[of_it] += self._weight(op.bias)[expert, first : first + n_rows]
+        return out
+
+    def _expert_sum(self, op: ExpertSum, x: np.ndarray, route: np.ndarray) -> np.ndarray:
+        parts = self._by_experts(op, x.reshape(len(x), op.n_used, -1), route, op.out.width)
+        weights = route[:, op.n_used :, None]
+        out = np.zeros_like(parts[:, 0])
+        for rank in range(op.n_used):
+            out += weights[:, rank] * parts[:, rank]
         return out
 
     def _attend(
@@ -671,15 +676,36 @@ def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: n
     return (x.reshape(n, op.n_head, -1) * sums).reshape(n, -1)
 
 
-def add_streams(op: AddStreams, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+def add_streams(
+    op: AddStreams, x: np.ndarray | None, y: np.ndarray, weights: np.ndarray | None
+) -> np.ndarray:
     """operations.AddStreams, of x [n, n_streams * width] and y [n, streams * width]."""
-    n, width = len(x), op.x.width // op.n_streams
+    n, width = len(y), op.out.width // op.n_streams
     y = y.reshape(n, -1, width)
     shape = n, op.n_streams, y.shape[1]
-    factors = np.full(shape, op.plus, x.dtype) + (0 if weights is None else weights.reshape(shape))
-    out = x.reshape(n, op.n_streams, width).copy()
+    factors = np.full(shape, op.plus, y.dtype) + (0 if weights is None else weights.reshape(shape))
+    out = np.zeros((n, op.n_streams, width), y.dtype)
+    if x is not None:
+        out += x.reshape(out.shape)
     out[:, op.first :] += factors[:, op.first :] @ y
-    return out.reshape(x.shape)
+    return out.reshape(n, op.out.width)
+
+
+def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """operations.HyperConnection, of x [n, n_streams * (n_streams + 2)] or [n, n_streams]; in float64."""
+    n, rows, factor = op.n_streams, x.astype(np.float64), scale.reshape(-1).astype(np.float64)
+    rows = rows * np.repeat(factor, [n, n, n * n][: len(factor)]) + base.reshape(-1)
+    read = 1 / (1 + np.exp(-rows[:, :n])) + op.eps
+    if x.shape[1] == n:
+        return read.astype(x.dtype)
+    written = 2 / (1 + np.exp(-rows[:, n : 2 * n]))
+    mixed = softmax(rows[:, 2 * n :].reshape(-1, n, n)) + op.eps
+    for i in range(op.n_iterations):
+        if i:
+            mixed = mixed / (mixed.sum(axis=2, keepdims=True) + op.eps)
+        mixed = mixed / (mixed.sum(axis=1, keepdims=True) + op.eps)
+    of_streams = np.concatenate([written[:, :, None], mixed.swapaxes(1, 2)], axis=2)
+    return np.concatenate([read, of_streams.reshape(len(x), -1)], axis=1).astype(x.dtype)
 
 
 def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray:

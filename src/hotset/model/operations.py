@@ -590,18 +590,40 @@ class Scale(Operation):
 class AddStreams(Operation):
     """Adds streams y to the streams of x, each with a weight: out_i = x_i + sum of (plus + w[i, j]) * y_j.
 
-    x: n_streams side by side; y: some of the same width. weights: w, [n_streams, streams of y]; None: zeros.
-    Streams before `first` stay as they are. The sum begins with 0 and each product is rounded before it is
-    added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
+    x: n_streams side by side, None: zeros; y: some of the same width. weights: w, [n_streams, streams of y];
+    None: zeros. Streams before `first` stay as they are. The sum begins with 0 and each product is rounded
+    before it is added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
     """
 
     out: Value
-    x: Value
+    x: Value | None
     y: Value
     weights: Value | None
     n_streams: int
     plus: float = 0.0
     first: int = 0
+
+
+@dataclass(frozen=True)
+class HyperConnection(Operation):
+    """Weights of n residual streams around a part of a layer (mHC, arXiv 2512.24880).
+
+    x: m, n * (n + 2) numbers. With the vectors scale [3] and base, as wide as x: a = sigmoid(scale[0] * m +
+    base) + eps of the first n, with which the streams are summed for the part to read;
+    b = 2 * sigmoid(scale[1] * m + base) of the next n, with which its result is added to each; and of the
+    others a matrix C [from, to], with which the streams are mixed: the softmax of the rows of scale[2] * m +
+    base, + eps; then the columns are divided by their sums + eps, and n_iterations - 1 times the rows and
+    then the columns (Sinkhorn and Knopp). out: a, and then for each stream b and its column of C: weights of
+    AddStreams of the result and the streams. Where x is n wide, a alone (scale is of one number).
+    """
+
+    out: Value
+    x: Value
+    scale: Vector
+    base: Vector
+    n_streams: int
+    eps: float
+    n_iterations: int = 1
 
 
 @dataclass(frozen=True)
@@ -973,6 +995,7 @@ Primitive = (
     | Add
     | Scale
     | AddStreams
+    | HyperConnection
     | MatchMagnitude
     | SoftCap
     | Mask

@@ -50,6 +50,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -334,9 +335,9 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | LowRank():
+            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
                 raise UnsupportedModelError(
-                    "AltUp's streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
+                    "several residual streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
                 )
             case UnitNorm():
                 raise UnsupportedModelError(

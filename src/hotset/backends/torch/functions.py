@@ -18,6 +18,7 @@ from hotset.model.operations import (
     ActivationKind,
     AddStreams,
     DeltaNet,
+    HyperConnection,
     RopeKind,
     Route,
     SelectiveScan,
@@ -96,8 +97,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.group_norm(x, n_head, None if weight is None else weight.flatten(), bias, eps)
 
 
-def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | None) -> Tensor:
     """Streams y [n, streams * width] added to those of x, [n, n_streams * width], each with a weight."""
+    x = y.new_zeros(len(y), op.out.width) if x is None else x
     streams = x.unflatten(1, (op.n_streams, -1))
     y = y.unflatten(1, (-1, streams.shape[2]))
     factors = torch.full((len(x), op.n_streams, y.shape[1]), op.plus, dtype=x.dtype, device=x.device)
@@ -105,6 +107,24 @@ def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) ->
         factors = factors + weights.view_as(factors)
     sums = streams[:, op.first :] + factors[:, op.first :] @ y
     return torch.cat([streams[:, : op.first], sums], dim=1).flatten(1)
+
+
+def hyper_connection(op: HyperConnection, x: Tensor, scale: Tensor, base: Tensor) -> Tensor:
+    """operations.HyperConnection, of rows."""
+    n, factor = op.n_streams, scale.flatten()
+    parts = torch.tensor([n, n, n * n][: len(factor)], device=x.device)
+    rows = x * factor.repeat_interleave(parts) + base.flatten()
+    read = torch.sigmoid(rows[:, :n]) + op.eps
+    if x.shape[1] == n:
+        return read
+    mixed = torch.softmax(rows[:, 2 * n :].unflatten(1, (n, n)), dim=2) + op.eps
+    for i in range(op.n_iterations):
+        if i:
+            mixed = mixed / (mixed.sum(2, keepdim=True) + op.eps)
+        mixed = mixed / (mixed.sum(1, keepdim=True) + op.eps)
+    written = 2 * torch.sigmoid(rows[:, n : 2 * n])
+    of_streams = torch.cat([written[:, :, None], mixed.transpose(1, 2)], dim=2)
+    return torch.cat([read, of_streams.flatten(1)], dim=1)
 
 
 def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:

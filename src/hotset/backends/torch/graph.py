@@ -30,6 +30,7 @@ from hotset.backends.torch.functions import (
     channel_scan,
     delta_rule,
     gaussian_top_k,
+    hyper_connection,
     join_heads,
     layer_norm,
     match_magnitude,
@@ -56,6 +57,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -260,7 +262,9 @@ class TorchGraph:
                 return scaled * self.weight(op.weight).flatten()[first : first + op.x.width]
             case AddStreams():
                 weights = None if op.weights is None else step[op.weights]
-                return add_streams(op, step[op.x], step[op.y], weights)
+                return add_streams(op, None if op.x is None else step[op.x], step[op.y], weights)
+            case HyperConnection():
+                return hyper_connection(op, step[op.x], self.weight(op.scale), self.weight(op.base))
             case MatchMagnitude():
                 return match_magnitude(step[op.x], step[op.like], op.least)
             case SoftCap():

@@ -345,14 +345,14 @@ class Lowered:
         return record
 
     def _add_streams(self, op: AddStreams) -> Record:
-        weights, width = op.weights or op.x, op.x.width // op.n_streams
+        x, weights, width = op.x or op.y, op.weights or op.y, op.out.width // op.n_streams
         push = (
-            op.out.width, *(stride_of(value) for value in (op.x, op.y, weights, op.out)), width,
-            op.y.width // width, op.first, op.weights is not None, op.plus,
+            op.out.width, *(stride_of(value) for value in (x, op.y, weights, op.out)), width,
+            op.y.width // width, op.first, op.weights is not None, op.x is not None, op.plus,
         )  # fmt: skip
 
         def record(to: Recorder, n: int) -> None:
-            read = [self.read(value, n) for value in (op.x, op.y, weights)]
+            read = [self.read(value, n) for value in (x, op.y, weights)]
             to.add("streams", [], [*read, self.written(op.out, n)], push, by_values(op.out.width, n))
 
         return record
