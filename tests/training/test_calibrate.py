@@ -78,7 +78,17 @@ def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: st
 
 
 OTHERS = ("gemma2", "gemma3", "gemma3n", "gemma3n-widths", "mistral-window", "qwen3", "phi3", "granite")
-RECURRENT = ("lfm2", "qwen3next", "kimi-linear", "qwen35", "nemotron-h", "rwkv6", "rwkv7", "mamba")
+RECURRENT = (
+    "lfm2",
+    "qwen3next",
+    "kimi-linear",
+    "deepseek4",
+    "qwen35",
+    "nemotron-h",
+    "rwkv6",
+    "rwkv7",
+    "mamba",
+)
 LATENT = ("deepseek2-lite", "deepseek2-v3")
 
 

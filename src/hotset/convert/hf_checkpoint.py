@@ -36,7 +36,9 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": fp8.CODES,
 }
 PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
-BYTES = {"U8": np.dtype("u1")}
+BYTES: dict[str, np.dtype] = {"U8": np.dtype("u1")}
+TABLE = re.compile(r".*\.tid2eid")  # names of tensors that hold whole numbers: the experts of each token
+WHOLE: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 
 class Checkpoint:
@@ -57,6 +59,7 @@ class Checkpoint:
             self._maps.append(mapped)
             for name, values in tensors.items():
                 packed = PACKED.fullmatch(name) and values.dtype in BYTES.values()
+                packed = packed or (TABLE.fullmatch(name) and values.dtype in WHOLE.values())
                 ignored = name.endswith((".inv_freq", ".bias", ".masked_bias"))
                 if values.dtype not in DTYPES.values() and not packed and not ignored:
                     raise UnsupportedModelError(
@@ -138,7 +141,7 @@ def _tensors(
             start, end = (data_start + offset for offset in _counts(entry["data_offsets"]))
         if not isinstance(dtype, str) or end < 0 or len(shape) > MAX_DIMS:
             raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
-        dtypes = BYTES if PACKED.fullmatch(name) else DTYPES
+        dtypes = BYTES if PACKED.fullmatch(name) else WHOLE if TABLE.fullmatch(name) else DTYPES
         if dtype not in dtypes:
             raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
         n = math.prod(shape)

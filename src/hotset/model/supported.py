@@ -43,11 +43,13 @@ def _kind(row: Architecture) -> str:
     attention = {
         "MLA": row.latent_eps is not None and not row.indexed,
         "MLA within the top-k of its indexer": row.indexed,
+        "compressed keys within the top-k of their indexer": row.compressed,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
         "state spaces": row.state_space,
         "RWKV": row.rwkv is not None,
         "AltUp": row.altup,
+        "hyper-connections": row.hyper,
     }
     named = [name for name, has in attention.items() if has]
     encoder = [] if row.causal else ["encoder"]

@@ -47,6 +47,7 @@ from hotset.model.operations import (
     MaskedRoute,
     Op,
     Part,
+    PoolBlocks,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -407,7 +408,7 @@ class _Emission:
                 self._plain(
                     main, states=self._states(main), weight=np.tile(np.array(SHIFT, np.float32), main.x.width)
                 )
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | PoolBlocks():
                 self._plain(main, states=self._states(main))
             case Scale() if main.weight is not None:
                 start, weight = main.first_weight, decoded_vector(self._weights, main.weight)
@@ -543,7 +544,8 @@ class _Emission:
             self._experts(ffn, ffn.route, group)
             return
         fetched: set[int] = set()
-        if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up):
+        clamped = ffn.up_act is not None and ffn.up_act.kind == "clamp"  # which no product computes
+        if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up) or clamped:
             fetched = self._adapted_neurons(ffn)
         elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
@@ -839,9 +841,9 @@ class _Emission:
     # ---- an FFN with adapters
 
     def _adapted_neurons(self, ffn: Ffn) -> set[int]:
-        """Up to the neurons, where adapters add to gate or up: products, what is added, and what becomes of
-        the sums are operations of their own. Rows are left out as without adapters: of neurons that a
-        predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
+        """Up to the neurons, where adapters add to gate or up, or up is clamped: products, what is added, and
+        what becomes of the sums are operations of their own. Rows are left out as without adapters: of
+        neurons that a predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
         out, mask = self._buffers[ffn.selected], ffn.mask
         fetched = self._fetch_deciding(ffn)
         x = self._input(ffn)
@@ -998,7 +1000,10 @@ class _Emission:
 
 def rope_facts(rope: Rope) -> Facts:
     """A rotation as operations take it."""
-    return {"kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude}
+    return {
+        "kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude,
+        "every": rope.every,
+    }  # fmt: skip
 
 
 def native_name(operation: type) -> str:

@@ -57,6 +57,7 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
+    PoolBlocks,
     RMSNorm,
     Rope,
     Rotate,
@@ -317,7 +318,9 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | HeadDot():
+            case (
+                ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | PoolBlocks() | HeadDot()
+            ):  # fmt: skip
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id
@@ -521,6 +524,8 @@ class Program:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
+        if main.blocks is not None:
+            raise UnsupportedModelError("attention to blocks is computed on the CPU; use --no-gpu")
         if main.slopes is not None or main.first_seen:
             what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
             raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
@@ -568,6 +573,10 @@ class Program:
             raise UnsupportedModelError(
                 "experts with predictors, and values inside experts, are computed on the CPU alone; use "
                 "--no-gpu"
+            )
+        if op.table is not None or op.scoring == "sqrt_softplus":
+            raise UnsupportedModelError(
+                "experts that a table names, or scores that are roots, are computed on the CPU; use --no-gpu"
             )
         entered, scores, gate_threshold = (
             self._entered(ffn.x, ffn.norm, ffn.in_threshold),

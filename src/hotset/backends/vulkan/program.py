@@ -688,6 +688,12 @@ def missing_kernel(op: Primitive) -> str | None:
     match op:
         case Activate() if op.kind not in ACTIVATIONS:
             return f"the activation {op.kind}"
+        case Attention() if op.blocks is not None:
+            return "attention to blocks"
+        case Rotate() if op.rope.every > 1:
+            return "the rotation of blocks"
+        case Route() if op.table is not None or op.scoring not in _SCORINGS:
+            return "routes by a table, and scores that are roots"
         case Attention() if op.first_seen:
             return "layers for multi-token prediction"
         case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
