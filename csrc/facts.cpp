@@ -22,6 +22,8 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
     {"sigmoid", Activation::Sigmoid},
     {"clamped_silu", Activation::ClampedSilu},
     {"clamped_plus_one", Activation::ClampedPlusOne},
+    {"capped_silu", Activation::CappedSilu},
+    {"clamp", Activation::Clamp},
     {"exp", Activation::Exp},
     {"softplus", Activation::Softplus},
     {"scale", Activation::Scale},  // threshold * x
@@ -114,6 +116,7 @@ int Facts::rope(const char* name) {
     rope.n_rot = of->integer("n_rot", 2, INT32_MAX);
     rope.magnitude = of->real("magnitude");
     rope.frequencies = of->doubles("freq");
+    rope.every = of->integer("every", 1, INT32_MAX);
     require(rope.n_rot % 2 == 0 && int(rope.frequencies.size()) == rope.n_rot / 2,
             "a rope needs n_rot / 2 frequencies");
     return plan_.add_rope(std::move(rope));

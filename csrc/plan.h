@@ -32,6 +32,7 @@ struct Rope {
     bool neox = false;  // pairs (i, i + n_rot / 2) rather than (2i, 2i + 1)
     int n_rot = 0;
     float magnitude = 1.0f;
+    int every = 1;                    // positions are rounded down to a multiple of it
     std::vector<double> frequencies;  // [n_rot / 2]
 
     bool operator==(const Rope&) const = default;

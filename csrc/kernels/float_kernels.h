@@ -71,6 +71,12 @@ inline V activate(Activation kind, V threshold, V x) {
         }
         case Activation::ClampedPlusOne:
             return max(min(x, threshold), V::zero() - threshold) + one;
+        case Activation::CappedSilu: {
+            const V m = min(x, threshold);
+            return m / (one + exp(V::zero() - m));
+        }
+        case Activation::Clamp:
+            return max(min(x, threshold), V::zero() - threshold);
         case Activation::Exp:
             return exp(x);
         case Activation::Softplus: {
@@ -518,9 +524,9 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
 
 void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
                float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
-               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
+               const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out, bool more) {
     const int stride = kv.value_stride();
-    for (int r = 0; r < n_rows; r++) {
+    for (int r = 0; r < n_rows && !more; r++) {
         state[r] = {-INFINITY, 0.0f};
         for (int c = 0; c < stride; c += 16) V::zero().store(out + r * stride + c);
     }

@@ -303,12 +303,13 @@ struct AttentionState {
 // Attends `n_rows` query rows of one KV head to positions [first, last) of one sequence.
 // Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
 // q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
-// overwritten. softcap > 0: a score s becomes softcap * tanh(s / softcap). slopes, of each row, or null:
-// slope times the distance from the row's own position row_at[r] is then taken from it (ALiBi).
+// overwritten, or with `more` gone on with. softcap > 0: a score s becomes softcap * tanh(s / softcap).
+// slopes, of each row, or null: slope times the distance from the row's own position row_at[r] is then taken
+// from it (ALiBi).
 using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last,
                                  int n_rows, float softcap, const float* slopes, const float* const* q_rows,
                                  const int32_t* row_first, const int32_t* row_last, const int32_t* row_at,
-                                 AttentionState* state, float* out);
+                                 AttentionState* state, float* out, bool more);
 
 // SoftCap: threshold * tanh(x / threshold); Scale: threshold * x; Sigmoid: 1 / (1 + exp(-x)).
 // ClampedSilu: m * sigmoid(1.702 m), m = min(x, threshold); ClampedPlusOne: 1 + x, brought into +-threshold.
@@ -325,7 +326,9 @@ enum class Activation : int {
     ClampedSilu = 9,
     ClampedPlusOne = 10,
     Exp = 11,
-    Softplus = 12  // ln(1 + e^x)
+    Softplus = 12,    // ln(1 + e^x)
+    CappedSilu = 13,  // silu(min(x, threshold))
+    Clamp = 14        // x, brought into +-threshold
 };
 
 // positive * x^2 + linear * x above 0; negative * (e^min(x, eps) - 1 - x) + linear * x elsewhere.

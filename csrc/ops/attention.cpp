@@ -6,6 +6,9 @@
 // Positions are divided into splits of kSplitPages pages, each with its own running softmax, merged in order.
 // The limits of the splits depend on positions alone, so a token's sum is the same however the work is shared
 // out.
+//
+// Keys of blocks have a cache of their own, whose page has those of the blocks that end in the page, side by
+// side from its first position on; a split goes on with them behind its tokens.
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -21,6 +24,9 @@ struct AttentionFacts {
     int q = -1, k = -1, v = -1, out = -1;  // k, v: -1 where another layer has stored its own
     int n_head = 0;
     KvLayer kv;
+    int blocks = -1;     // buffer, -1: none
+    int block_size = 0;  // tokens
+    KvLayer block_kv;
     float scale = 1.0f;
     float softcap = 0.0f;       // 0: none
     int window = 0;             // 0: none
@@ -95,8 +101,9 @@ class Attention : public Op {
 
     Needs needs() const override {
         const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
-                             (size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim +
-                              (v_block_ ? size_t(f_.kv.n_head_kv) * f_.kv.head_dim_v : 0));
+                                 (size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim +
+                                  (v_block_ ? size_t(f_.kv.n_head_kv) * f_.kv.head_dim_v : 0)) +
+                             (f_.blocks < 0 ? 0 : f_.kv.head_dim);
         const size_t rows = tile_rows();
         const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + sink_floats() +
                               chunk_floats(most_chunk_units_) + rows * stride_;
@@ -165,7 +172,7 @@ class Attention : public Op {
         float* k = q + int64_t(rows.count()) * n_q * dim;
         float* v = k + int64_t(rows.count()) * heads_kv.count() * dim;
         const int v_width = heads_kv.count() * f_.kv.head_dim_v;
-        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);
+        float* scratch = v + (v_block_ ? int64_t(rows.count()) * v_width : 0);  // of a head
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
             float* heads = q + int64_t(i) * n_q * dim;
@@ -196,9 +203,32 @@ class Attention : public Op {
                                           k + (int64_t(i) * heads_kv.count() + h) * dim);
                 plan_.kernels().store_value(f_.kv, page, slot, heads_kv.first + h,
                                             values + h * f_.kv.head_dim_v);
+                store_block(step, t, heads_kv.first + h, scratch);
             }
         }
         worker.end_commit();
+    }
+
+    // Blocks before position 64 * page + within, from the first on that ends in the page or behind it.
+    int blocks_before(int page, int within) const {
+        const int64_t start = int64_t(page) * kPageSize;
+        return int((start + within) / f_.block_size - start / f_.block_size);
+    }
+
+    // The key of a block that ends with token t, which is its value as well.
+    void store_block(const StepTokens& step, int t, int head, float* scratch) const {
+        const int position = step.positions[t], index = position / kPageSize, dim = f_.kv.head_dim;
+        if (f_.blocks < 0 || (position + 1) % f_.block_size != 0) return;
+        const int page = pages(step, t)[index], slot = blocks_before(index, position % kPageSize);
+        const float* block = plan_.buffer(f_.blocks).row(t) + head * dim;
+        auto transformed = [&](int width) {
+            if (!width) return block;
+            std::copy_n(block, dim, scratch);
+            plan_.kernels().hadamard(dim, width, scratch);
+            return static_cast<const float*>(scratch);
+        };
+        plan_.kernels().store_key(f_.block_kv, page, slot, head, transformed(k_block_));
+        plan_.kernels().store_value(f_.block_kv, page, slot, head, transformed(v_block_));
     }
 
     void head_rows(const StepTokens& step, int t, const float* x, int heads, const Norm& norm, float* scratch,
@@ -265,7 +295,21 @@ class Attention : public Op {
         end = std::min(end, (split + 1) * kSplitTokens);
         plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_,
                                   f_.softcap, f_.slopes.empty() ? nullptr : slopes, q, first, last, at,
-                                  states, out);
+                                  states, out, false);
+        if (f_.blocks < 0) return;
+        std::fill_n(first, tile.count * group_, 0);
+        const int n_positions = step.positions[tile.first + tile.count - 1] + 1;
+        const int end_page = std::min((split + 1) * kSplitPages, ceil_div(n_positions, kPageSize));
+        for (int page = split * kSplitPages; page < end_page; page++) {
+            const int start = page * kPageSize;
+            for (int row = 0; row < tile.count * group_; row++)
+                last[row] = blocks_before(page, std::clamp(at[row] + 1 - start, 0, kPageSize));
+            const int n_blocks = *std::max_element(last, last + tile.count * group_);
+            if (n_blocks)
+                plan_.kernels().attention(f_.block_kv, head, pages(step, tile.first) + page, 0, n_blocks,
+                                          tile.count * group_, f_.softcap, nullptr, q, first, last, at,
+                                          states, out, true);
+        }
     }
 
     void attend_split(int chunk, const StepTokens& step, Worker& worker) const {
@@ -409,12 +453,33 @@ std::array<KvType, 2> kv_types(const std::string& text) {
     return types;
 }
 
-uint16_t* scales_of(Facts& facts, const char* name, KvType type, int dim, size_t places) {
+uint16_t* scales_of(Facts& facts, const std::string& name, KvType type, int dim, size_t places) {
     if (bits_of(type) > 8) return nullptr;
     require(dim % 32 == 0, "a Q8_0 or Q4_0 cache needs heads of whole 32-blocks");
-    const std::span<uint8_t> scales = facts.writable_bytes(name);
+    const std::span<uint8_t> scales = facts.writable_bytes(name.c_str());
     require(scales.size() == places * (dim / 32) * sizeof(uint16_t), "a Q8_0 or Q4_0 cache has scales");
     return reinterpret_cast<uint16_t*>(scales.data());
+}
+
+// The cache whose facts begin with `prefix`, of so many heads and channels of keys and values.
+KvLayer cache_of(Facts& facts, const std::string& prefix, int n_head_kv, int head_dim, int head_dim_v) {
+    const auto [k_type, v_type] = kv_types(facts.text("kv_type"));
+    const std::span<uint8_t> k = facts.writable_bytes((prefix + "k_cache").c_str()),
+                             v = facts.writable_bytes((prefix + "v_cache").c_str());
+    const int n_pages = facts.plan().limits().n_pages;
+    const size_t places = size_t(n_pages) * n_head_kv * kPageSize;
+    const KvLayer kv = {k_type,
+                        v_type,
+                        n_head_kv,
+                        head_dim,
+                        head_dim_v,
+                        k.data(),
+                        v.data(),
+                        scales_of(facts, prefix + "k_scale", k_type, head_dim, places),
+                        scales_of(facts, prefix + "v_scale", v_type, head_dim_v, places)};
+    require(k.size() == n_pages * kv.k_page_bytes() && v.size() == n_pages * kv.v_page_bytes(),
+            "the cache has the size of its pages");
+    return kv;
 }
 
 }  // namespace
@@ -450,21 +515,16 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     require(!f.q_norm.layer && !f.k_norm.layer, "heads have an RMS norm");
     f.sinks = facts.floats_or_none("sinks", f.n_head);
     f.slopes = facts.floats_or_none("slopes", f.n_head);
-    const auto [k_type, v_type] = kv_types(facts.text("kv_type"));
-    const std::span<uint8_t> k = facts.writable_bytes("k_cache"), v = facts.writable_bytes("v_cache");
-    const size_t places = size_t(plan.limits().n_pages) * n_head_kv * kPageSize;
-    f.kv = {k_type,
-            v_type,
-            n_head_kv,
-            head_dim,
-            head_dim_v,
-            k.data(),
-            v.data(),
-            scales_of(facts, "k_scale", k_type, head_dim, places),
-            scales_of(facts, "v_scale", v_type, head_dim_v, places)};
-    const int n_pages = plan.limits().n_pages;
-    require(k.size() == n_pages * f.kv.k_page_bytes() && v.size() == n_pages * f.kv.v_page_bytes(),
-            "the cache has the size of its pages");
+    f.kv = cache_of(facts, "", n_head_kv, head_dim, head_dim_v);
+    f.blocks = facts.buffer_or_none("blocks");
+    f.block_size = facts.integer("block_size", 0, INT32_MAX);
+    if (f.blocks >= 0) {
+        facts.of_all_tokens(f.blocks);
+        require(f.block_size > 0 && f.causal && f.k >= 0 && f.slopes.empty() && head_dim == head_dim_v &&
+                    facts.width(f.blocks) == int64_t(n_head_kv) * head_dim,
+                "blocks are as wide as keys and values, and behind the tokens that they are of");
+        f.block_kv = cache_of(facts, "block_", n_head_kv, head_dim, head_dim_v);
+    }
     return std::make_unique<Attention>(plan, std::move(f));
 });
 

@@ -37,7 +37,8 @@ class DeltaNet : public HeadStates {
     }
 
   private:
-    void advance(int t, int head, float* state, float* scratch, float* out) const override {
+    void advance(const StepTokens&, int t, int head, float* state, float* scratch,
+                 float* out) const override {
         const Kernels& kernels = plan_.kernels();
         const float* x = plan_.buffer(f_.x).row(t);
         const int key_head = f_.tiled ? head % f_.n_head_k : head / (f_.n_head / f_.n_head_k);

@@ -65,7 +65,7 @@ class HeadStates : public Op {
         for (int i = 0; i < tile.count; i++) {
             if (i % kCancelTokens == 0 && worker.cancelled()) return;
             const int t = tile.first + i;
-            advance(t, head, state, scratch, out + int64_t(i) * h_.dim_v);
+            advance(step, t, head, state, scratch, out + int64_t(i) * h_.dim_v);
             if (step.saves[t] >= 0 && i + 1 < tile.count)
                 std::copy_n(state, size, saved + n_saved++ * rounded(size));
         }
@@ -92,7 +92,8 @@ class HeadStates : public Op {
 
   protected:
     // Token t: the state of a head before it becomes that after it, and out [dim_v] what the head yields.
-    virtual void advance(int t, int head, float* state, float* scratch, float* out) const = 0;
+    virtual void advance(const StepTokens& step, int t, int head, float* state, float* scratch,
+                         float* out) const = 0;
 
     static double softplus(double x) { return x > 20.0 ? x : std::log1p(std::exp(x)); }
 

@@ -1,6 +1,7 @@
 // Which experts compute a token: the best by the router's scores, of equal ones the first, and their weights.
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "../facts.h"
 #include "row_op.h"
@@ -10,14 +11,21 @@ namespace {
 
 // See operations.Route (model/operations.py). out: [n_used] ids, [n_used] weights.
 struct RouteFacts {
-    enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
+    enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3, SqrtSoftplus = 4 };
     int n_used = 1;
     Scoring scoring = Softmax;
     std::vector<float> bias, scales;  // empty: none
     bool normalised = false;
     float scale = 1.0f;
     int n_groups = 1, n_groups_used = 1, group_best = 2;
+    std::vector<float> table;  // [n_vocab][n_used], empty: none
 };
+
+constexpr std::pair<std::string_view, RouteFacts::Scoring> kScorings[] = {
+    {"softmax", RouteFacts::Softmax},
+    {"sigmoid", RouteFacts::Sigmoid},
+    {"softmax_chosen", RouteFacts::SoftmaxChosen},
+    {"sqrt_softplus", RouteFacts::SqrtSoftplus}};
 
 // Whether a comes before b: higher, of equal ones the lower index, and no number after all numbers.
 bool comes_before(const float* x, int a, int b) {
@@ -44,15 +52,20 @@ class Router {
     Router(const Kernels& kernels, RouteFacts facts, int n_expert)
         : kernels_(kernels), f_(std::move(facts)), n_(n_expert) {}
 
-    void operator()(const float* x, float* out) const {
+    // token: of the vocabulary, where there is a table.
+    void operator()(const float* x, int token, float* out) const {
         float p[kMaxExperts], wanted[kMaxExperts];
         int32_t ids[kMaxExperts];
         if (f_.scoring == RouteFacts::Softmax)
             kernels_.softmax(x, n_, p);
         else if (f_.scoring == RouteFacts::Sigmoid)
             kernels_.activate(Activation::Sigmoid, 0.0f, x, n_, p);
+        else if (f_.scoring == RouteFacts::SqrtSoftplus)
+            kernels_.activate(Activation::Softplus, 0.0f, x, n_, p);
         else
             std::copy_n(x, n_, p);
+        if (f_.scoring == RouteFacts::SqrtSoftplus)
+            for (int i = 0; i < n_; i++) p[i] = std::sqrt(p[i]);
         if (f_.bias.empty() && f_.n_groups == 1)
             std::copy_n(x, n_, wanted);
         else if (f_.bias.empty())
@@ -60,7 +73,10 @@ class Router {
         else
             kernels_.add(p, f_.bias.data(), n_, wanted);
         if (f_.n_groups > 1) leave_groups_out(wanted);
-        best_of(wanted, n_, f_.n_used, ids);
+        if (f_.table.empty())
+            best_of(wanted, n_, f_.n_used, ids);
+        else
+            for (int j = 0; j < f_.n_used; j++) ids[j] = int32_t(f_.table[int64_t(token) * f_.n_used + j]);
 
         float* weights = out + f_.n_used;
         for (int j = 0; j < f_.n_used; j++) {
@@ -118,11 +134,9 @@ static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> 
     f.n_used = facts.integer("n_used", 1, n);
     require(facts.width(out) == 2 * f.n_used, "a route has ids and weights of the experts that are used");
     const std::string scoring = facts.text("scoring");
-    require(scoring == "softmax" || scoring == "sigmoid" || scoring == "softmax_chosen",
-            "there is no scoring " + scoring);
-    f.scoring = scoring == "softmax"   ? RouteFacts::Softmax
-                : scoring == "sigmoid" ? RouteFacts::Sigmoid
-                                       : RouteFacts::SoftmaxChosen;
+    const auto known = std::ranges::find(kScorings, scoring, [](const auto& one) { return one.first; });
+    require(known != std::end(kScorings), "there is no scoring " + scoring);
+    f.scoring = known->second;
     f.bias = facts.floats_or_none("bias", n);
     f.scales = facts.floats_or_none("scales", n);
     f.normalised = facts.flag("normalised");
@@ -132,10 +146,23 @@ static const Registered kRoute("route", [](Facts& facts) -> std::unique_ptr<Op> 
     f.group_best = facts.integer("group_best", 1, 2);
     require(n % f.n_groups == 0 && n / f.n_groups * f.n_groups_used >= f.n_used,
             "groups of experts have equal sizes, and hold those that are used");
+    if (facts.has("table")) {
+        facts.of_all_tokens(out);
+        f.table = facts.floats("table");
+        Plan::Limits& limits = facts.plan().limits();
+        const int64_t n_vocab = int64_t(f.table.size()) / f.n_used;
+        require(n_vocab > 0 && int64_t(f.table.size()) == n_vocab * f.n_used, "each token has its experts");
+        require(std::ranges::all_of(f.table, [&](float id) { return id >= 0.0f && id < float(n); }),
+                "a table names experts that there are");
+        limits.n_vocab = limits.n_vocab ? std::min(limits.n_vocab, n_vocab) : n_vocab;
+    }
+    const bool has_table = !f.table.empty();
     const Buffer& in = facts.plan().buffer(x);
     return make_row_op(facts.plan(), out,
-                       [&in, router = Router(facts.plan().kernels(), std::move(f), int(in.width))](
-                           const StepTokens&, int r, float* result) { router(in.row(r), result); });
+                       [&in, has_table, router = Router(facts.plan().kernels(), std::move(f), int(in.width))](
+                           const StepTokens& step, int r, float* result) {
+                           router(in.row(r), has_table ? step.tokens[r] : 0, result);
+                       });
 });
 
 }  // namespace hotset

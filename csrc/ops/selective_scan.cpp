@@ -24,7 +24,8 @@ class SelectiveScan : public HeadStates {
           f_(std::move(facts)) {}
 
   private:
-    void advance(int t, int head, float* state, float* scratch, float* out) const override {
+    void advance(const StepTokens&, int t, int head, float* state, float* scratch,
+                 float* out) const override {
         const float* x = plan_.buffer(f_.x).row(t);
         const float* b =
             x + int64_t(f_.n_head) * f_.dim_v + int64_t(head / (f_.n_head / f_.n_group)) * f_.dim_k;
@@ -57,7 +58,7 @@ class ChannelScan : public HeadStates {
           f_(std::move(facts)) {}
 
   private:
-    void advance(int t, int head, float* state, float*, float* out) const override {
+    void advance(const StepTokens&, int t, int head, float* state, float*, float* out) const override {
         const int64_t first = int64_t(head) * f_.dim_v;
         const float* x = plan_.buffer(f_.x).row(t) + first;
         plan_.kernels().channel_scan(f_.dim_k, f_.dim_v, plan_.buffer(f_.b).row(t), plan_.buffer(f_.c).row(t),

@@ -21,7 +21,7 @@ class Wkv : public HeadStates {
         : HeadStates(plan, {facts.out, facts.n_head, facts.dim_k, facts.dim_v, 0, facts.states}), f_(facts) {}
 
   private:
-    void advance(int t, int head, float* state, float*, float* out) const override {
+    void advance(const StepTokens&, int t, int head, float* state, float*, float* out) const override {
         auto of = [&](int buffer, int dim) {
             return buffer < 0 ? nullptr : plan_.buffer(buffer).row(t) + int64_t(head) * dim;
         };

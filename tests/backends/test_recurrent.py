@@ -40,19 +40,13 @@ tiny_models = pytest.importorskip("tiny_models")
 from derived_bounds import Oracle  # noqa: E402
 
 RECIPES = [
-    "lfm2", "lfm2moe", "qwen3next", "qwen35moe", "kimi-linear", "nemotron-h", "nemotron-h-moe-latent",
-    "granitehybrid", "falcon-h1", "mamba2", "rwkv6", "rwkv7", "mamba", "jamba", "qwen4exp",
+    "lfm2", "lfm2moe", "qwen3next", "qwen35moe", "kimi-linear", "deepseek4", "nemotron-h",
+    "nemotron-h-moe-latent", "granitehybrid", "falcon-h1", "mamba2", "rwkv6", "rwkv7", "mamba", "jamba",
+    "qwen4exp",
 ]  # fmt: skip
 ONE_OF_EACH_STATE = (
-    "lfm2moe",
-    "qwen3next",
-    "kimi-linear",
-    "falcon-h1",
-    "rwkv6",
-    "rwkv7",
-    "mamba",
-    "qwen4exp",
-)
+    "lfm2moe", "qwen3next", "kimi-linear", "deepseek4", "falcon-h1", "rwkv6", "rwkv7", "mamba", "qwen4exp",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=quick_are(ONE_OF_EACH_STATE, RECIPES))

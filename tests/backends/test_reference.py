@@ -249,6 +249,8 @@ def test_activations_against_their_formulas() -> None:
     formulas = {
         "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
         "clamped_silu": lambda v: min(v, 0.25) / (1 + math.exp(-1.702 * min(v, 0.25))),
+        "clamp": lambda v: min(max(v, -0.25), 0.25),
+        "capped_silu": lambda v: min(v, 0.25) / (1 + math.exp(-min(v, 0.25))),
         "clamped_plus_one": lambda v: min(max(v, -0.25), 0.25) + 1, "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * math.erfc(-v / math.sqrt(2)),
         "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),

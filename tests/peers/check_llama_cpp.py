@@ -45,6 +45,10 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "deepseek32-tied": INDEXED,
     "glm-dsa": INDEXED,
     "glm-dsa-groups": INDEXED,
+    "deepseek4": {  # blocks of other sizes and heads of indexers that it does not know
+        "index_head_dim": 128,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
     "kimi-linear": ONE_EPSILON,
     "kimi-linear-lists": ONE_EPSILON | {"norm_topk_prob": True},
     "qwen4exp": ONE_EPSILON | {"ple_embed_dim": 96},  # the model's width
@@ -121,6 +125,7 @@ REFUSED = {  # by what it says
         "lfm2-untied gemma3n-widths gemma3n-unshared chatglm chatglm-rotated olmoe-normalised "
         "qwen3next-own-values dots1-window bailingmoe2-heads kimi-linear-queries"
     ),
+    "only supports compression ratios": "deepseek4-streams",
     "unknown model architecture": "bamboo opt turbosparse-mistral",
     "not found": (  # biases and outputs that every published model has, and windows
         "gptneox-wide starcoder2-unbiased olmo2-tied stablelm-rotated cohere2-full jais2-unbiased "
@@ -157,6 +162,7 @@ NOT_CONVERTED = {
         "qwen3next qwen3next-own-values qwen35moe qwen35 baichuan hunyuan-moe baichuan-alibi "
         "hunyuan-moe-alpha hunyuan-moe-tied baichuan-alibi-heads minimax-m2 refact refact-heads "
         "minimax-m2-tied mamba2 mamba2-tied deepseek2-ocr deepseek2-ocr-normalised bailingmoe-raw-weights "
+        "deepseek4 deepseek4-streams deepseek4-published "
         "mistral4 mistral4-dense kimi-linear kimi-linear-lists kimi-linear-queries nemotron-h-moe "
         "nemotron-h-moe-latent"
     ),

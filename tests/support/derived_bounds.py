@@ -35,6 +35,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -42,6 +43,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     Multiply,
     NgramEmbed,
+    PoolBlocks,
     RMSNorm,
     Rotate,
     Route,
@@ -195,7 +197,7 @@ def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -
 def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Of one activation; beside the kernel's roundings the oracle's own, which cancel far below 0."""
     tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # where exp overflows, 0 is given for less than this
-    if kind == "clamped_plus_one":
+    if kind in ("clamped_plus_one", "clamp"):
         return U * np.abs(expected) + TINY
     if kind == "clamped_silu":  # the argument of exp is rounded once
         return (EXP + 4 * U + 2 * U * np.abs(x)) * np.abs(expected) + tail
@@ -203,7 +205,7 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
         return EXP * np.abs(expected) + TINY
     if kind == "sigmoid":
         return (EXP + 2 * U) * np.abs(expected) + TINY
-    if kind == "silu":  # x / (1 + exp(-x))
+    if kind in ("silu", "capped_silu"):  # x / (1 + exp(-x))
         return (EXP + 2 * U) * np.abs(expected) + tail
     if kind == "gelu_tanh":  # the same of an argument that is off by five roundings
         argument = np.abs(x) * (1.6 + 0.0714 * x * x)
@@ -253,9 +255,15 @@ def soft_cap_bound(cap: float) -> float:
 
 
 def attention_bound(
-    scores: np.ndarray, magnitude: np.ndarray, head_dim: int, values: np.ndarray, softcap: float = 0.0
+    scores: np.ndarray,
+    magnitude: np.ndarray,
+    head_dim: int,
+    values: np.ndarray,
+    softcap: float = 0.0,
+    n_more: int = 0,
 ) -> np.ndarray:
-    """Of one query: scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim].
+    """Of one query: scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim]. n_more:
+    pages of blocks, each of which is taken by itself.
 
     softcap: of the scores, which are given without it; it lessens their errors and adds its own.
 
@@ -267,7 +275,7 @@ def attention_bound(
         scores, of_cap = softcap * np.tanh(scores / softcap), soft_cap_bound(softcap)
     highest = scores.max()
     of_score = of_cap + gamma(head_dim + head_dim // BLOCK + 5) * magnitude + U * np.abs(scores - highest)
-    rescaled = -(-n // PAGE) + 1 + -(-n // SPLIT) + 1
+    rescaled = -(-n // PAGE) + 1 + -(-n // SPLIT) + 1 + n_more
     of_weight = np.expm1(of_score.max() + rescaled * (EXP + 3 * U) + EXP)
     weights = np.exp(scores - highest)
     sums = weights @ np.abs(values) / weights.sum()
@@ -339,6 +347,8 @@ class Oracle(ReferenceBackend):
             return self._expected_scan(op, taps, batch, slots)
         if isinstance(op, Wkv):
             return self._expected_wkv(op, taps, batch, slots)
+        if isinstance(op, PoolBlocks):
+            return self._expected_pool(op, taps, batch, slots)
         if isinstance(op, ChannelScan):
             return self._expected_channels(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
@@ -356,9 +366,12 @@ class Oracle(ReferenceBackend):
             case AddStreams():
                 weights = None if op.weights is None else np.abs(taps[op.weights.id])
                 size = replace(op, plus=abs(op.plus))
-                sums = add_streams(size, np.abs(taps[op.x.id]), np.abs(taps[op.y.id]), weights)
-                n_added = op.y.width * op.n_streams // op.x.width
+                own = None if op.x is None else np.abs(taps[op.x.id])
+                sums = add_streams(size, own, np.abs(taps[op.y.id]), weights)
+                n_added = op.y.width * op.n_streams // op.out.width
                 return expected, gamma(n_added + 3) * sums + (n_added + 1) * TINY
+            case HyperConnection():  # in float64
+                return expected, U * np.abs(expected)
             case MatchMagnitude():  # the factor is found in float64
                 return expected, gamma(3) * np.abs(expected) + TINY
             case RMSNorm() | UnitNorm():
@@ -453,6 +466,23 @@ class Oracle(ReferenceBackend):
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         bound = gamma(op.kernel + 1) * sums + op.kernel * TINY
         return expected, bound if op.bias is None else bound + U * (np.abs(expected) + bound)
+
+    def _expected_pool(
+        self, op: PoolBlocks, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """Sums of weights and of weighted values. A weight is a product of as many exponentials as tokens
+        followed in the block and the one before, each of a rounded difference of rounded scores."""
+        states, x = self._states[op.out.id], taps[op.x.id]
+        before = states.copy()
+        states[:, 2::3] = np.abs(states[:, 2::3])
+        sums = self._compute(op, {**taps, op.x.id: np.abs(x)}, batch, slots)
+        states[:] = before
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        n = 2 * op.size if op.overlaps else op.size
+        bias = np.abs(self._weight(op.bias)).max()
+        largest = np.abs(taps[op.scores.id]).max() + bias
+        off = np.expm1(2 * n * (EXP + 2 * U) + 4 * n * U * largest)
+        return expected, (2 * off + gamma(2 * n + 4)) * sums + n * TINY
 
     def _expected_wkv(
         self, op: Wkv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
@@ -622,7 +652,6 @@ class Oracle(ReferenceBackend):
     def _attention_bounds(
         self, op: Attention, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> np.ndarray:
-        keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
         group = op.n_head // op.n_head_kv
         of_keys, of_values = self._formats
         roundings = op.head_dim + of_keys.rotated * TRANSFORM
@@ -631,9 +660,10 @@ class Oracle(ReferenceBackend):
             q = taps[op.q.id][token].reshape(op.n_head, op.head_dim) * op.scale
             sizes = spread(np.abs(q)) if of_keys.rotated else np.abs(q)
             q = hadamard(q) if of_keys.rotated else q
+            keys, values = self._seen(op, seen, slots[token])
             for head in range(op.n_head):
-                k = keys[seen, head // group].astype(np.float64)
-                v = values[seen, head // group].astype(np.float64)
+                k = keys[:, head // group].astype(np.float64)
+                v = values[:, head // group].astype(np.float64)
                 scores, magnitude = k @ q[head], np.abs(k) @ sizes[head]
                 if op.slopes is not None:
                     fallen = op.slopes[head] * np.abs(ago)
@@ -641,7 +671,8 @@ class Oracle(ReferenceBackend):
                 if op.sinks is not None:  # as a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])
                     magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])
-                off = attention_bound(scores, magnitude, roundings, v, op.softcap)
+                n_more = 0 if op.blocks is None else -(-len(slots[token]) // PAGE)
+                off = attention_bound(scores, magnitude, roundings, v, op.softcap, n_more)
                 if of_values.rotated:  # back; here and in the kernel
                     off = spread(off + 2 * gamma(TRANSFORM) * np.abs(v).max(axis=0))
                 bound[token, head] = off

@@ -168,6 +168,27 @@ def scale_results(model: torch.nn.Module) -> None:
         layer.layer_scalar.fill_(0.5 + 0.25 * i)
 
 
+def draw_tables(model: torch.nn.Module) -> None:
+    """Experts of each token, by a table."""
+    generator = torch.Generator().manual_seed(7)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            n_expert = model.config.n_routed_experts
+            ids = torch.rand(len(table), n_expert, generator=generator).argsort(dim=1)
+            table.copy_(ids[:, : table.shape[1]])
+
+
+def published_deepseek4(tensors: Tensors) -> Tensors:
+    """DeepSeek's own names."""
+    names = {
+        "model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.",
+        "model.": "",
+    }  # fmt: skip
+    for old, new in names.items():
+        tensors = {name.replace(old, new): values for name, values in tensors.items()}
+    return tensors
+
+
 class NoPositions(torch.nn.Module):
     def forward(self, positions: torch.Tensor) -> float:
         return 0.0
@@ -1152,6 +1173,20 @@ DSA = {
     **DEEPSEEK, "q_lora_rank": 28, "n_routed_experts": 12, "n_group": 3, "topk_group": 2,
     "index_n_heads": 4, "index_head_dim": 16, "index_topk": 192,
 }  # fmt: skip
+DEEPSEEK4 = {
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "q_lora_rank": 28, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.25, "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "compress_rope_theta": 4e4, "o_groups": 2, "o_lora_rank": 20, "index_n_heads": 4, "index_head_dim": 16,
+    "index_topk": 64, "hc_mult": 4, "hc_sinkhorn_iters": 5, "hc_eps": 1e-3, "swiglu_limit": 0.7,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7, "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "pad_token_id": 0,
+    **rope("yarn"),
+}  # fmt: skip
 DEEPSEEK_GROUPS = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "q_lora_rank": 28}
 LFM2_EXPERTS = {
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "norm_eps": 1e-2,
@@ -1459,6 +1494,33 @@ EXPERTS: dict[str, TinyModel] = {
         "DeepseekV32",
         {**DSA, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True, "norm_topk_prob": False}
         | {"num_experts_per_tok": 1, "v_head_dim": 24, "first_k_dense_replace": 2},
+    ),
+    "deepseek4": TinyModel("DeepseekV4", DEEPSEEK4, patch=draw_tables),
+    "deepseek4-streams": TinyModel(  # odd heads, another number of streams, no table, no scaling
+        "DeepseekV4",
+        {**DEEPSEEK4, "num_attention_heads": 3, "o_groups": 3, "hc_mult": 3, "hc_sinkhorn_iters": 1}
+        | {"num_experts_per_tok": 1, "mlp_layer_types": ["moe"] * 3, "num_hidden_layers": 3}
+        | {"partial_rotary_factor": 0.5, "qk_rope_head_dim": 16, "head_dim": 32, "sliding_window": 7}
+        | {"compress_rates": {"compressed_sparse_attention": 6, "heavily_compressed_attention": 70}}
+        | {"layer_types": [
+            "heavily_compressed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        ], "rope_parameters": None},
+        patch=draw_tables,
+    ),
+    "deepseek4-published": TinyModel(  # names, ratios and entries as published
+        "DeepseekV4",
+        {**DEEPSEEK4, "o_groups": 1, "compress_rates": None, "n_shared_experts": 1, "sliding_window": 128}
+        | {"mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2},
+        patch=draw_tables,
+        written_as={
+            "compress_rates": None, "layer_types": None, "compress_ratios": [0, 4, 128, 4, 0],
+            "mlp_layer_types": None, "num_hash_layers": 2, "rope_parameters": None,
+            "rope_scaling": {
+                "type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+                "original_max_position_embeddings": ROPE_ORIGINAL,
+            },
+        },
+        published=(published_deepseek4,),
     ),
     "glm-dsa": TinyModel("GlmMoeDsa", {**DSA, "n_group": 1, "topk_group": 1}),
     "glm-dsa-groups": TinyModel(

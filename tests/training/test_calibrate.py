@@ -82,6 +82,7 @@ RECURRENT = (
     "lfm2",
     "qwen3next",
     "kimi-linear",
+    "deepseek4",
     "qwen35",
     "nemotron-h",
     "rwkv6",

@@ -9,7 +9,7 @@ layout(set = 0, binding = 2) readonly buffer Weights { float weights[]; };  // [
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push {
     uint width, in_stride, added_stride, weight_stride, out_stride;
-    uint stream_width, n_added, first, weighted;
+    uint stream_width, n_added, first, weighted, has_own;
     float plus;
 };
 
@@ -17,7 +17,7 @@ void main() {
     const uint i = gl_GlobalInvocationID.x, token = gl_GlobalInvocationID.y;
     if (i >= width) return;
     const uint stream = i / stream_width, channel = i % stream_width;
-    precise float y = inputs[token * in_stride + i];
+    precise float y = has_own != 0u ? inputs[token * in_stride + i] : 0.0;
     if (stream >= first) {
         precise float sum = 0.0;
         for (uint j = 0; j < n_added; j++) {

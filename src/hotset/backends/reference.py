@@ -39,6 +39,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -46,6 +47,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     Multiply,
     NgramEmbed,
+    PoolBlocks,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -101,6 +103,9 @@ class ReferenceBackend:
         self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
         self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        # The same of blocks, each where its last token is.
+        self._block_keys: dict[int, np.ndarray] = {}
+        self._block_values: dict[int, np.ndarray] = {}
         self.n_threads: int | None = None
         self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
@@ -113,6 +118,9 @@ class ReferenceBackend:
                 slots = n_pages * PAGE_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored_k)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored_v)
+                if op.blocks is not None:
+                    self._block_keys[op.layer] = np.zeros_like(self._keys[op.layer])
+                    self._block_values[op.layer] = np.zeros_like(self._values[op.layer])
 
     def cancel(self) -> None:
         """Ends the step in flight after its operation, from any thread; it raises StepCancelledError."""
@@ -221,9 +229,17 @@ class ReferenceBackend:
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
-                read = values[op.q.id], values[op.k.id], values[op.v.id]
-                return self._attend(op, *read, batch, slots)
-            case NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+                self._store(op, values, [seen[-1] for seen in slots])
+                return self._attend(op, values[op.q.id], batch, slots)
+            case (
+                NgramEmbed()
+                | ShortConv()
+                | DeltaNet()
+                | SelectiveScan()
+                | ChannelScan()
+                | Wkv()
+                | PoolBlocks()
+            ):
                 return self._recurrent(op, values, batch)
             case Activate():
                 if op.xielu is not None:
@@ -240,28 +256,23 @@ class ReferenceBackend:
             case HeadDot() | SimilarityGate():
                 return self._head_dot(op, values)
             case AddStreams():
-                weights = None if op.weights is None else values[op.weights.id]
-                return add_streams(op, values[op.x.id], values[op.y.id], weights)
+                x, weights = (None if v is None else values[v.id] for v in (op.x, op.weights))
+                return add_streams(op, x, values[op.y.id], weights)
+            case HyperConnection():
+                return hyper_connection(op, values[op.x.id], self._weight(op.scale), self._weight(op.base))
             case MatchMagnitude():
                 return match_magnitude(values[op.x.id], values[op.like.id], op.least)
             case SoftCap():
                 return soft_cap(values[op.x.id], op.cap)
             case Route():
-                bias, scales = (None if v is None else self._weight(v) for v in (op.bias, op.scales))
-                return routed(values[op.x.id], bias, op, scales)
+                return self._routed(op, values[op.x.id], batch)
             case ExpertLinear():
                 x = values[op.x.id]
                 of_all = x[:, None].repeat(op.n_used, axis=1)
                 x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ExpertSum():
-                x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
-                parts = self._by_experts(op, x, values[op.route.id], op.out.width)
-                weights = values[op.route.id][:, op.n_used :, None]
-                out = np.zeros_like(parts[:, 0])
-                for rank in range(op.n_used):
-                    out += weights[:, rank] * parts[:, rank]
-                return out
+                return self._expert_sum(op, values[op.x.id], values[op.route.id])
             case SelectOutputs():
                 return values[op.x.id][batch.outputs]
             case _:
@@ -317,6 +328,11 @@ class ReferenceBackend:
         if isinstance(op, Wkv):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
             return self._through_states(op, rows, batch, lambda row, state: wkv(op, row, state))
+        if isinstance(op, PoolBlocks):
+            bias = self._weight(op.bias).reshape(op.size, -1)[batch.positions % op.size]
+            scores, begins = values[op.scores.id] + bias, batch.positions[:, None] % op.size == 0
+            rows = np.concatenate([values[op.x.id], scores, begins.astype(scores.dtype)], axis=1)
+            return self._through_states(op, rows, batch, lambda row, state: pool_blocks(op, row, state))
         if isinstance(op, ChannelScan):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
             rates, skip = self._weight(op.rate), self._weight(op.skip).reshape(-1)
@@ -374,30 +390,55 @@ class ReferenceBackend:
                 out[of_it] += self._weight(op.bias)[expert, first : first + n_rows]
         return out
 
-    def _attend(
-        self,
-        op: Attention,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        batch: Batch,
-        slots: list[np.ndarray],
-    ) -> np.ndarray:
-        """Stores the batch's keys and values, then lets each token look back, or around, one at a time."""
-        keys, values = self._keys[op.cache_layer], self._values[op.cache_layer]
-        own = [seen[-1] for seen in slots]
+    def _routed(self, op: Route, x: np.ndarray, batch: Batch) -> np.ndarray:
+        bias, scales = (None if v is None else self._weight(v) for v in (op.bias, op.scales))
+        ids = None if op.table is None else self._weight(op.table)[batch.tokens].astype(np.int64)
+        return routed(x, bias, op, scales, ids)
+
+    def _expert_sum(self, op: ExpertSum, x: np.ndarray, route: np.ndarray) -> np.ndarray:
+        parts = self._by_experts(op, x.reshape(len(x), op.n_used, -1), route, op.out.width)
+        weights = route[:, op.n_used :, None]
+        out = np.zeros_like(parts[:, 0])
+        for rank in range(op.n_used):
+            out += weights[:, rank] * parts[:, rank]
+        return out
+
+    def _store(self, op: Attention, found: dict[int, np.ndarray], own: list[np.intp]) -> None:
+        """Stores the keys and values of a batch, unless another layer has, and its blocks."""
         of_keys, of_values = self._formats
         if op.source is None:
-            keys[own] = stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
-            values[own] = stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
+            k, v = found[op.k.id], found[op.v.id]
+            self._keys[op.layer][own] = stored(k.reshape(-1, op.n_head_kv, op.head_dim), of_keys)
+            self._values[op.layer][own] = stored(v.reshape(-1, op.n_head_kv, op.head_dim_v), of_values)
+        if op.blocks is not None:
+            blocks = found[op.blocks.id].reshape(-1, op.n_head_kv, op.head_dim)
+            self._block_keys[op.layer][own] = stored(blocks, of_keys)
+            self._block_values[op.layer][own] = stored(blocks, of_values)
+
+    def _seen(self, op: Attention, seen: np.ndarray, all_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values that a token sees: of the slots `seen`, and of the blocks that are complete.
+        all_before: the slots of positions 0 to its own."""
+        keys, values = self._keys[op.cache_layer][seen], self._values[op.cache_layer][seen]
+        if op.blocks is None:
+            return keys, values
+        ends = all_before[op.block_size - 1 :: op.block_size]
+        return (
+            np.concatenate([keys, self._block_keys[op.layer][ends]]),
+            np.concatenate([values, self._block_values[op.layer][ends]]),
+        )
+
+    def _attend(self, op: Attention, q: np.ndarray, batch: Batch, slots: list[np.ndarray]) -> np.ndarray:
+        """Lets each token look back, or around, one at a time."""
+        of_keys, of_values = self._formats
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
             if of_keys.rotated:
                 query = hadamard(query)
-            past_k = keys[seen].astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
-            past_v = values[seen].astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
+            keys, values = self._seen(op, seen, slots[token])
+            past_k = keys.astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
+            past_v = values.astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
             scores = query @ past_k
             if op.softcap:
                 scores = soft_cap(scores, op.softcap)
@@ -515,9 +556,20 @@ def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarr
     return out.reshape(len(of_chosen), ffn.n_ff)
 
 
-def routed(x: np.ndarray, bias: np.ndarray | None, op: Route, scales: np.ndarray | None = None) -> np.ndarray:
-    """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (operations.Route)."""
-    scoring = {"softmax": softmax, "sigmoid": ACTIVATIONS["sigmoid"]}.get(op.scoring)
+def routed(
+    x: np.ndarray,
+    bias: np.ndarray | None,
+    op: Route,
+    scales: np.ndarray | None = None,
+    ids: np.ndarray | None = None,
+) -> np.ndarray:
+    """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (operations.Route). ids: those
+    that a table names."""
+    scoring = {
+        "softmax": softmax,
+        "sigmoid": ACTIVATIONS["sigmoid"],
+        "sqrt_softplus": _sqrt_softplus,
+    }.get(op.scoring)
     p = x if scoring is None else scoring(x, F32(0))
     wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
     if op.n_groups > 1:
@@ -527,7 +579,8 @@ def routed(x: np.ndarray, bias: np.ndarray | None, op: Route, scales: np.ndarray
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, chosen, True, axis=1)
         wanted = np.where(kept[:, :, None], grouped, F32(-np.inf)).reshape(x.shape)
-    ids = np.argsort(-wanted, axis=1, kind="stable")[:, : op.n_used]
+    if ids is None:
+        ids = np.argsort(-wanted, axis=1, kind="stable")[:, : op.n_used]
     weights = np.take_along_axis(p, ids, axis=1)
     if op.scoring == "softmax_chosen":
         weights = softmax(weights)
@@ -696,6 +749,21 @@ def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.nda
     return out.reshape(-1), after
 
 
+def pool_blocks(op: PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A token's outputs [width] and the state after it. row: its x, its scores with their bias, and whether
+    it is the first of a block; state: before it, [3 or 6, width]."""
+    n = 2 if op.overlaps else 1
+    x, scores = row[:-1].reshape(2, n, -1)
+    parts = state.reshape(n, 3, -1)[::-1]  # of the next block, if there is one, before the token's own
+    if row[-1]:
+        parts = np.stack([np.zeros_like(parts[0]), *parts[:-1]])
+    highest, total, sums = parts.swapaxes(0, 1)
+    higher = np.where(total > 0, np.maximum(highest, scores), scores)
+    kept, own = np.where(total > 0, np.exp(highest - higher), F32(0)), np.exp(scores - higher)
+    parts = np.stack([higher, total * kept + own, sums * kept + x * own], axis=1)
+    return parts[-1, 2] / parts[-1, 1], parts[::-1].reshape(state.shape)
+
+
 def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """operations.HeadDot, of rows."""
     n = len(x)
@@ -703,15 +771,36 @@ def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: n
     return (x.reshape(n, op.n_head, -1) * sums).reshape(n, -1)
 
 
-def add_streams(op: AddStreams, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+def add_streams(
+    op: AddStreams, x: np.ndarray | None, y: np.ndarray, weights: np.ndarray | None
+) -> np.ndarray:
     """operations.AddStreams, of x [n, n_streams * width] and y [n, streams * width]."""
-    n, width = len(x), op.x.width // op.n_streams
+    n, width = len(y), op.out.width // op.n_streams
     y = y.reshape(n, -1, width)
     shape = n, op.n_streams, y.shape[1]
-    factors = np.full(shape, op.plus, x.dtype) + (0 if weights is None else weights.reshape(shape))
-    out = x.reshape(n, op.n_streams, width).copy()
+    factors = np.full(shape, op.plus, y.dtype) + (0 if weights is None else weights.reshape(shape))
+    out = np.zeros((n, op.n_streams, width), y.dtype)
+    if x is not None:
+        out += x.reshape(out.shape)
     out[:, op.first :] += factors[:, op.first :] @ y
-    return out.reshape(x.shape)
+    return out.reshape(n, op.out.width)
+
+
+def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """operations.HyperConnection, of x [n, n_streams * (n_streams + 2)] or [n, n_streams]; in float64."""
+    n, rows, factor = op.n_streams, x.astype(np.float64), scale.reshape(-1).astype(np.float64)
+    rows = rows * np.repeat(factor, [n, n, n * n][: len(factor)]) + base.reshape(-1)
+    read = 1 / (1 + np.exp(-rows[:, :n])) + op.eps
+    if x.shape[1] == n:
+        return read.astype(x.dtype)
+    written = 2 / (1 + np.exp(-rows[:, n : 2 * n]))
+    mixed = softmax(rows[:, 2 * n :].reshape(-1, n, n)) + op.eps
+    for i in range(op.n_iterations):
+        if i:
+            mixed = mixed / (mixed.sum(axis=2, keepdims=True) + op.eps)
+        mixed = mixed / (mixed.sum(axis=1, keepdims=True) + op.eps)
+    of_streams = np.concatenate([written[:, :, None], mixed.swapaxes(1, 2)], axis=2)
+    return np.concatenate([read, of_streams.reshape(len(x), -1)], axis=1).astype(x.dtype)
 
 
 def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray:
@@ -749,6 +838,10 @@ def _sigmoid(x: np.ndarray, _: np.float32) -> np.ndarray:
         return np.asarray(1 / (1 + np.exp(-x)))
 
 
+def _sqrt_softplus(x: np.ndarray, _: np.float32) -> np.ndarray:
+    return np.asarray(np.sqrt(np.logaddexp(x, F32(0))))
+
+
 def _gelu(x: np.ndarray, _: np.float32) -> np.ndarray:
     erf = np.vectorize(math.erf, otypes=[np.float64])
     return (0.5 * x * (1 + erf(x / math.sqrt(2)))).astype(np.float32)
@@ -765,6 +858,8 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
         np.minimum(x, limit) * _sigmoid(F32(1.702) * np.minimum(x, limit), limit)
     ),
     "clamped_plus_one": lambda x, limit: np.clip(x, -limit, limit) + F32(1),
+    "capped_silu": lambda x, limit: _silu(np.minimum(x, limit), limit),
+    "clamp": lambda x, limit: np.clip(x, -limit, limit),
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x, _: np.maximum(x, 0),

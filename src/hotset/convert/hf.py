@@ -184,7 +184,23 @@ class Stack:
             yield from part.pieces()
 
 
-Source = Origin | Stack | Packed
+@dataclass(frozen=True)
+class Table:
+    """Whole numbers, which the file has as I32."""
+
+    values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost first, of the result."""
+        return self.values.shape
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The bytes of the file."""
+        yield np.ascontiguousarray(self.values.astype("<i4")).view(np.uint8)
+
+
+Source = Origin | Stack | Packed | Table
 
 
 @dataclass(frozen=True)
@@ -259,7 +275,7 @@ def convert_hf(
     for tensor_name, divisors in config.rope_divisors().items():
         writer.add_tensor(tensor_name, divisors, GGMLType.F32)
     infos = [
-        TensorInfo(n, source.shape[::-1], GGMLType.F32, 4 * math.prod(source.shape), 0)
+        TensorInfo(n, source.shape[::-1], _stored_type(source), 4 * math.prod(source.shape), 0)
         for n, source in sources.items()
     ]
     packed = {n: GGMLType.MXFP4 for n, source in sources.items() if isinstance(source, Packed)}
@@ -278,6 +294,11 @@ def convert_hf(
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always, use_of(config, of_texts))
+
+
+def _stored_type(source: Source) -> GGMLType:
+    """Of a tensor to which no type is given."""
+    return GGMLType.I32 if isinstance(source, Table) else GGMLType.F32
 
 
 def _opened(src: Path, config: HFConfig) -> Checkpoint:
@@ -419,8 +440,11 @@ def _place_of(name: str, config: HFConfig) -> _Place:
     numbered = re.fullmatch(r"(.+)\.([0-9]{1,5})", stem)
     if numbered and (several := hf.tensors.get(f"{numbered[1]}.*")) is not None:
         return _Place(-1, (f"{several}.{kind}",), int(numbered[2]))
-    if stem in hf.tensors and stem != full:
-        return _Place(-1, (f"{hf.tensors[stem]}.{kind}",))
+    if (found := hf.tensors.get(stem)) is not None:
+        if found.endswith(".weight"):  # a parameter that belongs to no matrix
+            return _Place(-1, (found,))
+        if stem != full:
+            return _Place(-1, (f"{found}.{kind}",))
     match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", stem)
     if match and int(match[1]) < config.n_layer + config.n_nextn:
         behind = hf_nextn.NAMES if int(match[1]) >= config.n_layer else {}
@@ -473,6 +497,9 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 of_experts.setdefault(target, {})[place.expert] = name, part
                 if len(of_experts[target]) == _n_parts(target, config):
                     yield target, _stacked(of_experts.pop(target), target, config)
+            elif target.endswith(".ffn_gate_tid2eid.weight"):
+                _check_fits(values.shape, _shape(target, config), name)
+                yield target, Table(values)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
             elif "_exps." in target and kind != "scale":
@@ -527,6 +554,9 @@ def _names(checkpoint: Checkpoint, config: HFConfig) -> tuple[list[str], bool]:
         found = [n for n in found if n not in unused]
     if hf.sees:
         found = [n for n in found if not _OTHER_PARTS.fullmatch(n)]
+    if config.compressed is not None:  # where a table chooses, no bias does
+        unread = {f"{hf.layers}.{i}.ffn.gate.bias" for i in range(config.compressed.n_hashed)}
+        found = [n for n in found if hf.full_name(n) not in unread]
     are_keys = tuple(f".{stem}" for stem in (*hf.layer_keys, *HFNgrams.constants))
     return [n for n in found if not (tied and n == output) and not n.endswith(are_keys)], tied
 
@@ -732,6 +762,9 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:
 def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     """What the tensor must be, outermost first; None: such a model has none of this name. ANY: the rank of a
     predictor, which config.json does not say."""
+    if config.compressed is not None and ".indexer." in target:
+        layer = int(target.split(".")[1])
+        return _other_shapes(config, layer).get(f"indexer.{_stem(target)}")
     if ".indexer." in target or (config.rwkv is not None and target.startswith("blk.")):
         return _shape_of_its_own(target, config)
     layer = int(target.split(".")[1]) if target.startswith("blk.") else 0
@@ -840,6 +873,8 @@ def _other_shapes(config: HFConfig, layer: int) -> dict[str, tuple[int, ...]]:
         return _altup_shapes(config.altup, config)
     if config.streams is not None:
         return config.streams.shapes(config.n_embd)
+    if config.compressed is not None:
+        return config.compressed.shapes(layer, (config.n_vocab, config.n_expert_used))
     if config.kda is not None:
         return _channel_delta_shapes(config.kda, config.n_embd, config.kda_layers[layer])
     if config.channels is not None:

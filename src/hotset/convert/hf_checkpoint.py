@@ -36,9 +36,9 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": fp8.CODES,
 }
 PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
-BYTES = {"U8": np.dtype("u1")}
-WHOLE = re.compile(r".*\.ple_embedding\.\w+")  # names of tensors that hold whole numbers: of hashes
-NUMBERS = {"I64": np.dtype("<i8")}
+BYTES: dict[str, np.dtype] = {"U8": np.dtype("u1")}
+WHOLE = re.compile(r".*\.(ple_embedding\.\w+|tid2eid)")  # that hold whole numbers: of hashes, of experts
+NUMBERS: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 
 class Checkpoint:

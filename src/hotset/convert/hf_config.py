@@ -39,7 +39,7 @@ from hotset.convert.hf_mixers import (
     state_keys,
     state_space,
 )
-from hotset.convert.hf_parts import HFAltUp, HFGatedStreams, HFLatent, HFWindowHeads
+from hotset.convert.hf_parts import HFAltUp, HFCompressed, HFGatedStreams, HFLatent, HFWindowHeads
 from hotset.convert.hf_rope import HFRope
 from hotset.convert.hf_rwkv import HFRwkv
 from hotset.convert.hf_values import flag, integer, number, positive
@@ -82,6 +82,8 @@ def _with_defaults(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     if hf_class.architecture == "mpt" and isinstance(of_attention := config.get("attn_config"), dict):
         config = config | of_attention
     config = _renamed(config)
+    if hf_class.compressed:
+        config = HFCompressed.renamed(config)
     for plain, own in hf_class.own_names.items():
         config.pop(plain, None)
         if (value := config.pop(own, None)) is not None:
@@ -176,6 +178,9 @@ class HFConfig:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         self.altup = HFAltUp(config, self.n_layer) if self.hf_class.altup else None
         self.streams = HFGatedStreams(config, self.n_layer) if self.hf_class.gated_streams else None
+        self.compressed = None
+        if self.hf_class.compressed:
+            self.compressed = HFCompressed(config, self.n_layer, self.head_dim)
         self.window_heads = None
         if self.hf_class.window_heads:
             self.window_heads = HFWindowHeads(config, self.n_layer, self.n_head)
@@ -214,6 +219,8 @@ class HFConfig:
         n_rot = None
         if self.latent is not None:
             n_rot = self.latent.n_rot
+        elif self.compressed is not None:
+            n_rot = self.compressed.n_rot
         elif self.window_heads is not None:  # those that are not rotated have no frequency
             n_rot = self.head_dim
         self.rope = HFRope(config, self.hf_class, self.n_ctx, self.head_dim, n_rot)
@@ -351,7 +358,7 @@ class HFConfig:
                 "attention.key_length": self.head_dim,
                 "attention.value_length": self.head_dim,
             }
-        for part in (self.latent, self.altup, self.window_heads, self.streams):
+        for part in (self.latent, self.altup, self.window_heads, self.streams, self.compressed):
             keys |= {} if part is None else part.keys()
         if not row.norm_weights:  # OLMo's class has it in its code, and llama.cpp needs the key
             keys[EPSILON_KEYS[row.norm]] = 1e-5

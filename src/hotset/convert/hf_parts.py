@@ -7,7 +7,7 @@ from statistics import NormalDist
 from typing import Any, ClassVar
 
 from hotset.convert.hf_layers import ATTENTION_TYPES, checked_types
-from hotset.convert.hf_values import integer
+from hotset.convert.hf_values import integer, number, positive
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import MAX_CONV_KERNEL, MAX_HEAD_DIM, MAX_NGRAM, MAX_NGRAM_HEADS, MAX_STREAMS
 
@@ -43,6 +43,136 @@ class HFLatent:
             "attention.value_length_mla": self.n_value,
             "attention.kv_lora_rank": self.rank,
         } | ({"attention.q_lora_rank": self.rank_q} if self.rank_q else {})
+
+
+class HFCompressed:
+    """Sizes of DeepSeek V4's attention (model/config.py, Compressed), its streams and its tables of experts.
+
+    block_sizes: tokens of a compressed block of keys of each layer, 0: there are none; overlaps: whether a
+    block has tokens of the one before, and an indexer chooses among blocks.
+    """
+
+    def __init__(self, config: dict[str, Any], n_layer: int, head_dim: int) -> None:
+        self.rank_q = integer(config, "q_lora_rank", high=1 << 20)
+        self.n_embd, self.head_dim = integer(config, "hidden_size", high=1 << 20), head_dim
+        self.n_head = integer(config, "num_attention_heads", high=1 << 14)
+        if config.get("partial_rotary_factor") is None and config.get("qk_rope_head_dim") is not None:
+            self.n_rot = integer(config, "qk_rope_head_dim", high=head_dim)
+        else:  # which transformers heeds first
+            self.n_rot = int(head_dim * number(config, "partial_rotary_factor", 0.125))
+        self.n_groups = integer(config, "o_groups", high=1 << 14)
+        self.rank_out = integer(config, "o_lora_rank", high=1 << 20)
+        self.n_index_head = integer(config, "index_n_heads", high=1 << 14)
+        self.index_dim = integer(config, "index_head_dim", high=1 << 14)
+        self.top_k = integer(config, "index_topk")
+        self.base = positive(config, "compress_rope_theta")
+        self.n_streams = integer(config, "hc_mult", high=MAX_STREAMS)
+        self.n_iterations = integer(config, "hc_sinkhorn_iters", high=1 << 10)
+        self.eps = positive(config, "hc_eps")
+        self.limit = positive(config, "swiglu_limit")
+        self.n_hashed = integer(config, "num_hash_layers", min(3, n_layer), n_layer, 0)
+        self.block_sizes, self.overlaps = _block_sizes(config, n_layer)
+
+    @staticmethod
+    def renamed(config: dict[str, Any]) -> dict[str, Any]:
+        """config.json with the entries of the published one in place of those that transformers writes."""
+        config = dict(config)
+        kinds = config.pop("mlp_layer_types", None)
+        if isinstance(kinds, list):
+            n_hashed = kinds.count("hash_moe")
+            if kinds != ["hash_moe"] * n_hashed + ["moe"] * (len(kinds) - n_hashed):
+                raise UnsupportedModelError(
+                    "mlp_layer_types in config.json must be hash_moe in the first layers, and then moe"
+                )
+            config["num_hash_layers"] = n_hashed
+        ropes = config.get("rope_parameters")
+        if isinstance(ropes, dict) and isinstance(main := ropes.get("main"), dict):
+            of_blocks = ropes.get("compress")
+            of_blocks = dict(of_blocks) if isinstance(of_blocks, dict) else {}
+            if main.get("rope_type", "default") != "default":
+                raise UnsupportedModelError("a scaling of the main rotation in config.json is not supported")
+            for entry, rope in (("rope_theta", main), ("compress_rope_theta", of_blocks)):
+                config[entry] = rope.get("rope_theta", config.get(entry))
+            unread = ("rope_theta", "partial_rotary_factor", "attention_factor")
+            config["rope_parameters"] = {k: v for k, v in of_blocks.items() if k not in unread}
+        return config
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the GGUF file."""
+        n_layer = len(self.block_sizes)
+        return {
+            "attention.q_lora_rank": self.rank_q,
+            "attention.indexer.head_count": self.n_index_head,
+            "attention.indexer.key_length": self.index_dim,
+            "attention.indexer.top_k": self.top_k,
+            "attention.output_group_count": self.n_groups,
+            "attention.output_lora_rank": self.rank_out,
+            "attention.compress_ratios": self.block_sizes,
+            "attention.compress_rope_freq_base": self.base,
+            "hyper_connection.count": self.n_streams,
+            "hyper_connection.sinkhorn_iterations": self.n_iterations,
+            "hyper_connection.epsilon": self.eps,
+            "hash_layer_count": self.n_hashed,
+            "swiglu_clamp_exp": [self.limit] * n_layer,
+            "swiglu_clamp_shexp": [self.limit] * n_layer,
+        }
+
+    def shapes(self, layer: int, table: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that only such models have, outermost first. table: tokens, and experts of one."""
+        d, dim, n, streams = self.n_embd, self.head_dim, self.n_head, self.n_streams
+        size, of_index = self.block_sizes[layer], 2 * self.index_dim
+        mix, of_blocks = streams * (streams + 2), (2 if self.overlaps[layer] else 1) * dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_q_a": (self.rank_q, d),
+            "attn_q_a_norm": (self.rank_q,),
+            "attn_q_b": (n * dim, self.rank_q),
+            "attn_kv": (dim, d),
+            "attn_kv_a_norm": (dim,),
+            "attn_output_a": (self.n_groups * self.rank_out, n * dim // self.n_groups),
+            "attn_output_b": (d, self.n_groups * self.rank_out),
+            "ffn_gate_tid2eid": table,
+            **dict.fromkeys(("hc_attn_fn", "hc_ffn_fn"), (mix, streams * d)),
+            **dict.fromkeys(("hc_attn_base", "hc_ffn_base"), (mix,)),
+            **dict.fromkeys(("hc_attn_scale", "hc_ffn_scale"), (3,)),
+            "output_hc_fn": (streams, streams * d),
+            "output_hc_base": (streams,),
+            "output_hc_scale": (1,),
+        }
+        if size:
+            shapes |= dict.fromkeys(("attn_compressor_kv", "attn_compressor_gate"), (of_blocks, d))
+            shapes |= {"attn_compressor_ape": (size, of_blocks), "attn_compressor_norm": (dim,)}
+        if self.overlaps[layer]:
+            shapes |= dict.fromkeys(("indexer_compressor_kv", "indexer_compressor_gate"), (of_index, d))
+            shapes |= {
+                "indexer_compressor_ape": (size, of_index),
+                "indexer_compressor_norm": (self.index_dim,),
+                "indexer.attn_q_b": (self.n_index_head * self.index_dim, self.rank_q),
+                "indexer.proj": (self.n_index_head, d),
+            }
+        return shapes
+
+
+def _block_sizes(config: dict[str, Any], n_layer: int) -> tuple[list[int], list[bool]]:
+    """See HFCompressed."""
+    ratios = config.get("compress_ratios")
+    if ratios is not None:  # as published, perhaps also of layers behind the model's
+        if not isinstance(ratios, list) or len(ratios) < n_layer or not set(ratios) <= {0, 4, 128}:
+            raise FormatError("compress_ratios in config.json must hold 0, 4 or 128 for each layer")
+        return ratios[:n_layer], [ratio == 4 for ratio in ratios[:n_layer]]
+    csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
+    rates = config.get("compress_rates") or {}
+    if not isinstance(rates, dict):
+        raise FormatError("compress_rates in config.json must be an object")
+    sizes = {
+        "sliding_attention": 0,
+        csa: integer(rates, csa, integer(config, "compress_rate_csa", 4)),
+        hca: integer(rates, hca, integer(config, "compress_rate_hca", 128)),
+    }
+    types = config.get("layer_types")
+    if types is None:  # as transformers' class has it
+        types = [hca if i < 2 or i % 2 == 0 else csa for i in range(n_layer)]
+    types = checked_types(types, n_layer, tuple(sizes))
+    return [sizes[kind] for kind in types], [kind == csa for kind in types]
 
 
 class HFAltUp:

@@ -503,11 +503,12 @@ _DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.IQ3_XXS: _decode_iq3_xxs,
     _T.IQ3_S: _decode_iq3_s,
 }
-DECODABLE = frozenset(_DECODERS)
+DECODABLE = frozenset(_DECODERS)  # of matrices and vectors that something computes with
+_DECODERS[_T.I32] = lambda blocks: blocks.astype(np.float32)  # which holds whole numbers below 2^24
 
 
 def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.ndarray:
-    """The values of a tensor.
+    """The values of a tensor, which may be whole numbers (I32) too.
 
     data: uint8, any shape, the blocks one after another. shape: as in the file, ne0 first.
     Returns float32 [shape[-1], ..., shape[0]], writable and owned by the caller. Raises

@@ -113,7 +113,8 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 # Read as floats by every engine, small, or both.
 _KEPT = re.compile(
     r"(ffn_gate_inp|token_types|ssm_conv1d(_[qkv])?|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
-    r"|per_layer_model_proj|ple_conv1d|hc_(attn|ffn)_inject|indexer\.[qk]_proj|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
+    r"|per_layer_model_proj|ple_conv1d|(output_)?hc_\w+|(attn|indexer)_compressor_\w+|indexer\.[qk]_proj"
+    r"|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
 )
 _WITHOUT_IMPORTANCE = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 _LARGE = ("llama", "qwen2", "olmo")  # architectures whose models of 80 layers have small attn_v
@@ -298,8 +299,8 @@ def assign_types(
 
 
 def is_matrix(info: TensorInfo) -> bool:
-    """Whether a tensor is one that quantisers touch: weights with rows."""
-    return info.name.endswith(".weight") and math.prod(info.shape[1:]) > 1
+    """Whether a tensor is one that quantisers touch: weights with rows, no table of whole numbers."""
+    return info.name.endswith(".weight") and math.prod(info.shape[1:]) > 1 and info.type != _T.I32
 
 
 def target_of(type: str) -> Target:

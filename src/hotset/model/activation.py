@@ -42,6 +42,7 @@ class FFNActivation:
         return has_zeros(self.gate) or self.top_k is not None
 
 
+MAX_CLAMP = 1e6
 CLAMPED = FFNActivation("clamped_silu", up="clamped_plus_one", threshold=7.0)
 SILU = FFNActivation("silu")
 GELU = FFNActivation("gelu")
@@ -109,6 +110,25 @@ def top_k_of(keys: Keys, n_layer: int) -> tuple[float | None, ...]:
     if any(isinstance(v, bool | np.bool_ | str) or not -math.inf <= v <= MAX_MULTIPLIER for v in values):
         raise keys.error(TOP_K_KEY, f"must hold numbers up to {MAX_MULTIPLIER:g}, or -inf")
     return tuple(None if v == -math.inf else float(v) for v in values)
+
+
+def clamp_of(keys: Keys, n_layer: int) -> tuple[float, ...]:
+    """Of each layer what SwiGLU's gates are at most, and what is before up in magnitude; 0: anything."""
+    found = []
+    for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        value = keys.get(key, 0.0)
+        values = list(value)[:n_layer] if is_array(value) else [value] * n_layer
+        numbers = [number({key: one}, key) for one in values]
+        if len(numbers) != n_layer or any(n is None or not 0 <= n <= MAX_CLAMP for n in numbers):
+            raise keys.error(key, f"must hold a number up to {MAX_CLAMP:g} for each layer")
+        found.append(tuple(n if n is not None and n > 1e-6 else 0.0 for n in numbers))
+    of_experts, of_shared = found
+    if keys.get("swiglu_clamp_shexp") is not None and of_experts != of_shared:
+        raise UnsupportedModelError(
+            f"the file's keys {keys.architecture}.swiglu_clamp_exp and swiglu_clamp_shexp differ, which is "
+            "not supported"
+        )
+    return of_experts
 
 
 def xielu_of(keys: Keys, n_layer: int) -> tuple[XIELU, ...]:

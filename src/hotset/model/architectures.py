@@ -137,6 +137,9 @@ class Architecture:
     unscaled: scores are q · k as it is, and values pass a norm without weights (Gemma 3n).
     altup: layers have several residual streams, a low-rank branch and an embedding of their own for each
       token, and the last ones attend keys and values of others (see AltUp and LayerConfig.source).
+    hyper: layers have several residual streams, which a part of a layer reads, writes and mixes (see Hyper).
+    compressed: attention has one head of keys that are values too, and keys of compressed blocks (see
+      Compressed). An indexer chooses among these where they overlap: as `indexed`, with so many blocks.
     window_heads: heads of layers with a window have a size of their own, layers have numbers of KV heads of
       their own, and take keys for values where they have no attn_v; layers may add an embedding of their own
       of each token, their result may be scaled (`layer_output_scale`), and the last ones may attend keys and
@@ -198,6 +201,8 @@ class Architecture:
     attention_gate: bool = False
     unscaled: bool = False
     altup: bool = False
+    hyper: bool = False
+    compressed: bool = False
     window_heads: bool = False
     sub_norms: bool = False
     activation_at: int | None = None
@@ -358,6 +363,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
     "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "deepseek4": Architecture(  # V4
+        sinks=True, hyper=True, compressed=True, experts=ExpertDefaults(scoring="sqrt_softplus"),
+    ),
     "mpt": Architecture(
         rope=None, norm="layer", norm_bias=False, gated=False, activation=GELU, alibi=None
     ),
@@ -505,12 +513,9 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 """The rows of a file in PowerInfer's dialect."""
 
 
-_BLOCKS_OF_KEYS = "keys and values of compressed blocks of tokens are not computed"
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
-    "deepseek4": _BLOCKS_OF_KEYS,
-    "deepseekv4": _BLOCKS_OF_KEYS,
 }
 """Architectures that are known and not computed, with the reason."""
 

@@ -16,14 +16,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
-from hotset.model.activation import FFNActivation, activation_of, parse_activation, top_k_of, xielu_of
+from hotset.model.activation import (
+    SILU,
+    FFNActivation,
+    activation_of,
+    clamp_of,
+    parse_activation,
+    top_k_of,
+    xielu_of,
+)
 from hotset.model.architectures import (
     Architecture,
     HeadNorm,
     PredictorInput,
     row_of,
 )
-from hotset.model.experts import Experts, experts_of
+from hotset.model.experts import Experts, experts_of, with_tables
 from hotset.model.keys import (
     EPSILON_KEYS,
     MAX_CONV_KERNEL,
@@ -73,7 +81,8 @@ class LayerConfig:
     ffn_tensors: see Architecture.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends; None: its own. sub_norms, sum_norms: see Architecture. heads: of k and v, and the channels of
-    one; None: the model's. result_scale: of the stream behind the layer.
+    one; None: the model's. result_scale: of the stream behind the layer. block_size: tokens of a compressed
+    block of keys; 0: there are none.
     """
 
     n_ff: int
@@ -102,6 +111,7 @@ class LayerConfig:
     ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
     heads: tuple[int, int] | None = None
     result_scale: float = 1.0
+    block_size: int = 0
 
     @property
     def n_neurons(self) -> int:
@@ -167,6 +177,30 @@ class Ngrams:
 
 
 @dataclass(frozen=True)
+class Hyper:
+    """Several residual streams (mHC, arXiv 2512.24880): see operations.HyperConnection."""
+
+    n_streams: int
+    eps: float
+    n_iterations: int
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Attention with one head of keys, which are their own values, as DeepSeek V4 has it.
+
+    Queries are made of a vector of rank_q numbers; the last n_rot channels of a head are rotated, and what
+    the heads yield is rotated back. n_groups: of heads, of which each makes rank_out numbers, which the
+    output is made of.
+    """
+
+    rank_q: int
+    n_rot: int
+    n_groups: int
+    rank_out: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
@@ -207,6 +241,8 @@ class ModelConfig:
     altup: AltUp | None = None
     gated_streams: GatedStreams | None = None
     ngrams: Ngrams | None = None
+    hyper: Hyper | None = None
+    compressed: Compressed | None = None
     n_embd_layer: int = 0
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
@@ -236,7 +272,7 @@ class ModelConfig:
     @property
     def n_recurrent(self) -> int:
         """Layers that have a recurrent state, in place of keys and values or beside them."""
-        return sum(layer.mixer is not None for layer in self.layers)
+        return sum(layer.mixer is not None or layer.block_size > 0 for layer in self.layers)
 
     @property
     def activation(self) -> FFNActivation:
@@ -305,7 +341,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
-        n_ctx_max=_longest_context(keys, architecture, n_ctx_train),
+        n_ctx_max=_longest_context(gguf, keys, architecture, n_layer),
         norm_eps=_norm_eps(keys, architecture),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
@@ -323,6 +359,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         altup=_altup(keys) if architecture.altup else None,
         gated_streams=_gated_streams(keys) if architecture.gated_streams else None,
         ngrams=_ngrams(keys, n_layer, _vocabulary(gguf)) if architecture.ngrams else None,
+        hyper=_hyper(keys) if architecture.hyper else None,
+        compressed=_compressed(keys, n_head, head_dim) if architecture.compressed else None,
         n_embd_layer=keys.integer("embedding_length_per_layer_input", 0, 1 << 16, 0)
         if architecture.window_heads
         else 0,
@@ -380,6 +418,7 @@ def _layers(
     if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
         routed = [f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors for i in range(n_layer)]
         experts, n_ff = experts_of(keys, architecture.experts, routed, n_ff)
+        experts = with_tables(gguf, keys, experts)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
     unscaled = architecture.unscaled or not architecture.attends
     scale = keys.factor("attention.scale", 1.0 if unscaled else 1 / math.sqrt(scaled_dim))
@@ -388,30 +427,24 @@ def _layers(
     softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or activation_of(keys, architecture.activation_in(n_layer))
     top_k = top_k_of(keys, n_layer)
+    clamps = clamp_of(keys, n_layer)
     xielu = xielu_of(keys, n_layer) if activation.gate == "xielu" else (None,) * n_layer
     shares = architecture.altup or architecture.window_heads
     sources = _sources(keys, windows) if shares else (None,) * n_layer
     heads = _layer_heads(keys, windows, head_dim) if architecture.window_heads else (None,) * n_layer
-    rope = windowed = None
-    switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
-    switched_off |= architecture.alibi_at is not None and _alibi(keys, architecture, n_layer) > 0
-    if architecture.rope is not None and not switched_off:
-        rope = windowed = rope_of(gguf, keys, architecture, head_dim, n_ctx_train)
-        if any(windows) and architecture.windowed_rope_base is not None:
-            windowed = windowed_rope_of(keys, architecture, rope, architecture.windowed_rope_base)
-        elif any(windows) and architecture.unscaled_windows:
-            base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
-            windowed = Rope(rope.kind, rope.n_rot, tuple(frequencies(base, rope.n_rot).tolist()))
+    block_sizes = _block_sizes(keys, architecture, n_layer)
+    rope, windowed = _ropes(gguf, keys, architecture, windows, head_dim, n_ctx_train)
     mixers = mixers_of(gguf, keys, architecture, n_layer)
     result_scales = _result_scales(gguf, keys, architecture, n_layer)
     rotated = _rotated(keys, n_layer, architecture)
+    is_windowed = [not size for size in block_sizes] if architecture.compressed else windows
     if architecture.rotates_windows == "always" or (architecture.rotates_windows and any(windows)):
         rope = None
     return tuple(
         LayerConfig(
             n_ff=n_ff[i],
-            activation=replace(activation, top_k=top_k[i], xielu=xielu[i]),
-            rope=None if not rotated[i] else windowed if windows[i] else rope,
+            activation=replace(_clamped(activation, clamps[i]), top_k=top_k[i], xielu=xielu[i]),
+            rope=None if not rotated[i] else windowed if is_windowed[i] else rope,
             attention_scale=scale,
             window=windows[i],
             attention_softcap=softcap,
@@ -435,9 +468,61 @@ def _layers(
             ffn_tensors=architecture.ffn_tensors,
             heads=heads[i],
             result_scale=result_scales[i],
+            block_size=block_sizes[i],
         )
         for i in range(n_layer)
     )
+
+
+def _ropes(
+    gguf: GGUFFile,
+    keys: Keys,
+    architecture: Architecture,
+    windows: tuple[int, ...],
+    head_dim: int,
+    n_ctx_train: int,
+) -> tuple[Rope | None, Rope | None]:
+    """The rotation of layers without a window, and of those with one; where keys have blocks, of those with
+    blocks and of those without."""
+    if architecture.compressed:
+        return _ropes_of_blocks(gguf, keys, architecture, head_dim, n_ctx_train)
+    rope = windowed = None
+    switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
+    switched_off |= architecture.alibi_at is not None and _alibi(keys, architecture, len(windows)) > 0
+    if architecture.rope is not None and not switched_off:
+        rope = windowed = rope_of(gguf, keys, architecture, head_dim, n_ctx_train)
+        if any(windows) and architecture.windowed_rope_base is not None:
+            windowed = windowed_rope_of(keys, architecture, rope, architecture.windowed_rope_base)
+        elif any(windows) and architecture.unscaled_windows:
+            base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+            windowed = Rope(rope.kind, rope.n_rot, tuple(frequencies(base, rope.n_rot).tolist()))
+    return rope, windowed
+
+
+def _clamped(activation: FFNActivation, limit: float) -> FFNActivation:
+    """SwiGLU whose gates and ups have a limit."""
+    if not limit:
+        return activation
+    if activation != SILU:
+        raise UnsupportedModelError(f"a clamped {activation.gate} is not supported, only SwiGLU")
+    return FFNActivation("capped_silu", up="clamp", threshold=limit)
+
+
+def _block_sizes(keys: Keys, architecture: Architecture, n_layer: int) -> tuple[int, ...]:
+    """Tokens of a compressed block of keys of each layer; 0: it has none."""
+    if not architecture.compressed:
+        return (0,) * n_layer
+    return keys.per_layer("attention.compress_ratios", n_layer, 0, MAX_WINDOW, more=True)
+
+
+def _ropes_of_blocks(
+    gguf: GGUFFile, keys: Keys, architecture: Architecture, head_dim: int, n_ctx_train: int
+) -> tuple[Rope, Rope]:
+    """Of layers with compressed blocks, scaled and with a base of its own; and of the others, not scaled."""
+    key, base = "attention.compress_rope_freq_base", keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+    of_blocks = rope_of(gguf, keys, architecture, head_dim, n_ctx_train, base_key=key)
+    freq = tuple(frequencies(base, of_blocks.n_rot).tolist())
+    return replace(of_blocks, magnitude=1.0), Rope(of_blocks.kind, of_blocks.n_rot, freq)
 
 
 def _layer_heads(keys: Keys, windows: tuple[int, ...], head_dim: int) -> tuple[tuple[int, int] | None, ...]:
@@ -579,6 +664,29 @@ def _ngrams(keys: Keys, n_layer: int, n_vocab: int) -> Ngrams | None:
     return Ngrams(layer, width, kernel, eos, multipliers, sizes, offsets)
 
 
+def _hyper(keys: Keys) -> Hyper:
+    return Hyper(
+        keys.integer("hyper_connection.count", 1, MAX_STREAMS),
+        keys.real("hyper_connection.epsilon", 0.0, 1.0),
+        keys.integer("hyper_connection.sinkhorn_iterations", 1, 1 << 10),
+    )
+
+
+def _compressed(keys: Keys, n_head: int, head_dim: int) -> Compressed:
+    n_rot = keys.integer("rope.dimension_count", 2, head_dim)
+    n_groups = keys.integer("attention.output_group_count", 1, n_head)
+    if n_head % n_groups:
+        raise keys.error(
+            "attention.output_group_count", f"is {n_groups}, which does not divide {n_head} heads"
+        )
+    if keys.integer("attention.head_count_kv", 1, 1 << 14, 1) != 1:
+        raise keys.error("attention.head_count_kv", "is not 1")
+    if keys.integer("attention.value_length", 1, 1 << 14, head_dim) != head_dim:
+        raise keys.error("attention.value_length", f"is not attention.key_length, {head_dim}")
+    rank_q = keys.integer("attention.q_lora_rank", 1, 1 << 20)
+    return Compressed(rank_q, n_rot, n_groups, keys.integer("attention.output_lora_rank", 1, 1 << 20))
+
+
 def _sources(keys: Keys, windows: tuple[int, ...]) -> tuple[int | None, ...]:
     """Of the last layers those whose keys and values they attend: the last with its own and such a window."""
     n_own = len(windows) - keys.integer("attention.shared_kv_layers", 0, len(windows) - 1, 0)
@@ -611,12 +719,16 @@ def _context(gguf: GGUFFile, keys: Keys, architecture: Architecture) -> int:
     return n_rows - architecture.first_position
 
 
-def _longest_context(keys: Keys, architecture: Architecture, n_ctx_train: int) -> int | None:
+def _longest_context(gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int) -> int | None:
     """The longest context in which what is computed is what the model means, in tokens."""
     if architecture.first_position is not None:
-        return n_ctx_train
+        return _context(gguf, keys, architecture)
     if architecture.tempered is not None and keys.real("attention.temperature_scale", 0.0, 1e3, 0.0):
         return keys.integer(architecture.tempered, 1, 1 << 31)
+    if architecture.compressed:  # while there are no more complete blocks, their indexer takes all
+        sizes = enumerate(_block_sizes(keys, architecture, n_layer))
+        size = min((n for i, n in sizes if n and f"blk.{i}.indexer.proj.weight" in gguf.tensors), default=0)
+        return size * (keys.integer("attention.indexer.top_k", 1, 1 << 31) + 1) - 1 if size else None
     return keys.integer("attention.indexer.top_k", 1, 1 << 31) if architecture.indexed else None
 
 

@@ -123,7 +123,7 @@ class Cost:
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
         """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""
-        return sum(kv_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
+        return sum(_key_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
 
     def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
         """Bytes that a token at `depth` reads where `batch` tokens of other sequences share the weights."""
@@ -141,7 +141,12 @@ class Cost:
 
 
 def kv_bytes(op: Attention, kv_type: KVType) -> int:
-    """Bytes that one token occupies in the cache of one layer."""
+    """Bytes that one token occupies in the cache of one layer. Blocks have as much room as tokens."""
+    return _key_bytes(op, kv_type) * (1 if op.blocks is None else 2)
+
+
+def _key_bytes(op: Attention, kv_type: KVType) -> int:
+    """Of one key and value of each head."""
     widths = op.n_head_kv * op.head_dim, op.n_head_kv * op.head_dim_v
     return sum(
         width * format.n_bytes // format.n_channels

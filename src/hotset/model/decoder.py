@@ -51,6 +51,12 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
     or, of an encoder, [output_norm]  result                        and of these the rows that are wanted
     [norms of sums: blk.N.ffn_inp_sum and out_sum before them]
+    [streams that parts of a layer read, write and mix: streams, and of each part (attn or ffn, P)
+    hc_P_unit  hc_P_m  hc_P_weights  hc_P_read  hc_P_write  hc_P_inp  hc_P_both  hc_P_streams; output_hc_unit
+    output_hc_m  output_hc_weights  hc_output_inp]
+    [one head of keys that are values, and blocks: attn_q_a  attn_q_a_norm  attn_q  attn_q_norm  attn_kv
+    attn_kv_a_norm  attn_compressor_kv  attn_compressor_gate  attn_blocks  attn_compressor_norm, each _rope
+    attn_back  attn_output_a_N]
 """
 
 from __future__ import annotations
@@ -66,7 +72,16 @@ from hotset.formats.channels import can_be_input_major, copy_name, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, REFUSED_TYPES, GGMLType
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
-from hotset.model.config import AltUp, GatedStreams, Latent, LayerConfig, ModelConfig, Ngrams
+from hotset.model.config import (
+    AltUp,
+    Compressed,
+    GatedStreams,
+    Hyper,
+    Latent,
+    LayerConfig,
+    ModelConfig,
+    Ngrams,
+)
 from hotset.model.experts import Experts
 from hotset.model.graph import Graph
 from hotset.model.mixers import ChannelMixer, ConvMixer, DeltaMixer, RwkvMixer, StateSpaceMixer
@@ -87,6 +102,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     Mask,
@@ -95,7 +111,9 @@ from hotset.model.operations import (
     Multiply,
     NgramEmbed,
     Part,
+    PoolBlocks,
     RMSNorm,
+    Rope,
     Rotate,
     Route,
     Scale,
@@ -125,7 +143,7 @@ if TYPE_CHECKING:
 REDUNDANT_TENSORS = re.compile(
     r"(dense_2|dense_3|cls|cls\.output)\.(weight|bias)|cls\.norm\.weight|"
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
-    r"rope_freqs\.weight|layer_output_scale\.weight|indexer\..*|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
+    r"rope_freqs\.weight|layer_output_scale\.weight|indexer\..*|indexer_compressor_.*|exp_probs_b_vl\.bias|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b)\.weight|always\.bias|"
     r"(ffn_down|channel_mix_value)\.weight|(ffn_down|channel_mix_value)_t\.(codes|scales))"
 )
 
@@ -134,6 +152,7 @@ TOKEN_TYPES = "token_types"
 
 # Types of what hotset builds itself: codes of planes, and the scales of planes.
 _BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
+_WHOLE = frozenset({GGMLType.I32})
 
 
 def describe(
@@ -213,6 +232,14 @@ def _describe(
 ) -> Graph:
     model = _Description(config, weights, layer_thresholds)
     x = model.embedding()
+    if config.hyper is not None:
+        between = _HyperStreams(model, config.hyper, x)
+        for i, layer in enumerate(config.layers):
+            between.add(model.attention(i, layer, between.read(i, "attention")))
+            x = between.read(i, "ffn")
+            between.add(model.ffn(i, layer, x, x, predictor))
+        model.output(x, between)
+        return model.graph
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     embedded = model.layer_embeddings(x, config.n_embd_layer) if config.n_embd_layer else None
     if config.gated_streams is not None:
@@ -306,7 +333,10 @@ class _Description:
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
 
     def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
-        """The stream x and what a part of the layer yields; norm: of the sum, where it passes one."""
+        """The stream x and what a part of the layer yields; norm: of the sum, where it passes one. With
+        several streams that are mixed behind it (Hyper) what it yields alone."""
+        if self.config.hyper is not None:
+            return out
         if self.config.gated_streams is not None:
             n = self.config.gated_streams.n
             return self.add(AddStreams(self.value(name, x.width), x, out, self._shares, n, **self.where))
@@ -343,6 +373,8 @@ class _Description:
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
         config, blk, gate = self.config, f"blk.{i}", None
+        if config.compressed is not None:
+            return self._compressed_heads(f"blk.{i}", layer, config.compressed, h)
         n_head_kv, dim, dim_v = self._head_sizes(layer)
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
@@ -379,6 +411,58 @@ class _Description:
             attn = self.norm(attn, f"{blk}.attn_sub_norm")
         attn = self._thresholded(attn, i, "attn_out")
         return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
+
+    def _compressed_heads(self, blk: str, layer: LayerConfig, sizes: Compressed, h: Value) -> Value:
+        """Attention with one head of keys that are their own values, and those of compressed blocks; what the
+        heads yield is rotated back, and becomes the output group by group."""
+        config, n, dim, rope = self.config, self.config.n_head, self.config.head_dim, layer.rope
+        assert rope is not None
+        given = self.norm(self.linear(h, f"{blk}.attn_q_a", sizes.rank_q), f"{blk}.attn_q_a_norm")
+        q = self.linear(given, f"{blk}.attn_q_b", n * dim, f"{blk}.attn_q")
+        out = self.value(f"{blk}.attn_q_norm", q.width)
+        q = self._turned(self.add(UnitNorm(out, q, config.norm_eps, n, **self.where)), n, rope)
+        k = self.norm(self.linear(h, f"{blk}.attn_kv", dim), f"{blk}.attn_kv_a_norm")
+        k = self._turned(k, 1, rope)
+        blocks = self._blocks(blk, layer.block_size, rope, h) if layer.block_size else None
+        attn = self.add(
+            Attention(
+                self.value(f"{blk}.attn", n * dim), q, k, k, n, 1, dim, dim, layer.attention_scale,
+                layer.window, sinks=self.weights.vector(f"{blk}.attn_sinks", n), blocks=blocks,
+                block_size=layer.block_size, **self.where,
+            )
+        )  # fmt: skip
+        back = replace(rope, freq=tuple(-freq for freq in rope.freq))
+        attn = self._turned(attn, n, back, f"{blk}.attn_back")
+        width, rank = n * dim // sizes.n_groups, sizes.rank_out
+        weight, joined = self.weights.matrix(f"{blk}.attn_output_a", width, sizes.n_groups * rank), None
+        for j in range(sizes.n_groups):
+            part = self.value(f"{blk}.attn_back_{j}", width)
+            part = self.add(Heads(part, attn, 1, j * width, **self.where))
+            low = self.value(f"{blk}.attn_output_a_{j}", rank)
+            low = self.add(Linear(low, part, weight, first_row=j * rank, **self.where))
+            if joined is not None:
+                out = self.value(f"{blk}.attn_output_a_to_{j}", joined.width + rank)
+                low = self.add(Heads(out, joined, 1, 0, low, **self.where))
+            joined = low
+        assert joined is not None
+        return self.linear(joined, f"{blk}.attn_output_b", config.n_embd, f"{blk}.attn_out")
+
+    def _blocks(self, blk: str, size: int, rope: Rope, h: Value) -> Value:
+        """A key of each block of tokens, at the last of them: a mean that is rotated as its first token."""
+        dim, name = self.config.head_dim, f"{blk}.attn_compressor"
+        overlaps = self.weights.shape(f"{name}_kv") == (h.width, 2 * dim)
+        width = 2 * dim if overlaps else dim
+        x, scores = self.linear(h, f"{name}_kv", width), self.linear(h, f"{name}_gate", width)
+        bias = self.weights.numbers(f"{name}_ape", size * width)
+        pooled = PoolBlocks(self.value(f"{blk}.attn_blocks", dim), x, scores, bias, size, **self.where)
+        normed = self.norm(self.add(pooled), f"{name}_norm")
+        return self._turned(normed, 1, replace(rope, every=size))
+
+    def _turned(self, x: Value, n_head: int, rope: Rope, name: str | None = None) -> Value:
+        """Heads whose last channels are rotated."""
+        dim = self.config.head_dim
+        out = self.value(name or f"{x.name}_rope", x.width)
+        return self.add(Rotate(out, x, n_head, dim, rope, dim - rope.n_rot, **self.where))
 
     def _convolved(self, blk: str, mixer: ConvMixer, h: Value) -> Value:
         """A short convolution of the product of two projections, times a third."""
@@ -683,7 +767,11 @@ class _Description:
         return self.add(Add(self.value(f"{blk}.ple_streams", x.width), x, more, **self.where))
 
     def output(
-        self, x: Value, streams: _Streams | None, norm: str | None = None, matrix: str | None = None
+        self,
+        x: Value,
+        streams: _Streams | _HyperStreams | None,
+        norm: str | None = None,
+        matrix: str | None = None,
     ) -> None:
         """The rows whose logits are wanted, the last norm, and the logits; of an encoder the last norm and
         the rows that are wanted. norm, matrix: tensors in place of the model's."""
@@ -875,6 +963,9 @@ class _Description:
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
             experts.group_best,
             self.weights.scales(f"{blk}.ffn_down_exps", experts.n) if experts.beside else None,
+            self.weights.experts_of_tokens(f"{blk}.ffn_gate_tid2eid", experts.n_used)
+            if experts.hashed
+            else None,
             **self.where,
         )  # fmt: skip
         n, d, width = layer.n_ff, h.width, experts.n_used * layer.n_ff
@@ -1087,7 +1178,7 @@ class _Description:
         return self._activation(out, x, layer.activation.gate, layer)
 
     def _activation(self, out: Value, x: Value, kind: ActivationKind, layer: LayerConfig) -> Activate:
-        has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one")
+        has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one", "capped_silu", "clamp")
         threshold = layer.activation.threshold if has_threshold else 0.0
         return Activate(out, x, kind, threshold, layer.activation.xielu, **self.where)
 
@@ -1376,6 +1467,58 @@ class _Streams:
         return self._model.add(Heads(out, x, 1, first, **self._model.where))
 
 
+class _HyperStreams:
+    """Residual streams of which a part of a layer reads a sum, and which are mixed when it adds its result.
+    x: the embedding, with which each begins."""
+
+    def __init__(self, model: _Description, facts: Hyper, x: Value) -> None:
+        self._model, self._facts, self._part, n = model, facts, "", facts.n_streams
+        self.x = model.add(AddStreams(model.value("streams", n * x.width), None, x, None, n, 1.0))
+        self._write = self.x
+
+    def read(self, i: int, part: Part) -> Value:
+        """What a part of layer i reads."""
+        self._model.enter(i, part)
+        n, name = self._facts.n_streams, "attn" if part == "attention" else part
+        self._part = f"blk.{i}.hc_{name}"
+        weights = self._weights(self._part, n * (n + 2))
+        read = self._first(weights, f"{self._part}_read", n)
+        self._write = self._first(weights, f"{self._part}_write", n * (n + 1), n)
+        return self._sum(read, f"{self._part}_inp")
+
+    def add(self, y: Value) -> None:
+        """Mixes the streams, and adds the result of the part that has read them."""
+        model, n = self._model, self._facts.n_streams
+        both = model.value(f"{self._part}_both", y.width + self.x.width)
+        both = model.add(Heads(both, y, 1, 0, self.x, **model.where))
+        out = model.value(f"{self._part}_streams", self.x.width)
+        self.x = model.add(AddStreams(out, None, both, self._write, n, **model.where))
+
+    def joined(self) -> Value:
+        """What the output reads."""
+        weights = self._weights("output_hc", self._facts.n_streams)
+        return self._sum(weights, "hc_output_inp")
+
+    def _weights(self, name: str, width: int) -> Value:
+        model, facts = self._model, self._facts
+        unit = model.value(f"{name}_unit", self.x.width)
+        unit = model.add(UnitNorm(unit, self.x, model.config.norm_eps, 1, **model.where))
+        m = model.linear(unit, f"{name}_fn", width, f"{name}_m")
+        scale = model.weights.numbers(f"{name}_scale", 1 if width == facts.n_streams else 3)
+        base, out = model.weights.numbers(f"{name}_base", width), model.value(f"{name}_weights", width)
+        op = HyperConnection(
+            out, m, scale, base, facts.n_streams, facts.eps, facts.n_iterations, **model.where
+        )
+        return model.add(op)
+
+    def _first(self, x: Value, name: str, width: int, first: int = 0) -> Value:
+        return self._model.add(Heads(self._model.value(name, width), x, 1, first, **self._model.where))
+
+    def _sum(self, weights: Value, name: str) -> Value:
+        model, out = self._model, self._model.value(name, self._model.config.n_embd)
+        return model.add(AddStreams(out, None, self.x, weights, 1, **model.where))
+
+
 class _Weights:
     """Asks for each tensor with its shape, and remembers what was asked for.
 
@@ -1422,6 +1565,10 @@ class _Weights:
         """Rows of n numbers, of which there are one, perhaps as a vector, or more."""
         shape = self.shape(name) or (n, 1)
         return self._ask(f"{name}.weight", shape if shape == (n,) else (n, *shape[-1:]))
+
+    def experts_of_tokens(self, name: str, n_used: int) -> str:
+        """A table of whole numbers, some for each token."""
+        return self._ask(f"{name}.weight", (n_used, self.config.n_vocab), _WHOLE)
 
     def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
         """A matrix of each head, in one tensor."""

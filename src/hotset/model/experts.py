@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from hotset.errors import UnsupportedModelError
+import numpy as np
+
+from hotset.errors import FormatError, UnsupportedModelError
+from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.architectures import ExpertDefaults
 from hotset.model.keys import MAX_EXPERTS, MAX_USED_EXPERTS, SCORINGS, Keys
 from hotset.model.operations import Scoring
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -15,8 +22,8 @@ class Experts:
     """The experts of a layer. n: of them; n_used: for a token. The rest: see operations.Route.
 
     n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
-    early, beside: see ExpertDefaults. n_latent: width of what they read and yield, between two matrices that
-    all of them share; 0: that of the model.
+    early, beside: see ExpertDefaults. hashed: a table says which experts a token has. n_latent: width of what
+    they read and yield, between two matrices that all of them share; 0: that of the model.
     """
 
     n: int
@@ -32,6 +39,27 @@ class Experts:
     group_best: int = 2
     n_latent: int = 0
     beside: bool = False
+    hashed: bool = False
+
+
+def with_tables(
+    gguf: GGUFFile, keys: Keys, experts: tuple[Experts | None, ...]
+) -> tuple[Experts | None, ...]:
+    """The experts of each layer, of the first ones with tables, which are checked."""
+    n_hashed = keys.integer("hash_layer_count", 0, len(experts), 0)
+    for i, own in enumerate(experts[:n_hashed]):
+        name = f"blk.{i}.ffn_gate_tid2eid.weight"
+        info = gguf.tensors.get(name)
+        if own is None or info is None or info.type != GGMLType.I32 or info.shape[0] != own.n_used:
+            continue  # the decoder says what is missing
+        ids = np.sort(dequantize(gguf.data(name), info.type, info.shape).reshape(-1, own.n_used), axis=1)
+        if ids.min() < 0 or ids.max() >= own.n or (np.diff(ids, axis=1) == 0).any():
+            raise FormatError(
+                f"the tensor {name} must name {own.n_used} of {own.n} experts for each token; the file is "
+                "damaged"
+            )
+    hashed = (None if own is None else replace(own, hashed=True) for own in experts[:n_hashed])
+    return (*hashed, *experts[n_hashed:])
 
 
 def experts_of(

@@ -40,7 +40,9 @@ NormKind = Literal["rms", "layer"]
 MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_STATE_HEADS, MAX_WINDOW = 512, 256, 64, 1024, (1 << 31) - 1
 MAX_EXPERTS = MAX_LATENT_HEADS = 1024  # kMaxChunks of csrc/threads.h
 MAX_USED_EXPERTS = 128  # kMaxChunks over kRanges of csrc/ops/experts.cpp
-SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
+SCORINGS: dict[int, Scoring] = {  # expert_gating_func
+    1: "softmax", 2: "sigmoid", 3: "softmax_chosen", 4: "sqrt_softplus",
+}  # fmt: skip
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -74,14 +76,15 @@ class Keys:
         return int(value)
 
     def per_layer(
-        self, key: str, n_layer: int, low: int, high: int, default: int | None = None
+        self, key: str, n_layer: int, low: int, high: int, default: int | None = None, *, more: bool = False
     ) -> tuple[int, ...]:
-        """One integer for all layers, or an array with one for each, perhaps also for those left out."""
+        """One integer for all layers, or an array with one for each, perhaps also for those left out, of
+        which the file may say nothing (more)."""
         value = self.get(key, default)
         if not is_array(value):
             return (self.integer(key, low, high, default),) * n_layer
         n_extra = self.integer("nextn_predict_layers", 0, 1 << 12, 0)
-        if len(value) not in (n_layer, n_layer + n_extra):
+        if len(value) not in (n_layer, n_layer + n_extra) and not (more and len(value) > n_layer):
             raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
         return tuple(self._checked_integer(key, v, low, high) for v in value[:n_layer])
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 ActivationKind = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
-    "xielu", "exp", "softplus",
+    "xielu", "exp", "softplus", "capped_silu", "clamp",
 ]  # fmt: skip
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
-Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
+Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts, see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
@@ -52,13 +52,15 @@ class Rope:
     """Rotary position embedding of the first `n_rot` channels of each head.
 
     angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor).
-    `freq` holds n_rot/2 float64 frequencies with every scaling already applied.
+    `freq` holds n_rot/2 float64 frequencies with every scaling already applied. every: positions are rounded
+    down to a multiple of it, so that a block of tokens is rotated as its first.
     """
 
     kind: RopeKind
     n_rot: int
     freq: tuple[float, ...]
     magnitude: float = 1.0
+    every: int = 1
 
 
 def has_zeros(kind: ActivationKind) -> bool:
@@ -374,6 +376,9 @@ class Attention(Operation):
     sinks: a score for each head that takes part in its softmax, with a value of zero. source: the layer whose
     keys and values these are, which has stored them; None: its own. slopes: of each head, by which a score
     falls with each token between (ALiBi, arXiv 2108.12409); None: it does not.
+    blocks: as wide as k; a token also sees what this has at the last token of each block of block_size
+    tokens from position 0 on that is complete, whatever the window is: one more key, which is its own value.
+    They are stored too.
     """
 
     out: Value
@@ -392,6 +397,8 @@ class Attention(Operation):
     slopes: tuple[float, ...] | None = None
     causal: bool = True
     first_seen: int = 0
+    blocks: Value | None = None
+    block_size: int = 0
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -404,7 +411,8 @@ class Attention(Operation):
         """Tokens that a token sees, itself included, with `depth` tokens before it."""
         if not self.causal:
             return min(depth + 1, self.window // 2 * 2 + 1) if self.window else depth + 1
-        return min(depth + 1, self.window) if self.window else depth + 1
+        n_blocks = (depth + 1) // self.block_size if self.block_size else 0
+        return n_blocks + (min(depth + 1, self.window) if self.window else depth + 1)
 
 
 @dataclass(frozen=True)
@@ -547,6 +555,38 @@ class Wkv(Operation):
 
 
 @dataclass(frozen=True)
+class PoolBlocks(Operation):
+    """Means of the tokens of a block, each channel by itself, weighted by the softmax of scores: the keys of
+    compressed blocks of DeepSeek V4.
+
+    Blocks are of `size` tokens from position 0 on. x, scores: [out.width], or [2, out.width], of which the
+    second half counts for the token's own block and the first for the next one, which so overlaps it. bias:
+    added to the scores of a block's tokens, a row each. out: the mean of the token's block as far as it is
+    there: the tokens of the block before, if they count, and those up to this one. State, per channel: the
+    highest score, the sum of weights relative to it, and the sum of weighted values; of the token's block
+    and, where blocks overlap, of the next.
+    """
+
+    out: Value
+    x: Value
+    scores: Value
+    bias: Vector
+    size: int
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a block has tokens of the one before."""
+        return self.x.width != self.out.width
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return 6 if self.overlaps else 3, self.out.width
+
+
+@dataclass(frozen=True)
 class HeadDot(Operation):
     """out = x times, head by head, the sum of a * b * weight, in order; x may have other heads' widths."""
 
@@ -578,7 +618,8 @@ class Activate(Operation):
     """out = f(x), elementwise.
 
     threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
-    clamped_plus_one is 1 + x, x brought into [-t, t]. xielu: see XIELU. softplus is ln(1 + e^x).
+    clamped_plus_one is 1 + x, x brought into [-t, t]; capped_silu is silu(min(x, t)); clamp is x brought into
+    [-t, t]. xielu: see XIELU. softplus is ln(1 + e^x).
     """
 
     out: Value
@@ -640,18 +681,40 @@ class Scale(Operation):
 class AddStreams(Operation):
     """Adds streams y to the streams of x, each with a weight: out_i = x_i + sum of (plus + w[i, j]) * y_j.
 
-    x: n_streams side by side; y: some of the same width. weights: w, [n_streams, streams of y]; None: zeros.
-    Streams before `first` stay as they are. The sum begins with 0 and each product is rounded before it is
-    added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
+    x: n_streams side by side, None: zeros; y: some of the same width. weights: w, [n_streams, streams of y];
+    None: zeros. Streams before `first` stay as they are. The sum begins with 0 and each product is rounded
+    before it is added, in the order of y; then x_i is added. AltUp (arXiv 2301.13310).
     """
 
     out: Value
-    x: Value
+    x: Value | None
     y: Value
     weights: Value | None
     n_streams: int
     plus: float = 0.0
     first: int = 0
+
+
+@dataclass(frozen=True)
+class HyperConnection(Operation):
+    """Weights of n residual streams around a part of a layer (mHC, arXiv 2512.24880).
+
+    x: m, n * (n + 2) numbers. With the vectors scale [3] and base, as wide as x: a = sigmoid(scale[0] * m +
+    base) + eps of the first n, with which the streams are summed for the part to read;
+    b = 2 * sigmoid(scale[1] * m + base) of the next n, with which its result is added to each; and of the
+    others a matrix C [from, to], with which the streams are mixed: the softmax of the rows of scale[2] * m +
+    base, + eps; then the columns are divided by their sums + eps, and n_iterations - 1 times the rows and
+    then the columns (Sinkhorn and Knopp). out: a, and then for each stream b and its column of C: weights of
+    AddStreams of the result and the streams. Where x is n wide, a alone (scale is of one number).
+    """
+
+    out: Value
+    x: Value
+    scale: Vector
+    base: Vector
+    n_streams: int
+    eps: float
+    n_iterations: int = 1
 
 
 @dataclass(frozen=True)
@@ -711,12 +774,13 @@ class Route(Operation):
     weights.
 
     x: the router's scores, one per expert. An expert's probability p is softmax(x) over all experts,
-    sigmoid(x), or x itself (softmax_chosen). The n_used experts with the highest x are chosen, of equal ones
-    that with the lower id; with a `bias` or in groups those with the highest p + bias. Of n_groups > 1 equal
-    groups of adjacent experts only n_groups_used can be chosen from, those whose group_best best p + bias
-    have the highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones'
-    p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`, and
-    times its expert's own of `scales`.
+    sigmoid(x), the root of softplus(x), or x itself (softmax_chosen). The n_used experts with the highest x
+    are chosen, of equal ones that with the lower id; with a `bias` or in groups those with the highest p +
+    bias. Of n_groups > 1 equal groups of adjacent experts only n_groups_used can be chosen from, those whose
+    group_best best p + bias have the highest sum. A weight is p without the bias; with softmax_chosen the
+    softmax of the chosen ones' p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at
+    least; then times `scale`, and times its expert's own of `scales`. table: the experts of each token of the
+    vocabulary, whole numbers [n_vocab, n_used], which are chosen in its order in place of the best.
     What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
     """
 
@@ -731,6 +795,10 @@ class Route(Operation):
     n_groups_used: int = 1
     group_best: int = 2
     scales: Vector | None = None
+    table: Vector | None = None
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        return info.row_bytes if weight.name == self.table else info.nbytes
 
 
 @dataclass(frozen=True)
@@ -1017,6 +1085,7 @@ Primitive = (
     | SelectiveScan
     | ChannelScan
     | Wkv
+    | PoolBlocks
     | HeadDot
     | SimilarityGate
     | Activate
@@ -1025,6 +1094,7 @@ Primitive = (
     | Add
     | Scale
     | AddStreams
+    | HyperConnection
     | MatchMagnitude
     | SoftCap
     | Mask
@@ -1037,4 +1107,4 @@ Primitive = (
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/internals/engine.md).
-Recurrent = NgramEmbed | ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv
+Recurrent = NgramEmbed | ShortConv | DeltaNet | SelectiveScan | ChannelScan | Wkv | PoolBlocks

@@ -81,14 +81,15 @@ def rope_of(
     head_dim: int,
     n_ctx_train: int,
     factors: str | None = None,
+    base_key: str = "rope.freq_base",
 ) -> Rope:
     """Frequencies with the file's scaling applied: none, linear, yarn, or divisors in the tensor
-    `factors`."""
+    `factors`. base_key: of their base."""
     factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else LLAMA3_FACTORS)
     n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
     if n_rot % 2:
         raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
-    base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+    base = keys.real(base_key, 1e-3, 1e15, 10000.0)
     if alpha := keys.real("rope.scaling.alpha", 0.0, 1e9, 0.0):  # hunyuan_vl's, whatever the context is
         base *= alpha ** (n_rot / max(n_rot - 2, 1))
     freq = frequencies(base, n_rot)
@@ -169,6 +170,7 @@ def _yarn_magnitude(factor: float, multiplier: float) -> float:
 
 def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the angles of positions [n], times the magnitude: float32 [n, n_rot / 2] each, by way of float64."""
+    positions = positions // rope.every * rope.every
     angles = positions[:, None].astype(np.float64) * np.asarray(rope.freq)
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
     return cos.astype(np.float32), sin.astype(np.float32)

@@ -44,6 +44,7 @@ def _kind(row: Architecture) -> str:
         "MLA": row.latent_eps is not None and not row.indexed,
         "MLA within the top-k of its indexer": row.latent_eps is not None and row.indexed,
         "attention within the budget of its indexer": row.latent_eps is None and row.indexed,
+        "compressed keys within the top-k of their indexer": row.compressed,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
         "state spaces": row.state_space,
@@ -51,6 +52,7 @@ def _kind(row: Architecture) -> str:
         "AltUp": row.altup,
         "gated residual streams": row.gated_streams,
         "embeddings of n-grams": row.ngrams,
+        "hyper-connections": row.hyper,
     }
     named = [name for name, has in attention.items() if has]
     encoder = [] if row.causal else ["encoder"]

@@ -92,11 +92,11 @@ def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
 
 
 def test_the_table_of_what_runs_is_true() -> None:
-    """docs/VULKAN.md names each type, activation and operation with a kernel; every operation has one."""
+    """docs/VULKAN.md names each type, activation and operation with a kernel, and the others."""
     text = (DOCS / "VULKAN.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", text, re.M))
     assert rows["tensor types"].split(", ") == [type_.name for type_ in COMPUTED]
     assert rows["activations"].split(", ") == list(program.ACTIVATIONS)
     everything = {op.__name__ for op in operations.Primitive.__args__}  # type: ignore[attr-defined]
-    assert set(rows["operations"].split(", ")) == everything
+    assert set(rows["operations"].split(", ")) == everything - set(rows["not yet"].split(", "))
     assert rows["operations"].split(", ") == [op.__name__ for op in program.COMPUTED]

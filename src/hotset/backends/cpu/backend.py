@@ -332,7 +332,8 @@ class CpuBackend:
 
     def _cache_of(self, op: Attention) -> dict[str, Any]:
         """Keys and values of a layer as facts of an operation."""
-        names = ("k_cache", "v_cache", "k_scale", "v_scale")
+        names = ["k_cache", "v_cache", "k_scale", "v_scale"]
+        names += [f"block_{name}" for name in names if op.blocks is not None]
         return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.cache_layer], strict=True))}
 
     def _shared_cache(self, op: Attention) -> tuple[np.ndarray | None, ...] | None:
@@ -340,14 +341,17 @@ class CpuBackend:
         return None if op.causal else next(iter(self._cache.values()), None)
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
-        """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""
+        """Keys, values, and their scales where the type has them, and then those of blocks, where there are
+        such. Untouched pages cost no memory."""
         check_cache(op, self.kv_type)
         slots = self.n_pages * op.n_head_kv * PAGE_SIZE
-        codes: list[np.ndarray | None] = []
-        scales: list[np.ndarray | None] = []
-        widths = op.head_dim, -(-op.head_dim_v // 16) * 16  # values are padded to whole vectors
-        for format, width in zip(kv_formats(self.kv_type), widths, strict=True):
-            codes.append(np.zeros(slots * width * format.bits // 8, np.uint8))
-            has_scales = format.n_channels > 1
-            scales.append(np.zeros(slots * width // format.n_channels * 2, np.uint8) if has_scales else None)
-        return *codes, *scales
+        found: list[np.ndarray | None] = []
+        for _ in range(1 if op.blocks is None else 2):
+            scales: list[np.ndarray | None] = []
+            widths = op.head_dim, -(-op.head_dim_v // 16) * 16  # values are padded to whole vectors
+            for format, width in zip(kv_formats(self.kv_type), widths, strict=True):
+                found.append(np.zeros(slots * width * format.bits // 8, np.uint8))
+                n_scales = slots * width // format.n_channels if format.n_channels > 1 else 0
+                scales.append(np.zeros(2 * n_scales, np.uint8) if n_scales else None)
+            found += scales
+        return tuple(found)

@@ -48,6 +48,7 @@ from hotset.model.operations import (
     NgramEmbed,
     Op,
     Part,
+    PoolBlocks,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -414,7 +415,7 @@ class _Emission:
                     for name in ("multipliers", "sizes", "offsets")
                 }
                 self._plain(main, states=self._states(main), **numbers)
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | PoolBlocks():
                 self._plain(main, states=self._states(main))
             case Scale() if main.weight is not None:
                 start, weight = main.first_weight, decoded_vector(self._weights, main.weight)
@@ -550,7 +551,8 @@ class _Emission:
             self._experts(ffn, ffn.route, group)
             return
         fetched: set[int] = set()
-        if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up):
+        clamped = ffn.up_act is not None and ffn.up_act.kind == "clamp"  # which no product computes
+        if ffn.low_rank(ffn.gate) or ffn.low_rank(ffn.up) or clamped:
             fetched = self._adapted_neurons(ffn)
         elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
@@ -846,9 +848,9 @@ class _Emission:
     # ---- an FFN with adapters
 
     def _adapted_neurons(self, ffn: Ffn) -> set[int]:
-        """Up to the neurons, where adapters add to gate or up: products, what is added, and what becomes of
-        the sums are operations of their own. Rows are left out as without adapters: of neurons that a
-        predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
+        """Up to the neurons, where adapters add to gate or up, or up is clamped: products, what is added, and
+        what becomes of the sums are operations of their own. Rows are left out as without adapters: of
+        neurons that a predictor does not name, and of up where the gate is zero. Returns as `_neurons`."""
         out, mask = self._buffers[ffn.selected], ffn.mask
         fetched = self._fetch_deciding(ffn)
         x = self._input(ffn)
@@ -1005,7 +1007,10 @@ class _Emission:
 
 def rope_facts(rope: Rope) -> Facts:
     """A rotation as operations take it."""
-    return {"kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude}
+    return {
+        "kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude,
+        "every": rope.every,
+    }  # fmt: skip
 
 
 def native_name(operation: type) -> str:

@@ -50,6 +50,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -57,6 +58,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     Multiply,
     NgramEmbed,
+    PoolBlocks,
     RMSNorm,
     Rope,
     Rotate,
@@ -382,8 +384,8 @@ class Program:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
             case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | HeadDot()
-                | SimilarityGate()
+                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
+                | PoolBlocks() | HeadDot() | SimilarityGate()
             ):  # fmt: skip
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
@@ -402,9 +404,9 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | LowRank():
+            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
                 raise UnsupportedModelError(
-                    "AltUp's streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
+                    "several residual streams, and adapters (LoRA), are computed on the CPU; use --no-gpu"
                 )
             case UnitNorm():
                 raise UnsupportedModelError(
@@ -631,6 +633,8 @@ class Program:
         """Attention, with the head norms and rotations that were fused into it."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use --no-gpu")
+        if main.blocks is not None:
+            raise UnsupportedModelError("attention to blocks is computed on the CPU; use --no-gpu")
         if main.slopes is not None or main.first_seen:
             what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
             raise UnsupportedModelError(f"{what} is computed on the CPU; use --no-gpu")
@@ -675,6 +679,10 @@ class Program:
             raise UnsupportedModelError(
                 "experts with predictors, and values inside experts, are computed on the CPU alone; use "
                 "--no-gpu"
+            )
+        if op.table is not None or op.scoring == "sqrt_softplus":
+            raise UnsupportedModelError(
+                "experts that a table names, or scores that are roots, are computed on the CPU; use --no-gpu"
             )
         entered, scores, gate_threshold = (
             self._entered(ffn.x, ffn.norm, ffn.in_threshold),

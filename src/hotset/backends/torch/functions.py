@@ -18,7 +18,9 @@ from hotset.model.operations import (
     ActivationKind,
     AddStreams,
     DeltaNet,
+    HyperConnection,
     NgramEmbed,
+    PoolBlocks,
     RopeKind,
     Route,
     SelectiveScan,
@@ -37,6 +39,10 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             return m * torch.sigmoid(1.702 * m)
         case "clamped_plus_one":
             return x.clamp(-threshold, threshold) + 1
+        case "clamp":
+            return x.clamp(-threshold, threshold)
+        case "capped_silu":
+            return F.silu(x.clamp(max=threshold))
         case "silu":
             return F.silu(x)
         case "gelu":
@@ -98,8 +104,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.group_norm(x, n_head, None if weight is None else weight.flatten(), bias, eps)
 
 
-def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | None) -> Tensor:
     """Streams y [n, streams * width] added to those of x, [n, n_streams * width], each with a weight."""
+    x = y.new_zeros(len(y), op.out.width) if x is None else x
     streams = x.unflatten(1, (op.n_streams, -1))
     y = y.unflatten(1, (-1, streams.shape[2]))
     factors = torch.full((len(x), op.n_streams, y.shape[1]), op.plus, dtype=x.dtype, device=x.device)
@@ -107,6 +114,24 @@ def add_streams(op: AddStreams, x: Tensor, y: Tensor, weights: Tensor | None) ->
         factors = factors + weights.view_as(factors)
     sums = streams[:, op.first :] + factors[:, op.first :] @ y
     return torch.cat([streams[:, : op.first], sums], dim=1).flatten(1)
+
+
+def hyper_connection(op: HyperConnection, x: Tensor, scale: Tensor, base: Tensor) -> Tensor:
+    """operations.HyperConnection, of rows."""
+    n, factor = op.n_streams, scale.flatten()
+    parts = torch.tensor([n, n, n * n][: len(factor)], device=x.device)
+    rows = x * factor.repeat_interleave(parts) + base.flatten()
+    read = torch.sigmoid(rows[:, :n]) + op.eps
+    if x.shape[1] == n:
+        return read
+    mixed = torch.softmax(rows[:, 2 * n :].unflatten(1, (n, n)), dim=2) + op.eps
+    for i in range(op.n_iterations):
+        if i:
+            mixed = mixed / (mixed.sum(2, keepdim=True) + op.eps)
+        mixed = mixed / (mixed.sum(1, keepdim=True) + op.eps)
+    written = 2 * torch.sigmoid(rows[:, n : 2 * n])
+    of_streams = torch.cat([written[:, :, None], mixed.transpose(1, 2)], dim=2)
+    return torch.cat([read, of_streams.flatten(1)], dim=1)
 
 
 def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
@@ -173,18 +198,25 @@ def attend(
     return torch.einsum("...htgn,...hnd->...thgd", weights, v)
 
 
-def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
     x: the router's scores [T, n_expert]; bias: [n_expert], of the selection; scales: [n_expert], of the
-    weights. See operations.Route. The choice
+    weights; ids: those that a table names. See operations.Route. The choice
     has no gradient, the weights have one. (A token with a score that is not a number has any ids, since its
     weights are not numbers either.)
     """
-    if op.scoring == "softmax":
-        p = torch.softmax(x, dim=1)
-    else:
-        p = torch.sigmoid(x) if op.scoring == "sigmoid" else x
+    match op.scoring:
+        case "softmax":
+            p = torch.softmax(x, dim=1)
+        case "sigmoid":
+            p = torch.sigmoid(x)
+        case "sqrt_softplus":
+            p = F.softplus(x).sqrt()
+        case "softmax_chosen":
+            p = x
     wanted = (x if bias is None and op.n_groups == 1 else p if bias is None else p + bias).detach()
     wanted = wanted.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     if op.n_groups > 1:
@@ -194,7 +226,8 @@ def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = Non
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
         wanted = groups.masked_fill(~is_kept[:, :, None], -math.inf).reshape(x.shape)
     # Of equal scores the lower id comes first, which `topk` does not promise.
-    ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
+    if ids is None:
+        ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
     weights = p.gather(1, ids)
     if op.scoring == "softmax_chosen":
         weights = torch.softmax(weights, dim=1)
@@ -264,6 +297,30 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
         state = state + k[:, t, :, :, None] * off[:, :, None]
         out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
     return torch.stack(out, dim=1).flatten(2)
+
+
+def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
+    """Of texts [n_texts, n_tokens, width]: the mean of each token's block up to it. See
+    operations.PoolBlocks."""
+    (n_texts, n_tokens, _), size, width = x.shape, op.size, op.out.width
+    spare = -n_tokens % size
+
+    def by_block(values: Tensor) -> Tensor:
+        blocks: Tensor = F.pad(values, (0, 0, 0, spare)).unflatten(1, (-1, size))
+        return blocks
+
+    x, scores = by_block(x), by_block(scores) + bias.view(size, -1)
+    seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+    values, weights = x[..., -width:], scores[..., -width:]
+    if op.overlaps:
+        before = F.pad(x[:, :-1, :, :width], (0, 0, 0, 0, 1, 0))
+        of_before = F.pad(scores[:, :-1, :, :width], (0, 0, 0, 0, 1, 0), value=-math.inf)
+        values, weights = torch.cat([before, values], dim=2), torch.cat([of_before, weights], dim=2)
+        seen = torch.cat([torch.ones_like(seen), seen], dim=1)
+    weights = weights[:, :, None].masked_fill(~seen[:, :, None], -math.inf)
+    means = torch.einsum("nbtsw,nbsw->nbtw", torch.softmax(weights, dim=3), values)
+    found: Tensor = means.reshape(n_texts, -1, width)[:, :n_tokens]
+    return found
 
 
 def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip: Tensor) -> Tensor:

@@ -30,10 +30,12 @@ from hotset.backends.torch.functions import (
     channel_scan,
     delta_rule,
     gaussian_top_k,
+    hyper_connection,
     join_heads,
     layer_norm,
     match_magnitude,
     ngram_rows,
+    pool_blocks,
     rms_norm,
     rotate,
     route,
@@ -59,6 +61,7 @@ from hotset.model.operations import (
     GaussianTopK,
     HeadDot,
     Heads,
+    HyperConnection,
     LayerNorm,
     Linear,
     LowRank,
@@ -66,6 +69,7 @@ from hotset.model.operations import (
     MatchMagnitude,
     Multiply,
     NgramEmbed,
+    PoolBlocks,
     Primitive,
     Recurrent,
     RMSNorm,
@@ -244,7 +248,15 @@ class TorchGraph:
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
-            case NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case (
+                NgramEmbed()
+                | ShortConv()
+                | DeltaNet()
+                | SelectiveScan()
+                | ChannelScan()
+                | Wkv()
+                | PoolBlocks()
+            ):
                 return self._recurrent(op, step)
             case HeadDot():
                 return self._head_dot(op, step)
@@ -268,7 +280,9 @@ class TorchGraph:
                 return similarity_gate(op, *(step[value] for value in op.inputs))
             case AddStreams():
                 weights = None if op.weights is None else step[op.weights]
-                return add_streams(op, step[op.x], step[op.y], weights)
+                return add_streams(op, None if op.x is None else step[op.x], step[op.y], weights)
+            case HyperConnection():
+                return hyper_connection(op, step[op.x], self.weight(op.scale), self.weight(op.base))
             case MatchMagnitude():
                 return match_magnitude(step[op.x], step[op.like], op.least)
             case SoftCap():
@@ -277,7 +291,11 @@ class TorchGraph:
                 kept = F.pad(~(step[op.scores] < op.threshold), (op.first, 0), value=True)
                 return torch.where(kept, step[op.x], 0.0)
             case Route():
-                return torch.cat(route(step[op.x], op, self.bias(op.bias), self.bias(op.scales)), dim=1)
+                ids = None
+                if op.table is not None:
+                    ids = self.weight(op.table)[step.tokens.flatten()].long()
+                found = route(step[op.x], op, self.bias(op.bias), self.bias(op.scales), ids)
+                return torch.cat(found, dim=1)
             case ExpertLinear() | ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
             case LowRank():
@@ -306,6 +324,9 @@ class TorchGraph:
             case ChannelScan():
                 x, dt, b, c = (step.by_text(value) for value in op.inputs)
                 return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
+            case PoolBlocks():
+                x, scores = step.by_text(op.x), step.by_text(op.scores)
+                return pool_blocks(op, x, scores, self.weight(op.bias)).flatten(0, 1)
             case Wkv():
                 return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
             case _:
@@ -330,9 +351,8 @@ class TorchGraph:
         n_texts, n_tokens = tokens.shape
         key = rope, n_texts, n_tokens
         if key not in self._turns:
-            angle = torch.outer(
-                torch.arange(n_tokens, dtype=torch.float64), torch.tensor(rope.freq, dtype=torch.float64)
-            )
+            positions = torch.arange(n_tokens) // rope.every * rope.every
+            angle = torch.outer(positions.double(), torch.tensor(rope.freq, dtype=torch.float64))
             both = (torch.stack((angle.cos(), angle.sin())) * rope.magnitude).float()
             self._turns[key] = both.repeat(1, n_texts, 1).to(self.device)
         return self._turns[key]
@@ -343,13 +363,21 @@ class TorchGraph:
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
         v = step.by_text(op.v).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
-        if op.window or op.softcap or op.sinks is not None or op.slopes is not None:
+        plain = not op.window and not op.softcap and op.sinks is None and op.slopes is None
+        if not plain or op.blocks is not None:
             ago = torch.arange(n_tokens, device=self.device)
             ago = ago[:, None] - ago
             if op.causal:
                 hidden = (ago < 0) | (ago >= op.window) if op.window else ago < 0
             else:
                 hidden = ago.abs() > (op.window // 2 if op.window else n_tokens)
+            if op.blocks is not None:
+                blocks = step.by_text(op.blocks).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
+                blocks = blocks[:, :, op.block_size - 1 :: op.block_size]
+                k, v = torch.cat([k, blocks], dim=2), torch.cat([v, blocks], dim=2)
+                n_there = (torch.arange(n_tokens, device=self.device) + 1) // op.block_size
+                later = torch.arange(blocks.shape[2], device=self.device) >= n_there[:, None]
+                hidden = torch.cat([hidden, later], dim=1)
             sinks = self.bias(op.sinks)
             bias = None
             if op.slopes is not None:

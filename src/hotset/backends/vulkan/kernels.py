@@ -39,7 +39,7 @@ KERNELS = {
     "scan": _Shape(9, "16I"),
     "select": _Shape(3, "3I"),
     "store": _Shape(4, "5I"),
-    "streams": _Shape(4, "9If"),
+    "streams": _Shape(4, "10If"),
     "transposed": _Shape(7, "9I"),
 }
 

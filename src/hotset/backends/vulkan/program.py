@@ -359,14 +359,14 @@ class Lowered:
         return record
 
     def _add_streams(self, op: AddStreams) -> Record:
-        weights, width = op.weights or op.x, op.x.width // op.n_streams
+        x, weights, width = op.x or op.y, op.weights or op.y, op.out.width // op.n_streams
         push = (
-            op.out.width, *(stride_of(value) for value in (op.x, op.y, weights, op.out)), width,
-            op.y.width // width, op.first, op.weights is not None, op.plus,
+            op.out.width, *(stride_of(value) for value in (x, op.y, weights, op.out)), width,
+            op.y.width // width, op.first, op.weights is not None, op.x is not None, op.plus,
         )  # fmt: skip
 
         def record(to: Recorder, n: int) -> None:
-            read = [self.read(value, n) for value in (op.x, op.y, weights)]
+            read = [self.read(value, n) for value in (x, op.y, weights)]
             to.add("streams", [], [*read, self.written(op.out, n)], push, by_values(op.out.width, n))
 
         return record
@@ -702,6 +702,12 @@ def missing_kernel(op: Primitive) -> str | None:
     match op:
         case Activate() if op.kind not in ACTIVATIONS:
             return f"the activation {op.kind}"
+        case Attention() if op.blocks is not None:
+            return "attention to blocks"
+        case Rotate() if op.rope.every > 1:
+            return "the rotation of blocks"
+        case Route() if op.table is not None or op.scoring not in _SCORINGS:
+            return "routes by a table, and scores that are roots"
         case Attention() if op.first_seen:
             return "layers for multi-token prediction"
         case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:

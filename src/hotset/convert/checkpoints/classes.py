@@ -86,7 +86,7 @@ class HFClass:
     named_windows: none has one where config.json has no layer_types, whatever the row says of files.
     sections: config.json may have mrope_section.
     sees: the checkpoint has a part that sees, which is left out, and its text model in text_config.
-    indexed: see Architecture.
+    indexed, compressed: see Architecture.
     kv_heads: num_key_value_heads says how many there are (grouped), or each head has its own whatever it says
     (every), or multi_query whether there is one, or Falcon's entries do. ff_of_width: the width of the FFN,
     of the model's, where config.json does not say it.
@@ -148,6 +148,7 @@ class HFClass:
     sections: bool = False
     sees: bool = False
     indexed: bool = False
+    compressed: bool = False
     kv_heads: KVHeads = "grouped"
     ff_of_width: Callable[[int], int] | None = None
     dynamic: DynamicRope | None = None

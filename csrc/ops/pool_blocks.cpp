@@ -1,0 +1,89 @@
+// Means of the tokens of a block, channel by channel, weighted by the softmax of their scores.
+#include <algorithm>
+#include <cmath>
+
+#include "../facts.h"
+#include "head_states.h"
+
+namespace hotset {
+namespace {
+
+constexpr int kBlockChannels = 64;  // of a task, at most
+
+// See operations.PoolBlocks (model/operations.py). A task has dim_v channels. A state: of each n_head of them
+// the rows highest, total and sums of the token's block, and, where blocks overlap, of the next one.
+struct PoolFacts {
+    int x = -1, scores = -1, out = -1;
+    int size = 0, n_head = 0, dim_v = 0;
+    bool overlaps = false;
+    std::vector<float> bias;  // [size][width of x]
+    StateSlots states;
+};
+
+class PoolBlocks : public HeadStates {
+  public:
+    PoolBlocks(const Plan& plan, PoolFacts facts)
+        : HeadStates(plan, {facts.out, facts.n_head, facts.overlaps ? 6 : 3, facts.dim_v, 2 * facts.dim_v,
+                            facts.states}),
+          f_(std::move(facts)),
+          width_(int64_t(f_.n_head) * f_.dim_v) {}
+
+  private:
+    void advance(const StepTokens& step, int t, int head, float* state, float* scratch,
+                 float* out) const override {
+        const int within = step.positions[t] % f_.size, dim = f_.dim_v;
+        float* const next = state + 3 * dim;
+        if (within == 0 && f_.overlaps) std::copy_n(next, 3 * dim, state);
+        if (within == 0) std::fill_n(f_.overlaps ? next : state, 3 * dim, 0.0f);
+        const int64_t at = int64_t(head) * dim, own = f_.overlaps ? width_ + at : at;
+        take(t, within, own, state, scratch);
+        if (f_.overlaps) take(t, within, at, next, scratch);
+        for (int c = 0; c < dim; c++) out[c] = state[2 * dim + c] / state[dim + c];
+    }
+
+    // Takes a token into a block: its channels from `at` on, with their scores.
+    void take(int t, int within, int64_t at, float* block, float* scratch) const {
+        const int dim = f_.dim_v;
+        const float *x = plan_.buffer(f_.x).row(t) + at, *scores = plan_.buffer(f_.scores).row(t) + at;
+        const float* bias = f_.bias.data() + within * plan_.buffer(f_.x).width + at;
+        float *highest = block, *total = block + dim, *sums = block + 2 * dim;
+        float *kept = scratch, *own = scratch + dim;
+        for (int c = 0; c < dim; c++) {
+            const float score = scores[c] + bias[c];
+            const float higher = total[c] > 0.0f && highest[c] > score ? highest[c] : score;
+            kept[c] = total[c] > 0.0f ? highest[c] - higher : 0.0f;  // times nothing
+            own[c] = score - higher;
+            highest[c] = higher;
+        }
+        plan_.kernels().activate(Activation::Exp, 0.0f, scratch, 2 * dim, scratch);
+        for (int c = 0; c < dim; c++) {
+            total[c] = total[c] * kept[c] + own[c];
+            sums[c] = sums[c] * kept[c] + x[c] * own[c];
+        }
+    }
+
+    const PoolFacts f_;
+    const int64_t width_;
+};
+
+}  // namespace
+
+static const Registered kPoolBlocks("pool_blocks", [](Facts& facts) -> std::unique_ptr<Op> {
+    PoolFacts f;
+    f.x = facts.buffer("x"), f.scores = facts.buffer("scores"), f.out = facts.buffer("out");
+    for (int id : {f.x, f.scores, f.out}) facts.of_all_tokens(id);
+    require(f.x != f.out && f.scores != f.out, "an operation with a state reads what it does not write");
+    facts.same_shape(f.x, f.scores);
+    const int64_t width = facts.width(f.out);
+    f.overlaps = facts.width(f.x) != width;
+    require(facts.width(f.x) == width || facts.width(f.x) == 2 * width, "blocks have one series or two");
+    f.size = facts.integer("size", 1, INT32_MAX);
+    f.bias = facts.floats("bias", f.size * facts.width(f.x));
+    f.dim_v = int(std::min<int64_t>(width, kBlockChannels));
+    while (width % f.dim_v) f.dim_v--;
+    f.n_head = int(width / f.dim_v);
+    f.states = facts.states("states", width * (f.overlaps ? 6 : 3));
+    return std::make_unique<PoolBlocks>(facts.plan(), std::move(f));
+});
+
+}  // namespace hotset
