@@ -181,6 +181,7 @@ void bind_vulkan(nb::module_& m) {
         .def("is_cache_of", &is_cache_of, "data"_a)
         .def_prop_ro("allocated", &Device::allocated)
         .def_prop_ro("name", [](const Device& device) { return device.info().name; })
+        .def_prop_ro("has_integer_dots", [](const Device& device) { return device.info().has_integer_dots; })
         .def_prop_ro("max_range",
                      [](const Device& device) {
                          const uint64_t most =

@@ -234,12 +234,18 @@ void Device::start(std::span<const uint8_t> cache) {
     auto device = made<VkDeviceCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO);
     device.queueCreateInfoCount = 1;
     device.pQueueCreateInfos = &queue;
-    // No feature is asked for. What is only a part of Vulkan (MoltenVK) must be called that.
-    const char* subset = "VK_KHR_portability_subset";
-    if (info_.is_subset) {
-        device.enabledExtensionCount = 1;
-        device.ppEnabledExtensionNames = &subset;
+    // Nothing is needed beyond Vulkan 1.1. What is only a part of it (MoltenVK) must be called that.
+    std::vector<const char*> extensions;
+    if (info_.is_subset) extensions.push_back("VK_KHR_portability_subset");
+    auto dots = made<VkPhysicalDeviceShaderIntegerDotProductFeatures>(
+        VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_INTEGER_DOT_PRODUCT_FEATURES);
+    if (info_.has_integer_dots) {
+        dots.shaderIntegerDotProduct = VK_TRUE;
+        device.pNext = &dots;
+        extensions.push_back(VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME);
     }
+    device.enabledExtensionCount = uint32_t(extensions.size());
+    device.ppEnabledExtensionNames = extensions.data();
     const std::string what = "opening " + info_.name;
     check(of_instance.vkCreateDevice(info_.handle, &device, nullptr, &device_), what);
 #define LOAD(name) fn_.name.load(of_instance.vkGetDeviceProcAddr(device_, #name), #name);

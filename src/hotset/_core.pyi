@@ -271,6 +271,8 @@ class VulkanDevice:
     @property
     def name(self) -> str: ...
     @property
+    def has_integer_dots(self) -> bool: ...  # instructions for products of four bytes
+    @property
     def max_range(self) -> int: ...  # bytes of a binding
     @property
     def max_allocation(self) -> int: ...  # bytes of a buffer

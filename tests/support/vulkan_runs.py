@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma
+from derived_bounds import EXP, FLOATS, TINY, WITH_MINIMUM, Oracle, U, activation_bound, gamma, int8_inputs
+from make_blocks import random_blocks
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan.devices import find_device
+from hotset.backends.vulkan.kernels import Kernels, Recorder
 from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import DeviceError
 from hotset.formats.gguf import GGUFFile
+from hotset.formats.lora import FloatMatrix
+from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
@@ -123,6 +128,124 @@ def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
     return total
 
 
+def scales_of(blocks: np.ndarray, name: str) -> np.ndarray:
+    return np.ascontiguousarray(blocks[name]).view(np.float16).reshape(-1).astype(np.float32)
+
+
+def blocks_of(
+    data: np.ndarray, type_: GGMLType, n_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Quantised rows as the kernels multiply them: integers, float64 [rows, blocks, 32], and of each block a
+    scale and, where the type has one, a minimum, float32 [rows, blocks]."""
+    blocks = np.array(data, np.uint8).reshape(-1).view(TYPES[type_].block).copy()
+    minimums = None
+    if type_ == GGMLType.MXFP4:
+        scales = dequantize(one_code(blocks), type_, (32, len(blocks)))[:, 0]
+        blocks["e"] = 128
+    else:
+        scales = scales_of(blocks, "d")
+        blocks["d"] = 1
+    if type_ in (GGMLType.Q4_K, GGMLType.Q5_K):
+        own, codes = k_parts(blocks, type_)
+        parts = own.astype(np.float32)
+        minimums = -(scales_of(blocks, "dmin")[:, None] * parts[:, :, 1])
+        return (
+            codes.reshape(n_rows, -1, BLOCK).astype(np.float64),
+            (scales[:, None] * parts[:, :, 0]).reshape(n_rows, -1),
+            minimums.reshape(n_rows, -1),
+        )
+    if type_ in WITH_MINIMUM:
+        minimums = scales_of(blocks, "m").reshape(n_rows, -1)
+        blocks["m"] = 0
+    n = TYPES[type_].block_size // BLOCK
+    codes = dequantize(blocks.view(np.uint8).reshape(-1), type_, (n * BLOCK, len(blocks)))
+    codes = codes.reshape(n_rows, -1, BLOCK).astype(np.float64)
+    return codes, np.repeat(scales, n).reshape(n_rows, -1), minimums
+
+
+def one_code(blocks: np.ndarray) -> np.ndarray:
+    """Blocks of MXFP4 with the code of 1 everywhere."""
+    ones = blocks.copy()
+    ones["qs"] = 0x11
+    return ones.view(np.uint8).reshape(-1)
+
+
+def rounded_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
+    """x, float32 [n, k], times quantised rows, as the kernels compute it: float32 [n, rows]. On a device
+    whose fma() rounds once it is the CPU's product; lavapipe's rounds twice."""
+    if is_fused():
+        return _core.linear(int(type_), data.reshape(-1), n_rows, x)
+    codes, scales, minimums = blocks_of(data, type_, n_rows)
+    n_blocks = codes.shape[1]
+    values, steps = int8_inputs(x)
+    step = steps.reshape(len(x), n_blocks, BLOCK)[:, :, 0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = np.where(step[:, :, None] > 0, values.reshape(len(x), n_blocks, BLOCK) / step[:, :, None], 0)
+    own, step = np.rint(own), step.astype(np.float32)
+    lanes = np.zeros((len(x), n_rows, 16), np.float32)
+    for block in range(n_blocks):
+        lane = lanes[:, :, block % 16]
+        dots = (own[:, block] @ codes[:, block].T).astype(np.float32)
+        lane += (scales[:, block] * step[:, block, None]) * dots
+        if minimums is not None:
+            sums = step[:, block] * own[:, block].sum(axis=1).astype(np.float32)
+            lane += minimums[:, block] * sums[:, None]
+    for n in (8, 4, 2, 1):
+        lanes = lanes[:, :, :n] + lanes[:, :, n : 2 * n]
+    return np.asarray(lanes[:, :, 0])
+
+
+def device_product(
+    data: np.ndarray,
+    type_: GGMLType,
+    n_rows: int,
+    x: np.ndarray,
+    tokens: int = 0,
+    constants: Sequence[int] = (),
+) -> np.ndarray:
+    """x, float32 [n, k], times quantised rows, by the kernels of a device: float32 [n, rows].
+
+    tokens: of a workgroup of the kernel for few, with constants for how its lanes are laid out; 0: the kernel
+    for many.
+    """
+    device = _core.VulkanDevice(find_device("vulkan").index, True)
+    kernels, (n, k) = Kernels(device), x.shape
+    weights = DeviceWeights(NoFile(), device)
+    [part] = weights.given(("w",), FloatMatrix(type_, (n_rows, k), data.reshape(-1)), 0, n_rows).parts
+    given, rounded = device.allocate(x.nbytes, "to_device"), device.allocate(n * k // 32 * 48, "device")
+    out = device.allocate(4 * n * n_rows, "from_device")
+    given.write(0, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    recorder, codes = Recorder(kernels), part.codes.bound()
+    whole = [(buffer, 0, buffer.size, written) for buffer, written in ((given, False), (rounded, True))]
+    recorder.add("quantize", [0], whole, (k // 32, k), (-(-k // 256), n, 1))
+    bindings = [codes, part.more.bound() if part.more else codes, (rounded, 0, rounded.size, False)]
+    bindings += [(out, 0, out.size, True), codes, codes, codes]
+    push = n, n_rows, k, 0, k // 32, n_rows, 0, 0, 1, 0, 0, 0, 0, 0.0
+    if tokens:
+        groups = -(-n_rows // constants[0]), -(-n // tokens), 1
+        recorder.add("rounded_few", [type_, tokens, 0, *constants], bindings, push, groups)
+    else:
+        recorder.add("rounded_many", [type_, 1, 0], bindings, push, (-(-n_rows // 32), -(-n // 32), 1))
+    recorder.program.finish()
+    _core.vulkan_run([recorder.program], _core.VulkanCancel())
+    return out.read(0, out.size).view(np.float32).reshape(n, n_rows)
+
+
+class NoFile:
+    """A source of weights without any."""
+
+    tensors: Mapping[str, Any] = {}
+
+
+@functools.cache
+def is_fused() -> bool:
+    """Whether the device's fma() rounds once, as the CPU's does."""
+    rng = np.random.default_rng(5)
+    data, x = random_blocks(GGMLType.Q8_0, 32, 1024, rng), rng.standard_normal((1, 1024)).astype(np.float32)
+    found = device_product(data, GGMLType.Q8_0, 32, x)
+    return np.array_equal(found, _core.linear(int(GGMLType.Q8_0), data.reshape(-1), 32, x))
+
+
 def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Of such a product, x [n, k], weights [rows, k]."""
     k = x.shape[1]
@@ -137,7 +260,7 @@ def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 class VulkanOracle(Oracle):
-    """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
+    """Of kernels whose divisions and roots are Vulkan's, and some of whose sums have another order."""
 
     softplus_off, division_off, root_off = SOFTPLUS, DIVISION, ROOT
 
@@ -178,8 +301,15 @@ class VulkanOracle(Oracle):
     def _expected_linear(
         self, op: Linear, taps: dict[int, np.ndarray], batch: Any, slots: Any
     ) -> tuple[Any, Any]:
+        info, rows = self.weights.tensors[op.weight], slice(op.first_row, op.first_row + op.out.width)
+        if info.type not in FLOATS:
+            if op.bias is None:
+                x, out = (taps[value.id].astype(np.float32) for value in (op.x, op.out))
+                data = self.weights.data(op.weight).reshape(-1, info.row_bytes)[rows]
+                exact = rounded_product(data, info.type, op.out.width, x)
+                assert np.array_equal(exact, out), f"{op.out.name}: not the CPU's order of sums"
+            return super()._expected_linear(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
-        rows = slice(op.first_row, op.first_row + op.out.width)
         weights, x = self._weight(op.weight).reshape(-1, op.x.width)[rows], taps[op.x.id]
         bound = product_bound(x, weights)
         if op.bias is not None:
@@ -194,6 +324,9 @@ class VulkanOracle(Oracle):
     def _expected_of_experts(
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
+        neuron_major = isinstance(op, ExpertSum) and op.neuron_major
+        if self.weights.tensors[op.weights[0]].type not in FLOATS and not neuron_major:
+            return super()._expected_of_experts(op, taps)
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
         of_all = isinstance(op, ExpertLinear) and not op.of_parts
@@ -204,7 +337,7 @@ class VulkanOracle(Oracle):
         for t in range(n):
             for j in range(k):
                 weights, x = self._weights.expert(op, int(route[t, j])), parts[t, j][None]
-                if isinstance(op, ExpertSum) and op.neuron_major:
+                if neuron_major:
                     bound[t, j] = transposed_bound(x, weights)[0]
                 else:
                     bound[t, j] = product_bound(x, weights[first : first + n_rows])[0]

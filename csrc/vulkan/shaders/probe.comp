@@ -1,0 +1,13 @@
+#version 450
+// What a device makes of half floats, of all 65,536, and of products of bytes: the native kernels are used where it is right
+// (backends/vulkan/kernels.py).
+#include "common.glsl"
+
+layout(local_size_x = 64) in;
+layout(set = 0, binding = 0) writeonly buffer Outputs { uint outputs[]; };  // 65,536 of each
+
+void main() {
+    const uint i = gl_GlobalInvocationID.x;
+    outputs[i] = floatBitsToUint(half_value(i));
+    outputs[i + 65536u] = uint(with_dot(int(i), i * 0x9e3779b9u, i * 0x85ebca6bu));
+}
