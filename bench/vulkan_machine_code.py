@@ -105,7 +105,7 @@ def compiled_for(gpu: str, spirv: Path, n_buffers: int, push: int, constants: Se
 def compile_here(spirv: str, n_buffers: str, push: str, *constants: str) -> None:
     device = _core.VulkanDevice(0)
     code = np.frombuffer(Path(spirv).read_bytes(), np.uint8)
-    device.kernel(code, int(n_buffers), int(push), list(map(int, constants)))
+    device.kernel(code, int(n_buffers), int(push), [*enumerate(map(int, constants)), (99, 1)])
     sys.stdout.flush()
     os._exit(0)  # the null device is not taken down
 
@@ -135,28 +135,51 @@ class Peer:
 
 @dataclass(frozen=True)
 class Job:
-    """ours, theirs: a kernel and its constants. kinds: of products. defines: theirs, of a source."""
+    """ours, theirs: a kernel, or a source with its definitions, and constants. kinds: of instructions that
+    multiply."""
 
     name: str
     ours: tuple[str, tuple[int, ...]]
     source: str
     defines: dict[str, str]
     theirs: tuple[int, ...]
-    kinds: tuple[str, ...]
-    their_kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("v_dot4",)
     n_buffers: int = 8
 
 
 FMAS = ("v_fma", "v_mac", "v_mad_f", "v_mad_mix", "v_pk_fma", "v_dot2")
+# s_warptile_mmq_int and m_warptile_mmq_int of ggml-vulkan.cpp, subgroups of 64
+MMQ = (64, 32, 32, 32, 32, 32, 2, 2, 1, 1, 64)
+HEAD = 128
 
 
-def jobs() -> Iterator[Job]:
+def jobs(gpu: str) -> Iterator[Job]:
+    gcn = gpu.startswith("vega")
     for type_ in (T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q6_K):
         data = {f"DATA_A_{type_.name}": "1"}
-        ours = "rounded_few", (int(type_), 1, 0, 16, 16)
+        rows = 4 if gcn and type_ not in (T.Q4_K, T.Q6_K) else 1  # rm_stdq_int, rm_kq_int
         yield Job(
-            f"{type_.name}, one token", ours, "mul_mat_vecq.comp",
-            {**PLAIN, **data, "ACC_TYPE": "float", "USE_SUBGROUP_ADD": "1"}, (64, 1, 1), ("v_dot4",), ("v_dot4",),
+            f"{type_.name}, one token", ("rounded_few", (int(type_), 1, 0, 16, 16)), "mul_mat_vecq.comp",
+            {**PLAIN, **data, "ACC_TYPE": "float", "USE_SUBGROUP_ADD": "1"}, (64, rows, 1),
+        )  # fmt: skip
+    yield Job(
+        "F16, one token", ("linear_few", (int(T.F16), 1, 0, 1)), "mul_mat_vec.comp",
+        {**PLAIN, **FLOAT_B, "DATA_A_F16": "1", "USE_SUBGROUP_ADD": "1"}, (64, 1, 1), FMAS,
+    )  # fmt: skip
+    for type_ in (T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K):
+        defines = {**PLAIN, f"DATA_A_{type_.name}": "1", "ACC_TYPE": "float", "ACC_TYPEV2": "vec2"}
+        yield Job(
+            f"{type_.name}, many tokens", ("rounded_many", (int(type_), 1, 0)), "mul_mmq.comp", defines, MMQ
+        )
+    for kv, name in ((1, "f16"), (2, "q8_0")):
+        lanes = 64 if gcn else 32
+        yield Job(
+            f"attention of one token, {name}", ("attention", (kv, HEAD, HEAD, 0, 1, 0, 0)), "flash_attn.comp",
+            {**PLAIN, "ACC_TYPE": "float", "ACC_TYPEV2": "vec2", "ACC_TYPEV4": "vec4", "Q_TYPE": "float",
+             "D_TYPEV4": "vec4", "DATA_A_IQ4_NL": "1"},
+            (128, 1, 64, HEAD, HEAD, 0, 8, 1, lanes, 0, 2, 0, *(2 * (int((T.F16, T.Q8_0)[kv - 1]),)),
+             *(2 * ((2, 34)[kv - 1],))),
+            FMAS,
         )  # fmt: skip
 
 
@@ -173,19 +196,18 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
         peer = Peer(args.llama, Path(scratch)) if args.llama else None
-        for job in jobs():
-            if args.only not in job.name:
-                continue
-            theirs = peer.spirv(job.source, job.defines) if peer else None
-            name, constants = job.ours
-            shape = kernels.KERNELS[name]
-            for gpu in args.gpu:
-                own = folder / f"{name}_native.spv"
+        for gpu in args.gpu:
+            for job in jobs(gpu):
+                if args.only not in job.name:
+                    continue
+                name, constants = job.ours
+                shape, own = kernels.KERNELS[name], folder / f"{name}_native.spv"
                 text = compiled_for(gpu, own, shape.n_buffers, shape.push_bytes, constants)
                 row = [job.name, gpu, str(read_code(text, job.kinds))]
-                if theirs:
-                    text = compiled_for(gpu, theirs, job.n_buffers, 64, job.theirs)
-                    row.append(str(read_code(text, job.their_kinds or job.kinds)))
+                if peer:
+                    theirs = peer.spirv(job.source, job.defines)
+                    text = compiled_for(gpu, theirs, job.n_buffers, 128, job.theirs)
+                    row.append(str(read_code(text, job.kinds)))
                 print("| " + " | ".join(row) + " |", flush=True)
 
 

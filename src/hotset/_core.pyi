@@ -279,7 +279,7 @@ class VulkanDevice:
     def limit(self, bytes: int) -> None: ...  # more raises OutOfMemoryError
     def allocate(self, size: int, place: str) -> VulkanBuffer: ...  # device, to_device, from_device
     def kernel(
-        self, spirv: np.ndarray, n_buffers: int, push_bytes: int, constants: list[int]
+        self, spirv: np.ndarray, n_buffers: int, push_bytes: int, constants: list[tuple[int, int]]
     ) -> VulkanKernel: ...
 
 class VulkanBuffer:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from derived_bounds import EXP, FLOATS, TINY, WITH_MINIMUM, Oracle, U, activation_bound, gamma, int8_inputs
-from make_blocks import random_blocks
+from derived_bounds import EXP, FLOATS, TINY, Oracle, U, activation_bound, gamma
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
@@ -27,7 +26,7 @@ from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import DeviceError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.lora import FloatMatrix
-from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
@@ -128,71 +127,15 @@ def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
     return total
 
 
-def scales_of(blocks: np.ndarray, name: str) -> np.ndarray:
-    return np.ascontiguousarray(blocks[name]).view(np.float16).reshape(-1).astype(np.float32)
+@functools.cache
+def is_fused() -> bool:
+    """Whether the device's fma() rounds once."""
+    return Kernels(_core.VulkanDevice(find_device("vulkan").index)).is_fused
 
 
-def blocks_of(
-    data: np.ndarray, type_: GGMLType, n_rows: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Quantised rows as the kernels multiply them: integers, float64 [rows, blocks, 32], and of each block a
-    scale and, where the type has one, a minimum, float32 [rows, blocks]."""
-    blocks = np.array(data, np.uint8).reshape(-1).view(TYPES[type_].block).copy()
-    minimums = None
-    if type_ == GGMLType.MXFP4:
-        scales = dequantize(one_code(blocks), type_, (32, len(blocks)))[:, 0]
-        blocks["e"] = 128
-    else:
-        scales = scales_of(blocks, "d")
-        blocks["d"] = 1
-    if type_ in (GGMLType.Q4_K, GGMLType.Q5_K):
-        own, codes = k_parts(blocks, type_)
-        parts = own.astype(np.float32)
-        minimums = -(scales_of(blocks, "dmin")[:, None] * parts[:, :, 1])
-        return (
-            codes.reshape(n_rows, -1, BLOCK).astype(np.float64),
-            (scales[:, None] * parts[:, :, 0]).reshape(n_rows, -1),
-            minimums.reshape(n_rows, -1),
-        )
-    if type_ in WITH_MINIMUM:
-        minimums = scales_of(blocks, "m").reshape(n_rows, -1)
-        blocks["m"] = 0
-    n = TYPES[type_].block_size // BLOCK
-    codes = dequantize(blocks.view(np.uint8).reshape(-1), type_, (n * BLOCK, len(blocks)))
-    codes = codes.reshape(n_rows, -1, BLOCK).astype(np.float64)
-    return codes, np.repeat(scales, n).reshape(n_rows, -1), minimums
-
-
-def one_code(blocks: np.ndarray) -> np.ndarray:
-    """Blocks of MXFP4 with the code of 1 everywhere."""
-    ones = blocks.copy()
-    ones["qs"] = 0x11
-    return ones.view(np.uint8).reshape(-1)
-
-
-def rounded_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
-    """x, float32 [n, k], times quantised rows, as the kernels compute it: float32 [n, rows]. On a device
-    whose fma() rounds once it is the CPU's product; lavapipe's rounds twice."""
-    if is_fused():
-        return _core.linear(int(type_), data.reshape(-1), n_rows, x)
-    codes, scales, minimums = blocks_of(data, type_, n_rows)
-    n_blocks = codes.shape[1]
-    values, steps = int8_inputs(x)
-    step = steps.reshape(len(x), n_blocks, BLOCK)[:, :, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own = np.where(step[:, :, None] > 0, values.reshape(len(x), n_blocks, BLOCK) / step[:, :, None], 0)
-    own, step = np.rint(own), step.astype(np.float32)
-    lanes = np.zeros((len(x), n_rows, 16), np.float32)
-    for block in range(n_blocks):
-        lane = lanes[:, :, block % 16]
-        dots = (own[:, block] @ codes[:, block].T).astype(np.float32)
-        lane += (scales[:, block] * step[:, block, None]) * dots
-        if minimums is not None:
-            sums = step[:, block] * own[:, block].sum(axis=1).astype(np.float32)
-            lane += minimums[:, block] * sums[:, None]
-    for n in (8, 4, 2, 1):
-        lanes = lanes[:, :, :n] + lanes[:, :, n : 2 * n]
-    return np.asarray(lanes[:, :, 0])
+def cpu_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
+    """x, float32 [n, k], times rows, by the CPU's kernel: float32 [n, rows]."""
+    return _core.linear(int(type_), np.array(data, np.uint8).reshape(-1), n_rows, x)
 
 
 def device_product(
@@ -235,15 +178,6 @@ class NoFile:
     """A source of weights without any."""
 
     tensors: Mapping[str, Any] = {}
-
-
-@functools.cache
-def is_fused() -> bool:
-    """Whether the device's fma() rounds once, as the CPU's does."""
-    rng = np.random.default_rng(5)
-    data, x = random_blocks(GGMLType.Q8_0, 32, 1024, rng), rng.standard_normal((1, 1024)).astype(np.float32)
-    found = device_product(data, GGMLType.Q8_0, 32, x)
-    return np.array_equal(found, _core.linear(int(GGMLType.Q8_0), data.reshape(-1), 32, x))
 
 
 def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -306,15 +240,18 @@ class VulkanOracle(Oracle):
             if op.bias is None:
                 x, out = (taps[value.id].astype(np.float32) for value in (op.x, op.out))
                 data = self.weights.data(op.weight).reshape(-1, info.row_bytes)[rows]
-                exact = rounded_product(data, info.type, op.out.width, x)
-                assert np.array_equal(exact, out), f"{op.out.name}: not the CPU's order of sums"
+                exact = cpu_product(data, info.type, op.out.width, x)
+                assert np.array_equal(exact, out), f"{op.out.name}: not the CPU's bits"
             return super()._expected_linear(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         weights, x = self._weight(op.weight).reshape(-1, op.x.width)[rows], taps[op.x.id]
         bound = product_bound(x, weights)
         if op.bias is not None:
             return expected, bound + U * (np.abs(expected) + bound)
-        # Taps are float32, and so are decoded weights: without a bias every bit is known.
+        # Taps are float32, and so are decoded weights: without a bias every bit is known, where fma() rounds
+        # twice, as NumPy does.
+        if is_fused():
+            return expected, bound
         exact = product(weights.astype(np.float32), x.astype(np.float32))
         assert np.array_equal(exact, taps[op.out.id].astype(np.float32)), (
             f"{op.out.name}: not the order of sums"

@@ -8,10 +8,13 @@
 layout(set = 0, binding = 2) readonly buffer Inputs { vec4 inputs[]; };
 #include "product.glsl"
 
+layout(constant_id = 3) const uint WHOLE = 0;  // 1: no block has columns past the last
+
 const uint CHUNK = 8;  // blocks
 
 // Four inputs of a row that starts at `row`, those past the last column as 0.
 vec4 inputs_at(uint row, uint column) {
+    if (WHOLE != 0u) return inputs[(row + column) / 4u];
     if (column >= n_cols) return vec4(0.0);
     vec4 x = inputs[(row + column) / 4u];
     const uint left = n_cols - column;

@@ -5,6 +5,14 @@
 layout(local_size_x = 32, local_size_y = 8) in;
 shared float parts[8 * 32 * TOKENS];
 
+float block_sum(float w[32], uint start, uint column) {
+    vec4 x[8];
+    [[unroll]] for (uint i = 0; i < 8u; i++) x[i] = inputs_at(start, column + 4u * i);
+    precise float sum = 0.0;
+    [[unroll]] for (uint k = 0; k < 32u; k++) sum = fma(w[k], x[k / 4u][k & 3u], sum);
+    return sum;
+}
+
 void main() {
     const uint row = gl_LocalInvocationID.x, lane = gl_LocalInvocationID.y, r = gl_WorkGroupID.x * 32u + row;
     const uint n_blocks = (n_cols + 31u) / 32u, n_chunks = (n_blocks + CHUNK - 1u) / CHUNK;
@@ -23,15 +31,7 @@ void main() {
                 decode(tile, block, row, n_blocks, w);
                 for (uint t = 0; t < TOKENS; t++) {
                     const uint start = min(place.start + t * in_stride, (n_tokens - 1u) * in_stride);
-                    precise float sum = 0.0;
-                    [[unroll]] for (uint k = 0; k < 32u; k += 4u) {
-                        const vec4 x = inputs_at(EXPERTS == 0u ? start : place.start, block * 32u + k);
-                        sum = sum + w[k] * x.x;
-                        sum = sum + w[k + 1u] * x.y;
-                        sum = sum + w[k + 2u] * x.z;
-                        sum = sum + w[k + 3u] * x.w;
-                    }
-                    sums[t] = sums[t] + sum;
+                    sums[t] = sums[t] + block_sum(w, EXPERTS == 0u ? start : place.start, block * 32u);
                 }
             }
         }

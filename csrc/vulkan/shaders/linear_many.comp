@@ -34,7 +34,7 @@ void main() {
                 w[i] = weights[k][row + i];
                 x[i] = values[k][token + i];
             }
-            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = products[i] + w[i & 3u] * x[i / 4u];
+            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = fma(w[i & 3u], x[i / 4u], products[i]);
         }
         [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = sums[i] + products[i];
         if ((block & (CHUNK - 1u)) == CHUNK - 1u || block + 1u == n_blocks)

@@ -21,10 +21,13 @@ Facts facts_of(uvec4 words) {
 
 // `sum` and what a block adds to it. dots: of the codes of its halves.
 float added(float sum, ivec2 dots, float scale, float minimum, ivec2 parts, Facts x) {
-    const int whole = TYPE == Q6_K ? parts.x * (dots.x - ZERO * x.codes.x) + parts.y * (dots.y - ZERO * x.codes.y)
-                                   : dots.x + dots.y - ZERO * (x.codes.x + x.codes.y);
-    precise float both = scale * x.scale;
-    precise float more = fma(both, float(whole), sum);
-    if (HAS_MINIMUM) more = fma(minimum, x.sum, more);
-    return more;
+    precise float both = scale * x.scale, whole;
+    if (TYPE == Q6_K) {  // below 2^24: floats are exact, and faster
+        const vec2 halves = vec2(dots - ZERO * x.codes);
+        whole = float(parts.x) * halves.x + float(parts.y) * halves.y;
+    } else {
+        whole = float(dots.x + dots.y - ZERO * (x.codes.x + x.codes.y));
+    }
+    const float more = fused(both, whole, sum);
+    return HAS_MINIMUM ? fused(minimum, x.sum, more) : more;
 }

@@ -10,12 +10,16 @@ shared vec4 scales[8], minimums[8];
 shared ivec4 parts[2][8];
 shared uvec4 facts[32];
 
+// Registers are scarce: of Q6_K half of the outputs are computed at a time, and sums wait in shared memory.
+const uint PASSES = TYPE == Q6_K ? 2u : 1u, AT_ONCE = 16u / PASSES, HEIGHTS = TYPE == Q6_K ? 1u : 4u;
+shared float stored[TYPE == Q6_K ? 3072 : 1];
+
 void main() {
     const uint lane = gl_LocalInvocationIndex, rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;
     const uint tile = gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = n_cols / 32u;
     const uint own = lane & 31u, group = own / 4u, place = own & 3u;
     const uint start = min(first + own, n_tokens - 1u) * in_stride;
-    float sums[16], waiting[4][16];
+    float sums[16], waiting[HEIGHTS][16];
     for (uint turn = 0; turn < SUMS; turn++) {
         [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = 0.0;
         for (uint block = bitfieldReverse(turn) >> 28; block < n_blocks; block += SUMS) {
@@ -35,18 +39,21 @@ void main() {
                 facts[own] = inputs[at + 2u];
             }
             barrier();
-            ivec2 dots[16];
-            [[unroll]] for (uint i = 0; i < 16u; i++) dots[i] = ivec2(0);
-            [[unroll]] for (uint k = 0; k < 8u; k++) {
-                const uvec4 w = weights[k][rows], x = values[k][tokens];
-                [[unroll]] for (uint i = 0; i < 16u; i++)
-                    dots[i][TYPE == Q6_K ? k / 4u : 0u] = with_dot(dots[i][TYPE == Q6_K ? k / 4u : 0u], w[i & 3u], x[i / 4u]);
-            }
-            [[unroll]] for (uint i = 0; i < 16u; i++) {
-                const uint r = i & 3u, t = i / 4u;
-                sums[i] = added(sums[i], dots[i], scales[rows][r], HAS_MINIMUM ? minimums[rows][r] : 0.0,
-                                TYPE == Q6_K ? ivec2(parts[0][rows][r], parts[1][rows][r]) : ivec2(1),
-                                facts_of(facts[tokens * 4u + t]));
+            [[unroll]] for (uint pass = 0; pass < PASSES; pass++) {
+                ivec2 dots[AT_ONCE];
+                [[unroll]] for (uint i = 0; i < AT_ONCE; i++) dots[i] = ivec2(0);
+                [[unroll]] for (uint k = 0; k < 8u; k++) {
+                    const uvec4 w = weights[k][rows], x = values[k][tokens];
+                    const uint part = TYPE == Q6_K ? k / 4u : 0u;
+                    [[unroll]] for (uint i = 0; i < AT_ONCE; i++)
+                        dots[i][part] = with_dot(dots[i][part], w[i & 3u], x[pass * AT_ONCE / 4u + i / 4u]);
+                }
+                [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
+                    const uint r = i & 3u, t = pass * AT_ONCE / 4u + i / 4u, at = 4u * t + r;
+                    const ivec2 own_parts = TYPE == Q6_K ? ivec2(parts[0][rows][r], parts[1][rows][r]) : ivec2(1);
+                    sums[at] = added(sums[at], dots[i], scales[rows][r], HAS_MINIMUM ? minimums[rows][r] : 0.0,
+                                     own_parts, facts_of(facts[tokens * 4u + t]));
+                }
             }
             barrier();
         }
@@ -55,9 +62,16 @@ void main() {
         [[unroll]] for (uint height = 0; height < 4u; height++) {
             const bool joins = goes_on && ((turn >> height) & 1u) != 0u, waits = goes_on && !joins;
             [[unroll]] for (uint i = 0; i < 16u; i++) {
-                precise float both = waiting[height][i] + sums[i];
-                if (joins) sums[i] = both;
-                if (waits) waiting[height][i] = sums[i];
+                if (height < HEIGHTS) {
+                    precise float both = waiting[height % HEIGHTS][i] + sums[i];
+                    if (joins) sums[i] = both;
+                    if (waits) waiting[height % HEIGHTS][i] = sums[i];
+                } else {
+                    const uint at = ((height - HEIGHTS) * 16u + i) * 64u + lane;
+                    precise float both = stored[at] + sums[i];
+                    if (joins) sums[i] = both;
+                    if (waits) stored[at] = sums[i];
+                }
             }
             goes_on = joins;
         }

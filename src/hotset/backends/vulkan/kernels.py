@@ -52,15 +52,16 @@ KERNELS = {
 }
 
 
+_FUSED = 99  # the id of a constant: csrc/vulkan/shaders/common.glsl
 _SPIRV = files("hotset.backends.vulkan").joinpath("spirv")
 
 
 class Kernels:
     """Compiles kernels when they are first asked for, one for each set of constants.
 
-    is_native: the device has integer dot products, and a test of it has shown that it reads half floats
-    exactly, which Vulkan does not promise: kernels are then those with the device's own instructions, where
-    there are any. The bits are the same.
+    A test of the device says which instructions of its own they may have (probe.comp); the bits are the same.
+    is_native: integer dot products, and half floats, which Vulkan does not promise to read exactly.
+    is_fused: an fma() that rounds once; without it products and sums with their errors take its place.
     """
 
     allows_native = True  # tests take it away
@@ -68,23 +69,28 @@ class Kernels:
     def __init__(self, device: _core.VulkanDevice) -> None:
         self.device = device
         self._compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
-        self.is_native = device.has_integer_dots and self.allows_native
-        self.is_native = self.is_native and self._probed()
+        self.is_native, self.is_fused = device.has_integer_dots and self.allows_native, True
+        as_native, self.is_fused = self._probed()
+        self.is_native = self.is_native and as_native
+        self._compiled.clear()
 
-    def _probed(self) -> bool:
-        """Whether the native kernels compute what the others do."""
-        found = self.device.allocate(2 * 4 << 16, "from_device")
+    def _probed(self) -> tuple[bool, bool]:
+        """Whether half floats and products of bytes are exact, and whether fma() rounds once."""
+        found = self.device.allocate(3 * 4 << 16, "from_device")
         recorder = Recorder(self)
         recorder.add("probe", [], [(found, 0, found.size, True)], (), (1024, 1, 1))
         recorder.program.finish()
         _core.vulkan_run([recorder.program], _core.VulkanCancel())
-        halves, dots = found.read(0, found.size).view(np.uint32).reshape(2, -1)
+        halves, dots, lost = found.read(0, found.size).view(np.uint32).reshape(3, -1)
         i = np.arange(1 << 16, dtype=np.uint32)
         floats = i.astype(np.uint16).view(np.float16).astype(np.float32)
         a, b = ((i * np.uint32(factor)).view(np.int8).reshape(-1, 4) for factor in (0x9E3779B9, 0x85EBCA6B))
         expected = i + (a.astype(np.int32) * b).sum(axis=1).astype(np.uint32)
         exact = np.isnan(floats) | (floats.view(np.uint32) == halves)
-        return bool(exact.all() and np.array_equal(dots, expected))
+        x = 1 + (i & 0xFFF) / 4096
+        rounded_away = (x * x - (x * x).astype(np.float32)).astype(np.float32)
+        fused = np.array_equal(lost.view(np.float32), rounded_away)
+        return bool(exact.all()) and np.array_equal(dots, expected), fused
 
     def get(self, name: str, constants: Sequence[int]) -> _core.VulkanKernel:
         """A kernel with these specialisation constants, from the first on."""
@@ -97,7 +103,7 @@ class Kernels:
                 np.frombuffer(code, np.uint8),
                 shape.n_buffers,
                 shape.push_bytes,
-                list(constants),
+                [*enumerate(constants), (_FUSED, int(self.is_fused))],
             )
         return self._compiled[key]
 

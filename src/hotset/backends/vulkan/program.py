@@ -424,9 +424,11 @@ class Lowered:
                 tokens = 1 if n == 1 else _TOKENS_OF_FEW
                 self._few(to, matrix, part, tokens, -(-n // tokens), (bindings, push))
             else:
-                name = "linear_many" if matrix.type in FLOATS else "rounded_many"
                 groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
-                to.add(name, [matrix.type, 1, 0], bindings, push, groups)
+                if matrix.type in FLOATS:
+                    to.add("linear_many", [matrix.type, 1, 0, _is_whole(matrix)], bindings, push, groups)
+                else:
+                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups)
 
     def _few(
         self, to: Recorder, matrix: DeviceMatrix, part: MatrixPart, tokens: int, n: int,
@@ -435,6 +437,7 @@ class Lowered:
         """A product with n times `tokens` rows, and what it is bound to and pushed."""
         constants = [matrix.type, tokens, experts]
         if matrix.type in FLOATS:
+            constants.append(_is_whole(matrix))
             to.add("linear_few", constants, *what, (-(-part.n_rows // _TILE), n, 1))
             return
         # Many lanes for each of few rows, or a device has less to do at a time than it could.
@@ -614,6 +617,7 @@ class Lowered:
         else:
             visible = (op.window // 2,) * 2 if op.window else (_ALL, _ALL)
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
+        others = slopes is not None, op.softcap > 0
         push = (
             op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self.max_batch,
             *visible, self._n_splits, op.scale, op.softcap,
@@ -638,13 +642,13 @@ class Lowered:
             if self._parts is None or n > FEW:
                 bindings = [*read, self.written(op.out, n), slopes.bound() if slopes else positions]
                 groups = op.n_head, n, 1
-                to.add("attention", [*constants, 0, slopes is not None], bindings, push, groups)
+                to.add("attention", [*constants, 0, *others], bindings, push, groups)
                 return
             size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
             parts = self._parts.bound(size, written=True)
             bindings = [*read, parts, slopes.bound() if slopes else positions]
             groups_of_step = self.inputs.groups_of("heads", op.n_head)
-            to.add_indirect("attention", [*constants, 1, slopes is not None], bindings, push, groups_of_step)
+            to.add_indirect("attention", [*constants, 1, *others], bindings, push, groups_of_step)
             bindings = [
                 self._parts.bound(size), positions, sinks.bound() if sinks else positions,
                 self.written(op.out, n),
@@ -807,6 +811,11 @@ def rounded_bytes(
         for i, step in enumerate(steps) if (x := rounded_input(step.op, tensors)) is not None
     ]  # fmt: skip
     return max(sizes, default=0) // BLOCK * ROUNDED_BYTES
+
+
+def _is_whole(matrix: DeviceMatrix) -> bool:
+    """Whether rows are whole blocks."""
+    return matrix.n_cols % BLOCK == 0
 
 
 def _only(op: Primitive, matrix: DeviceMatrix) -> MatrixPart:
