@@ -70,7 +70,7 @@ def test_no_shader_lets_products_and_sums_be_fused(compiling: ModuleType) -> Non
         assert exact >= set(sums), path.name
         n_sums += len(sums)
     assert n_sums > 100
-    assert with_fma == {"rounded_few", "rounded_many"}
+    assert with_fma >= {"attention", "linear_few", "norm", "rounded_few", "rounded_many"}
 
 
 def test_what_a_kernel_takes_is_what_its_shader_has() -> None:
