@@ -50,7 +50,7 @@ def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
     expected = logits_of(backend, ids, [], [3, 1])
     reference = ReferenceBackend(gguf, stage_of(backend).graph, n_pages=8, kv_type=kv_type)
     close = np.abs(expected - logits_of(reference, ids, [], [3, 1])).max() / np.abs(expected).max()
-    assert close < (1e-3 if kv_type == "f16" else 3e-2)  # a key may round to the other side of half a step
+    assert close < 3e-2  # its inputs of products are not rounded to eight bits
     for splits in ([64], [1, 2, 40, 66, 69]):
         assert np.array_equal(logits_of(backend, ids, splits, [0, 2]), expected)
     mixed = [
