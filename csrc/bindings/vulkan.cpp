@@ -113,7 +113,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(nb::handle self) {
 }
 
 std::shared_ptr<Kernel> make_kernel(const std::shared_ptr<Device>& device, const Bytes& spirv, int n_buffers,
-                                    int push_bytes, const std::vector<uint32_t>& constants) {
+                                    int push_bytes, const vulkan::Constants& constants) {
     require(spirv.size() >= 20 && spirv.size() % 4 == 0 && load_u32(spirv.data()) == 0x07230203,
             "a kernel is SPIR-V");
     require(n_buffers > 0 && n_buffers <= 16 && push_bytes >= 0 && push_bytes <= 128 && push_bytes % 4 == 0,
@@ -181,6 +181,7 @@ void bind_vulkan(nb::module_& m) {
         .def("is_cache_of", &is_cache_of, "data"_a)
         .def_prop_ro("allocated", &Device::allocated)
         .def_prop_ro("name", [](const Device& device) { return device.info().name; })
+        .def_prop_ro("has_integer_dots", [](const Device& device) { return device.info().has_integer_dots; })
         .def_prop_ro("max_range",
                      [](const Device& device) {
                          const uint64_t most =

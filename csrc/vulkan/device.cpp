@@ -108,7 +108,7 @@ void Buffer::clear() {
 }
 
 Kernel::Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
-               std::span<const uint32_t> constants)
+               const Constants& constants)
     : device_(std::move(device)), n_buffers_(n_buffers), push_bytes_(push_bytes) {
     try {
         make(spirv, constants);
@@ -118,7 +118,7 @@ Kernel::Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, 
     }
 }
 
-void Kernel::make(std::span<const uint32_t> spirv, std::span<const uint32_t> constants) {
+void Kernel::make(std::span<const uint32_t> spirv, const Constants& constants) {
     const DeviceFunctions& fn = device_->functions();
     const VkDevice vk = device_->handle();
     const char* what = "compiling a kernel";
@@ -144,9 +144,13 @@ void Kernel::make(std::span<const uint32_t> spirv, std::span<const uint32_t> con
     VkShaderModule module;
     check(fn.vkCreateShaderModule(vk, &code, nullptr, &module), what);
     std::vector<VkSpecializationMapEntry> entries(constants.size());
-    for (uint32_t i = 0; i < entries.size(); i++) entries[i] = {i, i * 4, 4};
-    const VkSpecializationInfo special{uint32_t(entries.size()), entries.data(), constants.size_bytes(),
-                                       constants.data()};
+    std::vector<uint32_t> values(constants.size());
+    for (uint32_t i = 0; i < entries.size(); i++) {
+        entries[i] = {constants[i].first, i * 4, 4};
+        values[i] = constants[i].second;
+    }
+    const VkSpecializationInfo special{uint32_t(entries.size()), entries.data(), 4 * values.size(),
+                                       values.data()};
     auto pipeline = made<VkComputePipelineCreateInfo>(VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO);
     pipeline.layout = layout_;
     pipeline.stage.sType = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
@@ -234,12 +238,18 @@ void Device::start(std::span<const uint8_t> cache) {
     auto device = made<VkDeviceCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO);
     device.queueCreateInfoCount = 1;
     device.pQueueCreateInfos = &queue;
-    // No feature is asked for. What is only a part of Vulkan (MoltenVK) must be called that.
-    const char* subset = "VK_KHR_portability_subset";
-    if (info_.is_subset) {
-        device.enabledExtensionCount = 1;
-        device.ppEnabledExtensionNames = &subset;
+    // Nothing is needed beyond Vulkan 1.1. What is only a part of it (MoltenVK) must be called that.
+    std::vector<const char*> extensions;
+    if (info_.is_subset) extensions.push_back("VK_KHR_portability_subset");
+    auto dots = made<VkPhysicalDeviceShaderIntegerDotProductFeatures>(
+        VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_INTEGER_DOT_PRODUCT_FEATURES);
+    if (info_.has_integer_dots) {
+        dots.shaderIntegerDotProduct = VK_TRUE;
+        device.pNext = &dots;
+        extensions.push_back(VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME);
     }
+    device.enabledExtensionCount = uint32_t(extensions.size());
+    device.ppEnabledExtensionNames = extensions.data();
     const std::string what = "opening " + info_.name;
     check(of_instance.vkCreateDevice(info_.handle, &device, nullptr, &device_), what);
 #define LOAD(name) fn_.name.load(of_instance.vkGetDeviceProcAddr(device_, #name), #name);

@@ -60,11 +60,13 @@ class Buffer {
     bool is_read_ = false;  // whether the host reads what is mapped: not across the bus, a word at a time
 };
 
+using Constants = std::vector<std::pair<uint32_t, uint32_t>>;  // of a specialisation: id and value
+
 // A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.
 class Kernel {
   public:
     Kernel(std::shared_ptr<Device> device, std::span<const uint32_t> spirv, int n_buffers, int push_bytes,
-           std::span<const uint32_t> constants);
+           const Constants& constants);
     ~Kernel() { free(); }
     Kernel(const Kernel&) = delete;
     Kernel& operator=(const Kernel&) = delete;
@@ -77,7 +79,7 @@ class Kernel {
     const std::shared_ptr<Device>& device() const { return device_; }
 
   private:
-    void make(std::span<const uint32_t> spirv, std::span<const uint32_t> constants);
+    void make(std::span<const uint32_t> spirv, const Constants& constants);
     void free();
 
     std::shared_ptr<Device> device_;

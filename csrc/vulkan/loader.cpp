@@ -257,6 +257,14 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     };
     const bool has_budget = has(VK_EXT_MEMORY_BUDGET_EXTENSION_NAME);
     info.is_subset = has("VK_KHR_portability_subset");
+    if (has(VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME)) {
+        auto dots = made<VkPhysicalDeviceShaderIntegerDotProductFeatures>(
+            VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_INTEGER_DOT_PRODUCT_FEATURES);
+        auto features = made<VkPhysicalDeviceFeatures2>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2);
+        features.pNext = &dots;
+        fn_.vkGetPhysicalDeviceFeatures2(handle, &features);
+        info.has_integer_dots = dots.shaderIntegerDotProduct;
+    }
 
     auto subgroup =
         made<VkPhysicalDeviceSubgroupProperties>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SUBGROUP_PROPERTIES);
@@ -313,8 +321,7 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     };
     feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "memory that the host sees");
     feature(has_budget, "memory budget");
-    feature(own.apiVersion >= VK_API_VERSION_1_3 || has("VK_KHR_shader_integer_dot_product"),
-            "integer dot products");
+    feature(info.has_integer_dots, "integer dot products");
     feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
     feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
 

@@ -73,6 +73,7 @@ void check(VkResult result, const std::string& what);
     F(vkDestroyInstance)                        \
     F(vkEnumeratePhysicalDevices)               \
     F(vkGetPhysicalDeviceProperties2)           \
+    F(vkGetPhysicalDeviceFeatures2)             \
     F(vkGetPhysicalDeviceMemoryProperties2)     \
     F(vkGetPhysicalDeviceQueueFamilyProperties) \
     F(vkEnumerateDeviceExtensionProperties)     \
@@ -150,6 +151,7 @@ struct DeviceInfo {
     uint64_t max_allocation = 0;
     uint32_t queue_family = 0;
     bool is_subset = false;  // of Vulkan, as MoltenVK
+    bool has_integer_dots = false;  // instructions for products of four bytes
     VkPhysicalDeviceMemoryProperties memories{};
 };
 

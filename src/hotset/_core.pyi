@@ -271,13 +271,15 @@ class VulkanDevice:
     @property
     def name(self) -> str: ...
     @property
+    def has_integer_dots(self) -> bool: ...  # instructions for products of four bytes
+    @property
     def max_range(self) -> int: ...  # bytes of a binding
     @property
     def max_allocation(self) -> int: ...  # bytes of a buffer
     def limit(self, bytes: int) -> None: ...  # more raises OutOfMemoryError
     def allocate(self, size: int, place: str) -> VulkanBuffer: ...  # device, to_device, from_device
     def kernel(
-        self, spirv: np.ndarray, n_buffers: int, push_bytes: int, constants: list[int]
+        self, spirv: np.ndarray, n_buffers: int, push_bytes: int, constants: list[tuple[int, int]]
     ) -> VulkanKernel: ...
 
 class VulkanBuffer:

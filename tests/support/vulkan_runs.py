@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from derived_bounds import EXP, TINY, Oracle, U, activation_bound, gamma, similarity_gate_bound
+from derived_bounds import EXP, FLOATS, TINY, Oracle, U, activation_bound, gamma, similarity_gate_bound
 
 from hotset import _core
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan.devices import find_device
+from hotset.backends.vulkan.kernels import Kernels, Recorder
 from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import DeviceError
 from hotset.formats.gguf import GGUFFile
+from hotset.formats.lora import FloatMatrix
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
@@ -124,6 +128,59 @@ def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
     return total
 
 
+@functools.cache
+def is_fused() -> bool:
+    """Whether the device's fma() rounds once."""
+    return Kernels(_core.VulkanDevice(find_device("vulkan").index)).is_fused
+
+
+def cpu_product(data: np.ndarray, type_: GGMLType, n_rows: int, x: np.ndarray) -> np.ndarray:
+    """x, float32 [n, k], times rows, by the CPU's kernel: float32 [n, rows]."""
+    return _core.linear(int(type_), np.array(data, np.uint8).reshape(-1), n_rows, x)
+
+
+def device_product(
+    data: np.ndarray,
+    type_: GGMLType,
+    n_rows: int,
+    x: np.ndarray,
+    tokens: int = 0,
+    constants: Sequence[int] = (),
+) -> np.ndarray:
+    """x, float32 [n, k], times quantised rows, by the kernels of a device: float32 [n, rows].
+
+    tokens: of a workgroup of the kernel for few, with constants for how its lanes are laid out; 0: the kernel
+    for many.
+    """
+    device = _core.VulkanDevice(find_device("vulkan").index, True)
+    kernels, (n, k) = Kernels(device), x.shape
+    weights = DeviceWeights(NoFile(), device)
+    [part] = weights.given(("w",), FloatMatrix(type_, (n_rows, k), data.reshape(-1)), 0, n_rows).parts
+    given, rounded = device.allocate(x.nbytes, "to_device"), device.allocate(n * k // 32 * 48, "device")
+    out = device.allocate(4 * n * n_rows, "from_device")
+    given.write(0, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    recorder, codes = Recorder(kernels), part.codes.bound()
+    whole = [(buffer, 0, buffer.size, written) for buffer, written in ((given, False), (rounded, True))]
+    recorder.add("quantize", [0], whole, (k // 32, k), (-(-k // 256), n, 1))
+    bindings = [codes, part.more.bound() if part.more else codes, (rounded, 0, rounded.size, False)]
+    bindings += [(out, 0, out.size, True), codes, codes, codes]
+    push = n, n_rows, k, 0, k // 32, n_rows, 0, 0, 1, 0, 0, 0, 0, 0.0
+    if tokens:
+        groups = -(-n_rows // constants[0]), -(-n // tokens), 1
+        recorder.add("rounded_few", [type_, tokens, 0, *constants], bindings, push, groups)
+    else:
+        recorder.add("rounded_many", [type_, 1, 0], bindings, push, (-(-n_rows // 32), -(-n // 32), 1))
+    recorder.program.finish()
+    _core.vulkan_run([recorder.program], _core.VulkanCancel())
+    return out.read(0, out.size).view(np.float32).reshape(n, n_rows)
+
+
+class NoFile:
+    """A source of weights without any."""
+
+    tensors: Mapping[str, Any] = {}
+
+
 def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Of such a product, x [n, k], weights [rows, k]."""
     k = x.shape[1]
@@ -138,7 +195,7 @@ def transposed_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 class VulkanOracle(Oracle):
-    """Of kernels whose inputs are float32, and whose divisions and roots are Vulkan's."""
+    """Of kernels whose divisions and roots are Vulkan's, and some of whose sums have another order."""
 
     softplus_off, division_off, root_off = SOFTPLUS, DIVISION, ROOT
 
@@ -183,13 +240,23 @@ class VulkanOracle(Oracle):
     def _expected_linear(
         self, op: Linear, taps: dict[int, np.ndarray], batch: Any, slots: Any
     ) -> tuple[Any, Any]:
+        info, rows = self.weights.tensors[op.weight], slice(op.first_row, op.first_row + op.out.width)
+        if info.type not in FLOATS:
+            if op.bias is None:
+                x, out = (taps[value.id].astype(np.float32) for value in (op.x, op.out))
+                data = self.weights.data(op.weight).reshape(-1, info.row_bytes)[rows]
+                exact = cpu_product(data, info.type, op.out.width, x)
+                assert np.array_equal(exact, out), f"{op.out.name}: not the CPU's bits"
+            return super()._expected_linear(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
-        rows = slice(op.first_row, op.first_row + op.out.width)
         weights, x = self._weight(op.weight).reshape(-1, op.x.width)[rows], taps[op.x.id]
         bound = product_bound(x, weights)
         if op.bias is not None:
             return expected, bound + U * (np.abs(expected) + bound)
-        # Taps are float32, and so are decoded weights: without a bias every bit is known.
+        # Taps are float32, and so are decoded weights: without a bias every bit is known, where fma() rounds
+        # twice, as NumPy does.
+        if is_fused():
+            return expected, bound
         exact = product(weights.astype(np.float32), x.astype(np.float32))
         assert np.array_equal(exact, taps[op.out.id].astype(np.float32)), (
             f"{op.out.name}: not the order of sums"
@@ -199,6 +266,9 @@ class VulkanOracle(Oracle):
     def _expected_of_experts(
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
+        neuron_major = isinstance(op, ExpertSum) and op.neuron_major
+        if self.weights.tensors[op.weights[0]].type not in FLOATS and not neuron_major:
+            return super()._expected_of_experts(op, taps)
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
         of_all = isinstance(op, ExpertLinear) and not op.of_parts
@@ -209,7 +279,7 @@ class VulkanOracle(Oracle):
         for t in range(n):
             for j in range(k):
                 weights, x = self._weights.expert(op, int(route[t, j])), parts[t, j][None]
-                if isinstance(op, ExpertSum) and op.neuron_major:
+                if neuron_major:
                     bound[t, j] = transposed_bound(x, weights)[0]
                 else:
                     bound[t, j] = product_bound(x, weights[first : first + n_rows])[0]

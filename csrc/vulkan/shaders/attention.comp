@@ -1,6 +1,7 @@
 #version 450
-// Attention of one head of one token over its pages: a running softmax over splits of 512 positions, which begin
-// at fixed positions, so that the order of every sum depends on the token's position alone.
+// Attention of one head of one token over its pages, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax over
+// the pages of a split of 512 positions, and then the splits, in order. Splits begin at fixed positions, so that the order of
+// every sum depends on the token's position alone. A lane has a position of a page, and then words of values.
 #include "common.glsl"
 #include "cache.glsl"
 
@@ -10,6 +11,7 @@ layout(constant_id = 2) const uint DIM_V = 64;      // of a value
 layout(constant_id = 3) const uint SINKS = 0;
 layout(constant_id = 4) const uint APART = 0;       // 1: a workgroup has one split, and leaves its part
 layout(constant_id = 5) const uint SLOPES = 0;      // ALiBi
+layout(constant_id = 6) const uint CAPPED = 0;
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { uint values[]; };
@@ -25,115 +27,159 @@ layout(push_constant) uniform Push {
     float scale, cap;
 };
 
-const uint SPLIT = 512, LANES = 64, VECTORS = (DIM + PER - 1u) / PER, OWN = (DIM_V + LANES - 1u) / LANES;
-const uint VECTORS_V = (DIM_V + PER - 1u) / PER;
-shared float query[VECTORS * PER];
-shared float scores[SPLIT];
-shared float lanes[LANES];
+const uint PAGES = 8, LANES = 64;  // of a split
+const uint VECTORS = (DIM + PER - 1u) / PER, VECTORS_V = (DIM_V + PER - 1u) / PER;
+const uint IN_WORD = PER / 4u, WORDS = (DIM_V + IN_WORD - 1u) / IN_WORD, OWN = (WORDS + LANES - 1u) / LANES;
+shared vec4 query[VECTORS * PER / 4u];
+shared float weights[PAGE];
 
 #include "softmax.glsl"
 #include "visible.glsl"
 
-float key_score(uint base, uint place) {
-    precise float score = 0.0;
-    for (uint v = 0; v < VECTORS; v++) {
-        const uvec4 words = keys[(base * VECTORS + v) * PAGE + place];
-        if (KV == 2u) {
-            const uint n_blocks = (DIM + 31u) / 32u;
-            const float step = key_scales[(base * n_blocks + v / 2u) * PAGE + place];
-            for (uint i = 0; i < 16u; i++) {
-                precise float key = step * float(int(words[i / 4u] << (24u - 8u * (i & 3u))) >> 24);
-                score = score + query[v * 16u + i] * key;
-            }
-        } else if (KV == 1u) {
-            for (uint i = 0; i < 4u; i++) {
-                score = score + query[v * 8u + 2u * i] * half_value(words[i] & 0xffffu);
-                score = score + query[v * 8u + 2u * i + 1u] * half_value(words[i] >> 16);
-            }
-        } else {
-            for (uint i = 0; i < 4u; i++) score = score + query[v * 4u + i] * uintBitsToFloat(words[i]);
-        }
-    }
-    return score;
+struct State {
+    float highest, total;
+};
+
+// The four channels of a word of a cache; of f16 two.
+vec4 channels_of(uint word) {
+    if (KV == 0u) return vec4(uintBitsToFloat(word), 0.0, 0.0, 0.0);
+    if (KV == 1u) return vec4(half_values(word), 0.0, 0.0);
+    return vec4(ivec4(int(word << 24), int(word << 16), int(word << 8), int(word)) >> 24);
 }
 
-float value_at(uint base, uint place, uint channel) {
-    const uint row = (base * PAGE + place) * VECTORS_V * 4u;
-    if (KV == 0u) return uintBitsToFloat(values[row + channel]);
-    if (KV == 1u) return half_value((values[row + channel / 2u] >> (16u * (channel & 1u))) & 0xffffu);
-    const uint n_blocks = (DIM_V + 31u) / 32u;
-    precise float value = value_scales[(base * n_blocks + channel / 32u) * PAGE + place] *
-                          float(int(values[row + channel / 4u] << (24u - 8u * (channel & 3u))) >> 24);
+float key_score(uint base, uint place) {
+    float score = 0.0, block = 0.0;
+    for (uint first = 0; first < VECTORS; first += 4u) {
+        uvec4 words[4];
+        [[unroll]] for (uint v = 0; v < 4u; v++)
+            if (VECTORS % 4u == 0u || first + v < VECTORS) words[v] = keys[(base * VECTORS + first + v) * PAGE + place];
+        [[unroll]] for (uint v = 0; v < 4u; v++) {
+            if (VECTORS % 4u != 0u && first + v >= VECTORS) break;
+            const uint vector = first + v;
+            [[unroll]] for (uint i = 0; i < 4u; i++) {
+                const vec4 key = channels_of(words[v][i]);
+                [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+                    const uint channel = i * IN_WORD + c;
+                    const float q = query[vector * (PER / 4u) + channel / 4u][channel & 3u];
+                    block = fused(q, key[c], block);
+                }
+            }
+            if (KV == 2u && ((vector & 1u) == 1u || vector + 1u == VECTORS)) {
+                const uint n_blocks = (DIM + 31u) / 32u;
+                score = fused(key_scales[(base * n_blocks + vector / 2u) * PAGE + place], block, score);
+                block = 0.0;
+            }
+        }
+    }
+    return KV == 2u ? score : block;
+}
+
+vec4 values_of(uint word, uint at) {
+    precise vec4 value = channels_of(word);
+    if (KV == 2u) value = value * value_scales[at];
     return value;
+}
+
+// The score of position p, which this lane has, or LOWEST where it is not seen.
+float score_of(uint p, uint first, uint last, uint base, uint token, uint head) {
+    if (p < first || p > last) return LOWEST;
+    precise float score = key_score(base, p % PAGE);
+    if (CAPPED != 0u) score = soft_capped(cap, score);
+    if (SLOPES != 0u) score = fused(slopes[head], -abs(float(positions[token]) - float(p)), score);
+    return score;
 }
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
-    const uint position = positions[token], sequence = positions[max_tokens + token];
+    const uint table = positions[max_tokens + token] * n_pages, head_kv = head / (n_head / n_head_kv);
     const uint first = first_seen(token), last = last_seen(token);
-    const uint head_kv = head / (n_head / n_head_kv);
-    uint from = first / SPLIT, to = last / SPLIT;
+    uint from = first / (PAGES * PAGE), to = last / (PAGES * PAGE);
     if (APART != 0u) {
         if (gl_WorkGroupID.z < from || gl_WorkGroupID.z > to) return;
         from = to = gl_WorkGroupID.z;
     }
     for (uint i = lane; i < VECTORS * PER; i += LANES) {
         precise float q = i < DIM ? queries[token * in_stride + head * DIM + i] * scale : 0.0;
-        query[i] = q;
+        query[i / 4u][i & 3u] = q;
     }
     barrier();
-    Running running = Running(LOWEST, 0.0);
-    precise float sums[OWN];
-    for (uint i = 0; i < OWN; i++) sums[i] = 0.0;
-    vec2 factors;
+    // Splits are joined by the highest score of all of them, which must be known before the first one ends.
+    float top = SINKS != 0u ? sinks[head] : LOWEST;
+    if (APART == 0u && from != to)
+        for (uint page = first / PAGE; page <= last / PAGE; page++) {
+            const uint base = tables[table + page] * n_head_kv + head_kv;
+            top = max(top, largest_of(score_of(page * PAGE + lane, first, last, base, token, head)));
+        }
+    float total = 0.0;
+    precise float outs[OWN * IN_WORD];
+    [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) outs[i] = 0.0;
     for (uint split = from; split <= to; split++) {
-        const uint start = split * SPLIT, begin = max(start, first), end = min(start + SPLIT, last + 1u);
-        float highest = LOWEST;
-        for (uint p = start + lane; p < end; p += LANES) {
-            if (p < begin) continue;
-            const uint page = tables[sequence * n_pages + p / PAGE];
-            precise float score = key_score(page * n_head_kv + head_kv, p % PAGE);
-            if (cap > 0.0) score = soft_capped(cap, score);
-            if (SLOPES != 0u) score = score - slopes[head] * abs(float(position) - float(p));
-            scores[p - start] = score;
-            highest = max(highest, score);
-        }
-        highest = largest_of(highest);
-        precise float mine = 0.0;
-        for (uint p = start + lane; p < end; p += LANES) {
-            if (p < begin) continue;
-            precise float weight = exp_of(scores[p - start] - highest);
-            scores[p - start] = weight;
-            mine = mine + weight;
-        }
-        running = joined(running, Running(highest, sum_of(mine)), factors);
-        for (uint i = 0; i < OWN; i++) {
-            const uint channel = i * LANES + lane;
-            precise float sum = 0.0;
-            if (channel < DIM_V)
-                for (uint p = begin; p < end; p++) {
-                    const uint page = tables[sequence * n_pages + p / PAGE];
-                    sum = sum + scores[p - start] * value_at(page * n_head_kv + head_kv, p % PAGE, channel);
+        State state = State(LOWEST, 0.0);
+        precise float sums[OWN * IN_WORD];
+        [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) sums[i] = 0.0;
+        const uint start = max(split * PAGES, first / PAGE), end = min(split * PAGES + PAGES - 1u, last / PAGE);
+        for (uint page = start; page <= end; page++) {
+            const uint base = tables[table + page] * n_head_kv + head_kv, p = page * PAGE + lane;
+            const float score = score_of(p, first, last, base, token, head);
+            const float highest = max(state.highest, largest_of(score));
+            precise float below = score - highest, before = state.highest - highest;
+            const float weight = p < first || p > last ? 0.0 : exp_of(below);
+            weights[lane] = weight;
+            const float rescale = exp_of(before);
+            state = State(highest, fused(state.total, rescale, sum_of(weight)));
+            const uint low = page * PAGE < first ? first % PAGE : 0u, high = min(last - page * PAGE, PAGE - 1u);
+            [[unroll]] for (uint o = 0; o < OWN; o++) {
+                const uint word = o * LANES + lane;
+                if (word >= WORDS) break;
+                [[unroll]] for (uint c = 0; c < IN_WORD; c++) sums[o * IN_WORD + c] = sums[o * IN_WORD + c] * rescale;
+                const uint n_blocks = (DIM_V + 31u) / 32u, step = VECTORS_V * 4u;
+                const uint scales = (base * n_blocks + word / 8u) * PAGE;
+                uint slot = low, at = (base * PAGE + low) * step + word;
+                for (; slot + 4u <= high + 1u; slot += 4u, at += 4u * step) {
+                    uint words[4];
+                    [[unroll]] for (uint s = 0; s < 4u; s++) words[s] = values[at + s * step];
+                    [[unroll]] for (uint s = 0; s < 4u; s++) {
+                        const vec4 value = values_of(words[s], scales + slot + s);
+                        [[unroll]] for (uint c = 0; c < IN_WORD; c++)
+                            sums[o * IN_WORD + c] = fused(weights[slot + s], value[c], sums[o * IN_WORD + c]);
+                    }
                 }
-            sums[i] = sums[i] * factors.x + sum * factors.y;
+                for (; slot <= high; slot++, at += step) {
+                    const vec4 value = values_of(values[at], scales + slot);
+                    [[unroll]] for (uint c = 0; c < IN_WORD; c++)
+                        sums[o * IN_WORD + c] = fused(weights[slot], value[c], sums[o * IN_WORD + c]);
+                }
+            }
+            barrier();
         }
-        barrier();
-    }
-    if (APART != 0u) {
-        const uint at = ((token * n_head + head) * n_splits + from) * (DIM_V + 2u);
-        if (lane == 0u) {
-            outputs[at] = running.highest;
-            outputs[at + 1u] = running.total;
+        if (APART != 0u) {
+            const uint at = ((token * n_head + head) * n_splits + split) * (DIM_V + 2u);
+            if (lane == 0u) {
+                outputs[at] = state.highest;
+                outputs[at + 1u] = state.total;
+            }
+            [[unroll]] for (uint o = 0; o < OWN; o++)
+                [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+                    const uint channel = (o * LANES + lane) * IN_WORD + c;
+                    if (channel < DIM_V) outputs[at + 2u + channel] = sums[o * IN_WORD + c];
+                }
+            return;
         }
-        for (uint i = 0; i < OWN; i++)
-            if (i * LANES + lane < DIM_V) outputs[at + 2u + i * LANES + lane] = sums[i];
-        return;
+        if (from == to) top = max(top, state.highest);
+        precise float below = state.highest - top;
+        const float weight = exp_of(below);
+        total = fused(weight, state.total, total);
+        [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) outs[i] = outs[i] + sums[i] * weight;
     }
-    factors.x = 1.0;
-    if (SINKS != 0u) running = joined(running, Running(sinks[head], 1.0), factors);  // it has no value
-    for (uint i = 0; i < OWN; i++) {
-        const uint channel = i * LANES + lane;
-        precise float result = sums[i] * factors.x / running.total;
-        if (channel < DIM_V) outputs[token * out_stride + head * DIM_V + channel] = result;
+    if (SINKS != 0u) {  // it has no value
+        precise float below = sinks[head] - top;
+        total = fused(exp_of(below), 1.0, total);
     }
+    const float inverse = quotient(1.0, total);
+    [[unroll]] for (uint o = 0; o < OWN; o++)
+        [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+            const uint channel = (o * LANES + lane) * IN_WORD + c;
+            precise float result = outs[o * IN_WORD + c] * inverse;
+            if (channel < DIM_V) outputs[token * out_stride + head * DIM_V + channel] = result;
+        }
 }

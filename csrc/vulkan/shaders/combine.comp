@@ -12,31 +12,35 @@ layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(push_constant) uniform Push { uint n_head, out_stride, max_tokens, behind, ahead, n_splits; };
 
 const uint SPLIT = 512, LANES = 64, OWN = (DIM_V + LANES - 1u) / LANES;
-shared float lanes[LANES];
 
-#include "softmax.glsl"
 #include "visible.glsl"
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
-    Running running = Running(LOWEST, 0.0);
+    const uint from = first_seen(token) / SPLIT, to = last_seen(token) / SPLIT, stride = DIM_V + 2u;
+    const uint row = (token * n_head + head) * n_splits * stride;
+    float top = SINKS != 0u ? sinks[head] : parts[row + from * stride], total = 0.0;
+    for (uint split = from; split <= to; split++) top = max(top, parts[row + split * stride]);
     precise float sums[OWN];
-    for (uint i = 0; i < OWN; i++) sums[i] = 0.0;
-    vec2 factors;
-    for (uint split = first_seen(token) / SPLIT; split <= last_seen(token) / SPLIT; split++) {
-        const uint at = ((token * n_head + head) * n_splits + split) * (DIM_V + 2u);
-        running = joined(running, Running(parts[at], parts[at + 1u]), factors);
-        for (uint i = 0; i < OWN; i++) {
+    [[unroll]] for (uint i = 0; i < OWN; i++) sums[i] = 0.0;
+    for (uint split = from; split <= to; split++) {
+        const uint at = row + split * stride;
+        precise float below = parts[at] - top;
+        const float weight = exp_of(below);
+        total = fused(weight, parts[at + 1u], total);
+        [[unroll]] for (uint i = 0; i < OWN; i++) {
             const uint channel = i * LANES + lane;
-            const float sum = channel < DIM_V ? parts[at + 2u + channel] : 0.0;
-            sums[i] = sums[i] * factors.x + sum * factors.y;
+            if (channel < DIM_V) sums[i] = sums[i] + parts[at + 2u + channel] * weight;
         }
     }
-    factors.x = 1.0;
-    if (SINKS != 0u) running = joined(running, Running(sinks[head], 1.0), factors);  // it has no value
-    for (uint i = 0; i < OWN; i++) {
+    if (SINKS != 0u) {  // it has no value
+        precise float below = sinks[head] - top;
+        total = fused(exp_of(below), 1.0, total);
+    }
+    const float inverse = quotient(1.0, total);
+    [[unroll]] for (uint i = 0; i < OWN; i++) {
         const uint channel = i * LANES + lane;
-        precise float result = sums[i] * factors.x / running.total;
+        precise float result = sums[i] * inverse;
         if (channel < DIM_V) outputs[token * out_stride + head * DIM_V + channel] = result;
     }
 }

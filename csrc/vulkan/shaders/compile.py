@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ OUT = HERE.parents[2] / "src/hotset/backends/vulkan/spirv"
 # Not optimised: its optimiser unrolls loops without what is said of their operations, and then fuses products
 # and sums, which would have other bits. Drivers optimise themselves.
 GLSLC = ("glslc", "--target-env=vulkan1.1", "-O0")
+# Also compiled as NAME_native, for devices that have what common.glsl says.
+NATIVE = ("attention", "linear_few", "linear_many", "probe", "rounded_few", "rounded_many", "transposed")
+OP_EXT_INST, OP_DECORATE, FMA, NO_CONTRACTION = 12, 71, 50, 42  # of the SPIR-V specification
 
 
 def compiler() -> str:
@@ -28,12 +32,36 @@ def compiler() -> str:
     return " ".join(done.stdout.split())
 
 
-def compiled(source: Path) -> bytes:
+def compiled(source: Path, *, native: bool = False) -> bytes:
     """A shader as SPIR-V."""
-    done = subprocess.run([*GLSLC, f"-I{HERE}", source, "-o", "-"], capture_output=True, check=False)
+    flags = ["-DNATIVE"] if native else []
+    done = subprocess.run([*GLSLC, *flags, f"-I{HERE}", source, "-o", "-"], capture_output=True, check=False)
     if done.returncode:
         sys.exit(done.stderr.decode())
-    return done.stdout
+    return with_one_fma(done.stdout)
+
+
+def with_one_fma(code: bytes) -> bytes:
+    """The same with every fma() decorated, as glslc does not do: it is then one operation, or two, in all
+    kernels of a device alike (GLSL.std.450: "invariant results")."""
+    words, at, place, found = list(struct.unpack(f"<{len(code) // 4}I", code)), 5, 0, []
+    while at < len(words):
+        n, operation = words[at] >> 16, words[at] & 0xFFFF
+        if operation == OP_DECORATE:
+            place = at
+        if operation == OP_EXT_INST and words[at + 4] == FMA:
+            found.append(words[at + 2])
+        at += n
+    for result in found:
+        words[place:place] = [3 << 16 | OP_DECORATE, result, NO_CONTRACTION]
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def outputs() -> dict[str, tuple[Path, bool]]:
+    """The files that are made, by name: of which source, and whether native."""
+    sources = sorted(HERE.glob("*.comp"))
+    plain = {source.stem: (source, False) for source in sources}
+    return plain | {f"{source.stem}_native": (source, True) for source in sources if source.stem in NATIVE}
 
 
 def digest(source: Path) -> str:
@@ -50,9 +78,9 @@ def main() -> None:
     """Writes all of them."""
     OUT.mkdir(exist_ok=True)
     digests = {}
-    for source in sorted(HERE.glob("*.comp")):
-        (OUT / f"{source.stem}.spv").write_bytes(compiled(source))
-        digests[source.stem] = digest(source)
+    for name, (source, native) in outputs().items():
+        (OUT / f"{name}.spv").write_bytes(compiled(source, native=native))
+        digests[name] = digest(source)
     facts = {"compiler": compiler(), "sources": digests}
     (OUT / "sources.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -54,31 +54,36 @@ float softplus(float x) {
     return y;
 }
 
+// a times the sigmoid of x.
+float gated_by(float a, float x) {
+    precise float more = 1.0 + exp_of(-x);
+    return quotient(a, more);
+}
+
 float activated(float x) {
     precise float y = x;
-    if (ACTIVATION == SILU) y = x / (1.0 + exp_of(-x));
+    if (ACTIVATION == SILU) y = gated_by(x, x);
     if (ACTIVATION == GELU_TANH) {
-        precise float u = x * (x * x * 0.0713548162726 + 1.59576912161);
-        y = x / (1.0 + exp_of(-u));
+        precise float square = x * x;
+        precise float u = x * fused(square, 0.0713548162726, 1.59576912161);
+        y = gated_by(x, u);
     }
     if (ACTIVATION == RELU) y = max(x, 0.0);
     if (ACTIVATION == RELU2) y = max(x, 0.0) * max(x, 0.0);
     if (ACTIVATION == FATRELU) y = x >= number ? x : 0.0;
-    if (ACTIVATION == SIGMOID) y = 1.0 / (1.0 + exp_of(-x));
+    if (ACTIVATION == SIGMOID) y = gated_by(1.0, x);
     if (ACTIVATION == CLAMPED_SILU) {
         const float m = min(x, number);
-        precise float u = -1.702 * m;
-        y = m / (1.0 + exp_of(u));
+        precise float u = 1.702 * m;
+        y = gated_by(m, u);
     }
     if (ACTIVATION == CLAMPED_PLUS_ONE) y = max(min(x, number), -number) + 1.0;
     if (ACTIVATION == EXP) y = exp_of(x);
     if (ACTIVATION == GELU) y = 0.5 * x * one_and_erf(x);
     if (ACTIVATION == SOFTPLUS) y = softplus(x);
     if (ACTIVATION == XIELU) {
-        if (x > 0.0)
-            y = positive * x * x + linear * x;
-        else
-            y = negative * (exp_of(min(x, number)) - 1.0 - x) + linear * x;
+        precise float above = positive * x, bent = (exp_of(min(x, number)) - 1.0) - x, line = linear * x;
+        y = x > 0.0 ? fused(above, x, line) : fused(negative, bent, line);
     }
     return y;
 }

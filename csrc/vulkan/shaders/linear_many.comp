@@ -1,5 +1,5 @@
 #version 450
-// A matrix product with many tokens: a tile of 32 rows and 32 tokens, of which each lane has four by four.
+// A matrix product of floats with many tokens: a tile of 32 rows and 32 tokens, of which each lane has four by four.
 #include "linear.glsl"
 
 layout(local_size_x = 8, local_size_y = 8) in;
@@ -34,7 +34,7 @@ void main() {
                 w[i] = weights[k][row + i];
                 x[i] = values[k][token + i];
             }
-            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = products[i] + w[i & 3u] * x[i / 4u];
+            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = fma(w[i & 3u], x[i / 4u], products[i]);
         }
         [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = sums[i] + products[i];
         if ((block & (CHUNK - 1u)) == CHUNK - 1u || block + 1u == n_blocks)
@@ -44,12 +44,6 @@ void main() {
             }
         barrier();
     }
-    [[unroll]] for (uint i = 0; i < 16u; i++) {
-        const uint r = tile * 32u + row + (i & 3u), t = first + token + i / 4u;
-        if (r >= n_rows || t >= n_tokens) continue;
-        precise float total = totals[i];
-        if ((flags & BIAS) != 0u) total = total + biases[first_bias + r];
-        if ((flags & RESIDUAL) != 0u) total = total + residuals[t * residual_stride + first_out + r];
-        outputs[t * out_stride + first_out + r] = total;
-    }
+    const Place place = place_of(first + token, n_cols);
+    [[unroll]] for (uint i = 0; i < 16u; i++) put(place, i / 4u, tile * 32u + row + (i & 3u), totals[i]);
 }

@@ -1,6 +1,6 @@
 #version 450
-// What needs moments of a part of a row (a head, or all): RMSNorm, LayerNorm, GaussianTopK and MatchMagnitude. Lanes sum
-// every 64th value, then a tree the lanes.
+// What needs moments of a part of a row (a head, or all): RMSNorm, LayerNorm, GaussianTopK and MatchMagnitude. Sixteen lanes
+// sum every sixteenth value, as the CPU does, of a thousand that all lanes have read; then a tree the lanes.
 #include "common.glsl"
 
 layout(local_size_x = 64) in;
@@ -15,37 +15,54 @@ layout(push_constant) uniform Push {
     uint width, in_stride, out_stride, weight_stride;  // of a part; weight_stride: 0 where parts share them
     float eps;                                         // or the multiplier of a deviation, or the least mean
 };
-const uint RMS = 0, LAYER = 1, TOP_K = 2, MATCH = 3, LANES = 64;
-shared float lanes[LANES];
-#include "sums.glsl"
+const uint RMS = 0, LAYER = 1, TOP_K = 2, MATCH = 3, LANES = 64, SUMS = 16, CHUNK = 1024;
+shared float chunk[CHUNK];
+shared float lanes[SUMS];
+
+const uint PLAIN = 0, SQUARES = 1, OTHERS = 2;  // what is summed: values, squares, or squares of what is matched
+
+// Of `width` values, or of their squares less a mean.
+float sum_of(uint kind, uint from, float mean) {
+    const uint lane = gl_LocalInvocationIndex;
+    precise float sum = 0.0;
+    for (uint first = 0; first < width; first += CHUNK) {
+        const uint n = min(width - first, CHUNK);
+        barrier();
+        for (uint i = lane; i < n; i += LANES) {
+            precise float x = kind == OTHERS ? weights[from + first + i] : inputs[from + first + i];
+            if (kind == SQUARES) x = x - mean;
+            chunk[i] = x;
+        }
+        barrier();
+        if (lane < SUMS)
+            for (uint i = lane; i < n; i += SUMS) sum = kind == PLAIN ? sum + chunk[i] : fused(chunk[i], chunk[i], sum);
+    }
+    if (lane < SUMS) lanes[lane] = sum;
+    barrier();
+    precise float sums[SUMS];
+    [[unroll]] for (uint i = 0; i < SUMS; i++) sums[i] = lanes[i];
+    [[unroll]] for (uint n = SUMS / 2u; n > 0u; n /= 2u)
+        [[unroll]] for (uint i = 0; i < n; i++) sums[i] = sums[i] + sums[i + n];
+    return sums[0];
+}
 
 void main() {
     const uint lane = gl_LocalInvocationIndex, part = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
     const uint from = token * in_stride + part * width, to = token * out_stride + part * width;
-    precise float mean = 0.0;
-    if (KIND == LAYER || KIND == TOP_K) {
-        precise float sum = 0.0;
-        for (uint i = lane; i < width; i += LANES) sum = sum + inputs[from + i];
-        mean = sum_of(sum) / float(width);
-    }
-    precise float squares = 0.0;
-    for (uint i = lane; i < width; i += LANES) {
-        precise float x = inputs[from + i] - mean;
-        squares = squares + x * x;
-    }
-    squares = sum_of(squares) / float(width);
+    const float n = float(width);
+    float mean = 0.0;
+    if (KIND == LAYER || KIND == TOP_K) mean = quotient(sum_of(PLAIN, from, 0.0), n);
+    const float squares = quotient(sum_of(SQUARES, from, mean), n);
     precise float cutoff = 0.0, scale = 0.0;
     if (KIND == TOP_K) {
-        cutoff = mean + eps * sqrt(squares);
+        precise float spread = eps * root(squares);
+        cutoff = mean + spread;
     } else if (KIND == MATCH) {
-        precise float wanted = 0.0;
-        for (uint i = lane; i < width; i += LANES) {
-            const float x = weights[token * weight_stride + i];
-            wanted = wanted + x * x;
-        }
-        scale = sqrt(sum_of(wanted) / float(width)) / sqrt(max(squares, eps));
+        const float wanted = quotient(sum_of(OTHERS, token * weight_stride, 0.0), n);
+        scale = quotient(root(wanted), root(max(squares, eps)));
     } else {
-        scale = 1.0 / sqrt(squares + eps);
+        precise float above = squares + eps;
+        scale = quotient(1.0, root(above));
     }
     for (uint i = lane; i < width; i += LANES) {
         precise float x = inputs[from + i];

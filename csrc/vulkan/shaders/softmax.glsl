@@ -1,32 +1,37 @@
-// A softmax-weighted sum of values as it grows: the highest score and the sum of the weights; the sums of values
-// are scaled with it. Needs LANES and `shared float lanes[LANES]`.
-#include "sums.glsl"
+// What the workgroups of attention share: a number of each of 64 lanes.
+shared float numbers[64];
+shared vec4 lanes[4];
 
 const float LOWEST = -3.4028234e38;
 
-struct Running {
-    float highest, total;
-};
-
-// `a` with `b` joined to it. factors: of the values of a and of b.
-Running joined(Running a, Running b, out vec2 factors) {
-    Running r;
-    r.highest = max(a.highest, b.highest);
-    precise float of_a = exp_of(a.highest - r.highest), of_b = exp_of(b.highest - r.highest);
-    precise float total = a.total * of_a + b.total * of_b;
-    r.total = total;
-    factors = vec2(of_a, of_b);
-    return r;
+// The numbers of 64 lanes as those of sixteen, every sixteenth together: summed, or the largest.
+void gather(float mine, bool summed) {
+    const uint lane = gl_LocalInvocationIndex;
+    barrier();
+    numbers[lane] = mine;
+    barrier();
+    if (lane < 16u) {
+        const float a = numbers[lane], b = numbers[lane + 16u], c = numbers[lane + 32u], d = numbers[lane + 48u];
+        precise float sum = (a + b) + (c + d);
+        lanes[lane / 4u][lane & 3u] = summed ? sum : max(max(a, b), max(c, d));
+    }
+    barrier();
 }
 
 float largest_of(float mine) {
-    const uint lane = gl_LocalInvocationIndex;
-    barrier();
-    lanes[lane] = mine;
-    for (uint n = LANES / 2u; n > 0u; n /= 2u) {
-        barrier();
-        if (lane < n) lanes[lane] = max(lanes[lane], lanes[lane + n]);
-    }
-    barrier();
-    return lanes[0];
+    gather(mine, false);
+    const vec4 most = max(max(lanes[0], lanes[1]), max(lanes[2], lanes[3]));
+    return max(max(most.x, most.y), max(most.z, most.w));
+}
+
+// In the order in which the CPU sums the positions of a page.
+float sum_of(float mine) {
+    gather(mine, true);
+    precise vec4 sums[2];
+    sums[0] = lanes[0] + lanes[2];
+    sums[1] = lanes[1] + lanes[3];
+    sums[0] = sums[0] + sums[1];
+    precise vec2 pair = sums[0].xy + sums[0].zw;
+    precise float sum = pair.x + pair.y;
+    return sum;
 }

@@ -25,9 +25,9 @@ void main() {
     if (KV == 2u) {
         float largest = 0.0;
         for (uint k = 0; k < 32u; k++) largest = max(largest, abs(x[k]));
-        precise float step = largest / 127.0;
+        const float step = quotient(largest, 127.0);
         scale = half_value(to_half(step));
-        if (scale > 0.0) inverse = 1.0 / scale;
+        if (scale > 0.0) inverse = quotient(1.0, scale);
         scales[(base * n_blocks + block) * PAGE + place] = scale;
     }
     for (uint v = 0; v < 32u / PER; v++) {

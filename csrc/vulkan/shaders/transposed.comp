@@ -33,7 +33,7 @@ void main() {
         float w[32];
         const uint r = matrix * matrix_rows + row;
         decode(r / 32u, block, r & 31u, n_blocks, w);
-        [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = sums[k] + x * w[k];
+        [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = fma(x, w[k], sums[k]);
     }
     [[unroll]] for (uint k = 0; k < 32u; k++) parts[lane * 33u + k] = sums[k];
     barrier();

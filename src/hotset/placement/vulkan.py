@@ -341,7 +341,7 @@ def model_facts(
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
-    n_kernels = budget.dispatches(graph, n_pages)
+    n_kernels = budget.dispatches(graph, tensors, n_pages)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
     layers = tuple(
         _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
@@ -352,7 +352,9 @@ def model_facts(
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
-    return ModelFacts(layers, weights, budget.workspace_bytes(graph, max_batch, n_pages, n_states), 0)
+    return ModelFacts(
+        layers, weights, budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states), 0
+    )
 
 
 def _layer(

@@ -50,7 +50,7 @@ def test_bits_depend_on_nothing_else(gguf: GGUFFile, kv_type: Any) -> None:
     expected = logits_of(backend, ids, [], [3, 1])
     reference = ReferenceBackend(gguf, stage_of(backend).graph, n_pages=8, kv_type=kv_type)
     close = np.abs(expected - logits_of(reference, ids, [], [3, 1])).max() / np.abs(expected).max()
-    assert close < (1e-3 if kv_type == "f16" else 3e-2)  # a key may round to the other side of half a step
+    assert close < 3e-2  # its inputs of products are not rounded to eight bits
     for splits in ([64], [1, 2, 40, 66, 69]):
         assert np.array_equal(logits_of(backend, ids, splits, [0, 2]), expected)
     mixed = [
@@ -122,13 +122,13 @@ def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize("n_layers", [0, 1])
 def test_layers_shared_with_the_cpu(gguf: GGUFFile, n_layers: int) -> None:
-    """The first layers on the CPU, whose matrix products round their inputs to eight bits."""
+    """The first layers on the CPU: the bits are the same."""
     ids = tokens(30)
     expected = logits_of(vulkan(gguf), ids, [], [3, 1])
     shared = vulkan(gguf, n_layers=n_layers, n_threads=1)
     found = logits_of(shared, ids, [20, 29], [3, 1])
     assert [stage.name for stage in shared.stages] == ["cpu", find_device("vulkan").name]
-    assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    assert np.array_equal(found, expected)
     assert np.array_equal(logits_of(shared, ids, [], [0, 2]), found)
     shared.close()
 

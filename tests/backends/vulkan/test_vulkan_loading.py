@@ -85,29 +85,19 @@ def test_a_recurrent_models_text_is_the_cpus(run_folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("type_", "n", "off"), [("f16", 12, 1e-3), ("q4_1", 4, 1e-2)])
-def test_the_demo_model_computes_what_the_cpu_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, n: int, off: float
-) -> None:
-    """Greedy text and perplexity; minutes on a software driver: 135 million weights for each token. Of
-    quantised matrices the CPU rounds the inputs to eight bits and the device does not: the perplexity of a
-    text of 192 tokens differs by half a percent, and a text goes another way sooner or later."""
+def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy text, and the perplexity to the last bit; minutes on a software driver: 135 million weights for
+    each token."""
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
-    path, params = published.model(), {"max_tokens": n, "temperature": 0}
-    if type_ == "f16":
-        made = inside("quantize", path, tmp_path / "f16.gguf", "--type", type_, "--allow-requantize")
-        assert made.returncode == 0, made.stderr
-        path = tmp_path / "f16.gguf"
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
     text = (DOCS / "GLOSSARY.md").read_text("utf-8")
     found = []
     for how in ({"backend": "cpu"}, {"device": "vulkan"}):
-        with hotset.load(path, n_ctx=128, **how) as model:
-            scored = model.perplexity(text, n_ctx=128, chunks=3)
-            found.append((model.generate("The capital of France is", **params).text, scored.ppl))
-    (expected, ppl), (greedy, there) = found
-    print(f"{type_}: perplexity {ppl:.5f} on the CPU, {there:.5f} on the device: {there / ppl - 1:+.4%}")
-    assert greedy == expected
-    assert abs(there / ppl - 1) < off
+        with hotset.load(published.model(), n_ctx=128, n_seqs=len(prompts), **how) as model:
+            scored = model.perplexity(text, n_ctx=128, chunks=1)
+            texts = model.generate_many(prompts, max_tokens=64, temperature=0)
+            found.append((scored.ppl, [one.tokens for one in texts]))
+    assert found[0] == found[1]
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -11,10 +11,20 @@ import pytest
 import sparse_runs
 from backend_runs import logits_of, tokens
 from cases import quick_are, quick_if
+from make_blocks import random_blocks
 from tiny_gguf import write_llama, write_relu
-from vulkan_runs import assert_every_operation_is_right, validated, vulkan
+from vulkan_runs import (
+    assert_every_operation_is_right,
+    cpu_product,
+    device_product,
+    validated,
+    vulkan,
+)
 
-from hotset.backends.vulkan.weights import COMPUTED
+from hotset import _core
+from hotset.backends.vulkan.devices import find_device
+from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.weights import COMPUTED, FLOATS
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -38,6 +48,61 @@ def check(path: Path, n_tokens: int = 18, kv_type: Any = "f32", **options: Any) 
 )
 def test_every_tensor_type(tmp_path: Path, type_: GGMLType) -> None:
     check(tmp_path, n_embd=256, n_ff=512, head_dim=64, type_of=lambda _: type_)
+
+
+QUANTISED = [type_ for type_ in COMPUTED if type_ not in FLOATS]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("type_", quick_are((T.Q4_1, T.Q6_K), QUANTISED), ids=lambda t: t.name)
+def test_products_of_rounded_inputs(monkeypatch: Any, type_: GGMLType, native: bool) -> None:
+    """With the device's instructions and without, of one token, few and many: the bits are the CPU's."""
+    monkeypatch.setattr(Kernels, "allows_native", native)
+    rng = np.random.default_rng(int(type_))
+    for k, n_rows, n in ((256, 40, 3), (4864, 21, 2), (768, 70, 35)):
+        data = random_blocks(type_, n_rows, k, rng)
+        x = rng.standard_normal((n, k)).astype(np.float32)
+        x[:, 32:64] *= 1e-30
+        x[:, 64:96] = 0
+        expected = cpu_product(data, type_, n_rows, x)
+        for layout in ((0, ()), (1, (16, 16)), (4, (32, 8))):
+            assert np.array_equal(device_product(data, type_, n_rows, x, *layout), expected), layout
+
+
+def test_inputs_are_rounded_as_the_cpu_rounds_them(monkeypatch: Any) -> None:
+    """Codes, scales and sums, of blocks without a number and of tiny and huge ones; and quotients are right
+    however far off the driver's are."""
+    rng = np.random.default_rng(0)
+    n, k = 60, 256
+    x = rng.standard_normal((n, k)) * np.exp(rng.uniform(-87, 80, (n, k // 32)).repeat(32, axis=1))
+    x = x.astype(np.float32)
+    x[0, :32] = 0
+    x[1, 5], x[2, 40], x[3, 41] = np.nan, np.inf, -np.inf
+    device = _core.VulkanDevice(find_device("vulkan").index, True)
+    given, out = device.allocate(x.nbytes, "to_device"), device.allocate(n * k // 32 * 48, "from_device")
+    given.write(0, x.reshape(-1).view(np.uint8))
+    blocks = x.reshape(n, -1, 32)
+    with np.errstate(all="ignore"):
+        largest = np.abs(blocks).max(axis=2)
+        inverse, scales = np.float32(127) / largest, largest / np.float32(127)
+        inverse[~np.isfinite(inverse)] = 0
+        codes = np.rint(blocks * inverse[:, :, None])
+    lost = ~np.isfinite(codes).all(axis=2)
+    codes[lost], scales[lost] = 0, np.nan
+    halves = codes.reshape(n, -1, 2, 16).sum(axis=3)
+    for off in (0, 3, -3):
+        recorder = Recorder(Kernels(device))
+        bindings = [(given, 0, given.size, False), (out, 0, out.size, True)]
+        recorder.add("quantize", [off & 0xFFFFFFFF], bindings, (k // 32, k), (1, n, 1))
+        recorder.program.finish()
+        _core.vulkan_run([recorder.program], _core.VulkanCancel())
+        found = out.read(0, out.size).view(np.uint32).reshape(n, k // 32, 12)
+        assert np.array_equal(found[..., :8].copy().view(np.int8).reshape(codes.shape), codes)
+        step, total = (found[..., i].copy().view(np.float32) for i in (8, 9))
+        normal = ~(np.abs(scales) < 2.0**-126)
+        np.testing.assert_array_equal(step[normal], scales[normal])
+        np.testing.assert_array_equal(total[normal], (scales * halves.sum(axis=2).astype(np.float32))[normal])
+        assert np.array_equal(found[..., 10:].copy().view(np.int32), halves)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])

@@ -95,7 +95,7 @@ def test_what_is_planned_is_what_is_taken(tmp_path: Path, kv_type: Any, options:
         assert held <= facts.whole_bytes <= 1.34 * held + spare
         lowered = stage._program(frozenset())
         n = [sum(lowered.recorded(part, 1).n_dispatches for part in ("body", "tail"))]
-        assert n == [budget.dispatches(stage.graph, 12).total()]
+        assert n == [budget.dispatches(stage.graph, gguf.tensors, 12).total()]
         backend.close()
 
 

@@ -18,6 +18,8 @@ from hotset.backends.vulkan.program import (
     n_splits,
     part_bytes,
     places_of,
+    rounded_bytes,
+    rounded_input,
     steps_of,
 )
 from hotset.backends.vulkan.program import missing_kernel as missing_operation
@@ -108,7 +110,9 @@ def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> 
     return sum(map(planned_bytes, cache_sizes(op, kv_type, n_pages)))
 
 
-def workspace_bytes(graph: Graph, max_batch: int, n_pages: int, n_states: int) -> int:
+def workspace_bytes(
+    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_pages: int, n_states: int
+) -> int:
     """At most, of a stage with some layers of a graph: values, the numbers of a step, logits, where these are
     in the device's memory, and the room that is left in blocks."""
     steps, first_of_tail = steps_of(graph)
@@ -120,13 +124,15 @@ def workspace_bytes(graph: Graph, max_batch: int, n_pages: int, n_states: int) -
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # which leaves, of a part without the output
         *part_bytes(steps, max_batch, n_pages),
+        rounded_bytes(steps, first_of_tail, max_batch, tensors),
     ]
     return sum(size + PAGE for size in sizes) + 2 * SPARE
 
 
-def dispatches(graph: Graph, n_pages: int) -> Counter[int]:
+def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) -> Counter[int]:
     """Dispatches of a token of each layer, and of what is in none."""
     counts: Counter[int] = Counter()
+    rounded: Value | None = None
     for step in steps_of(graph)[0]:
         match step.op:
             case Embed() | NgramEmbed():
@@ -141,5 +147,7 @@ def dispatches(graph: Graph, n_pages: int) -> Counter[int]:
                 n = 3
             case _:
                 n = 1
+        if (x := rounded_input(step.op, tensors)) is not None and x != rounded:
+            rounded, n = x, n + 1
         counts[step.op.layer] += n
     return counts

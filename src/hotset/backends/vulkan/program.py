@@ -19,8 +19,9 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
-from hotset.backends.vulkan.weights import DeviceMatrix, DeviceWeights, MatrixPart
+from hotset.backends.vulkan.weights import FLOATS, DeviceMatrix, DeviceWeights, MatrixPart
 from hotset.errors import UnsupportedModelError
+from hotset.formats.gguf import TensorInfo
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -74,6 +75,10 @@ COMPUTED = (
 FEW = 8  # tokens of a step up to which products read each weight for a few of them
 _TOKENS_OF_FEW = 4  # of a workgroup, with more than one
 _TILE = 32  # tokens of a workgroup otherwise
+_ROWS_OF_MANY = 16384  # of a matrix that gives every part of a device work, whatever the rows of a workgroup
+BLOCK = 32  # columns that share a scale, and the inputs that are multiplied with them
+ROUNDED_BYTES = 48  # of such a block of inputs (csrc/vulkan/shaders/rounded.glsl)
+_BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
 KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
 KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # of 16 bytes
 ACTIVATIONS = {
@@ -212,7 +217,9 @@ class Lowered:
         device = self._kernels.device
         self._parts = Piece(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
         self.scratch = Piece(device.allocate(n_bytes, "device"), 0, n_bytes)
-        parts = [one.buffer for one in (self._parts, self.scratch) if one is not None]
+        of_rounded = rounded_bytes(steps, first_of_tail, self.max_batch, self.weights.tensors)
+        self._rounded = Piece(device.allocate(of_rounded, "device"), 0, of_rounded) if of_rounded else None
+        parts = [one.buffer for one in (self._parts, self.scratch, self._rounded) if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
 
     @property
@@ -378,14 +385,30 @@ class Lowered:
         bias = None if op.bias is None else self.weights.vector(op.bias)
         mask = wanted if isinstance(wanted, Mask) else None
         firing = _value_of(wanted)
-        strides = [stride_of(value) if value else 0 for value in (op.x, out, residual, firing)]
+        strides = [stride_of(value) if value else 0 for value in (out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
-            rows = [self.read(value, n) if value else None for value in (op.x, residual, firing)]
-            ends = [rows[0], self.written(out, n), bias.bound() if bias else None, *rows[1:]]
-            self._product(to, n, matrix, ends, strides, op.first_row, mask)
+            x, x_stride = self._input(to, n, op.x, matrix)
+            rows = [self.read(value, n) if value else None for value in (residual, firing)]
+            ends = [x, self.written(out, n), bias.bound() if bias else None, *rows]
+            self._product(to, n, matrix, ends, (x_stride, *strides), op.first_row, mask)
 
         return record
+
+    def _input(self, to: Recorder, n: int, x: Value, matrix: DeviceMatrix) -> tuple[_core.VulkanBinding, int]:
+        """n rows as a product with a matrix reads them, and their stride: of quantised weights rounded to
+        eight bits, by the first product that reads them, in blocks."""
+        if matrix.type in FLOATS:
+            return self.read(x, n), stride_of(x)
+        assert self._rounded is not None
+        n_blocks = x.width // BLOCK
+        size = n * n_blocks * ROUNDED_BYTES
+        if to.rounded != x:
+            to.rounded = x
+            bindings = [self.read(x, n), self._rounded.bound(size, written=True)]
+            groups = -(-n_blocks // _BLOCKS_OF_GROUP), n, 1
+            to.add("quantize", [0], bindings, (n_blocks, stride_of(x)), groups)
+        return self._rounded.bound(size), n_blocks
 
     def _product(
         self,
@@ -411,14 +434,29 @@ class Lowered:
             bindings += [codes if end is None else end for end in others]
             firsts = first_row + part.first, part.first
             push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
-            tiles = -(-part.n_rows // _TILE)
             if n <= FEW:
                 tokens = 1 if n == 1 else _TOKENS_OF_FEW
-                groups = tiles, -(-n // tokens), 1
-                to.add("linear_few", [matrix.type, tokens, 0], bindings, push, groups)
+                self._few(to, matrix, part, tokens, -(-n // tokens), (bindings, push))
             else:
-                groups = tiles, -(-n // _TILE), 1
-                to.add("linear_many", [matrix.type, 1, 0], bindings, push, groups)
+                groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
+                if matrix.type in FLOATS:
+                    to.add("linear_many", [matrix.type, 1, 0, _is_whole(matrix)], bindings, push, groups)
+                else:
+                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups)
+
+    def _few(
+        self, to: Recorder, matrix: DeviceMatrix, part: MatrixPart, tokens: int, n: int,
+        what: tuple[list[_core.VulkanBinding], Sequence[float]], experts: int = 0,
+    ) -> None:  # fmt: skip
+        """A product with n times `tokens` rows, and what it is bound to and pushed."""
+        constants = [matrix.type, tokens, experts]
+        if matrix.type in FLOATS:
+            constants.append(_is_whole(matrix))
+            to.add("linear_few", constants, *what, (-(-part.n_rows // _TILE), n, 1))
+            return
+        # Many lanes for each of few rows, or a device has less to do at a time than it could.
+        rows = 16 if part.n_rows < _ROWS_OF_MANY else 32
+        to.add("rounded_few", [*constants, rows, 256 // rows], *what, (-(-part.n_rows // rows), n, 1))
 
     def _low_rank(self, op: LowRank) -> Record:
         """One adapter after the other: x times a, times the scale of each token, times b, beside what was."""
@@ -532,22 +570,22 @@ class Lowered:
         bias_rows = 0 if bias is None else bias.size // 4 // op.n_expert
         width = op.n_used * n_rows
         stride = stride_of(op.out) if to_parts is None else width
-        strides = stride_of(op.x), stride, n_rows, stride_of(op.route)
+        strides = stride, n_rows, stride_of(op.route)
 
         def record(to: Recorder, n: int) -> None:
+            x, x_stride = self._input(to, n, op.x, matrix)
             out = self.written(op.out, n) if to_parts is None else to_parts.bound(4 * n * width, written=True)
             for part in matrix.parts:
                 codes = part.codes.bound()
                 bindings = [
-                    codes, part.more.bound() if part.more else codes, self.read(op.x, n), out,
+                    codes, part.more.bound() if part.more else codes, x, out,
                     bias.bound() if bias else codes, codes, self.read(op.route, n),
                 ]  # fmt: skip
                 push = (
-                    n, part.n_rows, n_cols, _BIAS if bias else 0, *strides, op.n_used, bias_rows,
+                    n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
                     first_row + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
-                groups = -(-part.n_rows // _TILE), n * op.n_used, 1
-                to.add("linear_few", [matrix.type, 1, 2 if of_parts else 1], bindings, push, groups)
+                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push), 2 if of_parts else 1)
 
         return record
 
@@ -593,6 +631,7 @@ class Lowered:
         else:
             visible = (op.window // 2,) * 2 if op.window else (_ALL, _ALL)
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
+        others = slopes is not None, op.softcap > 0
         push = (
             op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self.max_batch,
             *visible, self._n_splits, op.scale, op.softcap,
@@ -617,13 +656,13 @@ class Lowered:
             if self._parts is None or n > FEW:
                 bindings = [*read, self.written(op.out, n), slopes.bound() if slopes else positions]
                 groups = op.n_head, n, 1
-                to.add("attention", [*constants, 0, slopes is not None], bindings, push, groups)
+                to.add("attention", [*constants, 0, *others], bindings, push, groups)
                 return
             size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
             parts = self._parts.bound(size, written=True)
             bindings = [*read, parts, slopes.bound() if slopes else positions]
             groups_of_step = self.inputs.groups_of("heads", op.n_head)
-            to.add_indirect("attention", [*constants, 1, slopes is not None], bindings, push, groups_of_step)
+            to.add_indirect("attention", [*constants, 1, *others], bindings, push, groups_of_step)
             bindings = [
                 self._parts.bound(size), positions, sinks.bound() if sinks else positions,
                 self.written(op.out, n),
@@ -773,6 +812,30 @@ def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, in
     experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
     of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
     return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
+
+
+def rounded_input(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Value | None:
+    """What an operation reads rounded to eight bits: the input of a product with quantised rows."""
+    match op:
+        case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
+            return None if tensors[op.matrices[0]].type in FLOATS else op.x
+    return None
+
+
+def rounded_bytes(
+    steps: list[Step], first_of_tail: int, max_batch: int, tensors: Mapping[str, TensorInfo]
+) -> int:
+    """Of the largest rounded input; 0 where there is none."""
+    sizes = [
+        (OUTPUT_ROWS if i >= first_of_tail else max_batch) * x.width
+        for i, step in enumerate(steps) if (x := rounded_input(step.op, tensors)) is not None
+    ]  # fmt: skip
+    return max(sizes, default=0) // BLOCK * ROUNDED_BYTES
+
+
+def _is_whole(matrix: DeviceMatrix) -> bool:
+    """Whether rows are whole blocks."""
+    return matrix.n_cols % BLOCK == 0
 
 
 def _only(op: Primitive, matrix: DeviceMatrix) -> MatrixPart:

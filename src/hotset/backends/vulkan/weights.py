@@ -26,6 +26,7 @@ TILE = BLOCK = 32
 _SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
 _T = GGMLType
 _HALVES = (_T.F16, _T.BF16)
+FLOATS = (_T.F32, *_HALVES)
 _K_TYPES = (_T.Q4_K, _T.Q5_K, _T.Q6_K)
 _PLANES = 100  # added to a type: neuron-major codes, scales by 32 neurons (formats/planes.py)
 COMPUTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, *_K_TYPES, _T.MXFP4)
@@ -57,6 +58,7 @@ class DeviceWeights:
 
     def __init__(self, source: WeightSource, device: _core.VulkanDevice) -> None:
         self._source, self._max_range = source, int(device.max_range)
+        self.tensors = source.tensors
         self.arena = Arena(device)
         self._matrices: dict[tuple[object, ...], DeviceMatrix] = {}
         self._vectors: dict[str, Piece] = {}
@@ -210,7 +212,8 @@ def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, 
     )
     if "qh" not in (blocks.dtype.names or ()):
         return codes, scales
-    high = np.ascontiguousarray(blocks["qh"]).view(np.uint32).reshape(blocks.shape)
+    bits = np.unpackbits(np.ascontiguousarray(blocks["qh"]).view(np.uint8), bitorder="little")
+    high = _high_bits(bits.reshape(*blocks.shape, 32))
     return codes, np.concatenate([_words(high), scales], axis=-1)
 
 
@@ -222,21 +225,23 @@ def _packed_k(blocks: np.ndarray, type_: GGMLType) -> tuple[np.ndarray, np.ndarr
     nibbles = low[:, :, :16] | low[:, :, 16:] << np.uint8(4)
     scales = np.ascontiguousarray(own).reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 4)
     if type_ == _T.Q6_K:
-        high = (codes >> np.uint8(4)).reshape(-1, 8, 8, 4)
-        of_four = (
-            high[..., 0]
-            | high[..., 1] << np.uint8(2)
-            | high[..., 2] << np.uint8(4)
-            | high[..., 3] << np.uint8(6)
-        )
-        bits = of_four.reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 16)
+        high = (codes >> np.uint8(4)).reshape(-1, 16, 4, 4)  # of 16 columns a word: a byte of every fourth
+        of_four = high[:, :, 0] | high[:, :, 1] << np.uint8(2)
+        of_four |= high[:, :, 2] << np.uint8(4) | high[:, :, 3] << np.uint8(6)
+        bits = np.ascontiguousarray(of_four).reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 16)
         more = [_paired(blocks["d"]), *_columns(scales), *_columns(bits)]
     else:
         more = [_words(_halves(blocks, "d", "dmin")), *_columns(scales)]
         if type_ == _T.Q5_K:
-            high = np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")
-            more += _columns(high.reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 8))
+            more += _columns(_high_bits(codes >> np.uint8(4)).reshape(n_rows, n_blocks, 8))
     return _codes(nibbles.reshape(n_rows, -1), 1), np.concatenate(more, axis=-1)
+
+
+def _high_bits(bits: np.ndarray) -> np.ndarray:
+    """Bits of 32 columns, uint8 [..., 32], as words: byte i has those of every fourth column from i on."""
+    by_column = bits.reshape(*bits.shape[:-1], 8, 4).swapaxes(-1, -2)
+    packed = np.packbits(by_column, axis=-1, bitorder="little").reshape(*bits.shape[:-1], 4)
+    return np.ascontiguousarray(packed).view(np.uint32).reshape(bits.shape[:-1])
 
 
 def _codes(bytes_: np.ndarray, vectors: int) -> np.ndarray:
