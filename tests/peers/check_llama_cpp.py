@@ -49,6 +49,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
         "index_head_dim": 128,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     },
+    "deepseek4-published": {"index_head_dim": 128},
     "kimi-linear": ONE_EPSILON,
     "kimi-linear-lists": ONE_EPSILON | {"norm_topk_prob": True},
     "qwen4exp": ONE_EPSILON | {"ple_embed_dim": 96},  # the model's width

@@ -232,14 +232,9 @@ class ReferenceBackend:
                 self._store(op, values, [seen[-1] for seen in slots])
                 return self._attend(op, values[op.q.id], batch, slots)
             case (
-                NgramEmbed()
-                | ShortConv()
-                | DeltaNet()
-                | SelectiveScan()
-                | ChannelScan()
-                | Wkv()
+                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
                 | PoolBlocks()
-            ):
+            ):  # fmt: skip
                 return self._recurrent(op, values, batch)
             case Activate():
                 if op.xielu is not None:

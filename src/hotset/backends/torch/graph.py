@@ -219,13 +219,7 @@ class TorchGraph:
         """The result of an operation, of values that are there."""
         match op:
             case Embed():
-                tokens = step.tokens
-                if op.of == "position":
-                    tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
-                elif op.of == "type":
-                    tokens = torch.zeros_like(tokens)
-                table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
-                return F.embedding(tokens.to(self.device), table).flatten(0, 1)
+                return self._embedded(op, step.tokens)
             case RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
             case UnitNorm():
@@ -249,14 +243,9 @@ class TorchGraph:
             case Attention():
                 return self._attended(op, step).flatten(0, 1)
             case (
-                NgramEmbed()
-                | ShortConv()
-                | DeltaNet()
-                | SelectiveScan()
-                | ChannelScan()
-                | Wkv()
+                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
                 | PoolBlocks()
-            ):
+            ):  # fmt: skip
                 return self._recurrent(op, step)
             case HeadDot():
                 return self._head_dot(op, step)
@@ -304,6 +293,14 @@ class TorchGraph:
                 return step[op.x]
             case _:
                 assert_never(op)
+
+    def _embedded(self, op: Embed, tokens: Tensor) -> Tensor:
+        if op.of == "position":
+            tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
+        elif op.of == "type":
+            tokens = torch.zeros_like(tokens)
+        table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
+        return F.embedding(tokens.to(self.device), table).flatten(0, 1)
 
     def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
         match op:
