@@ -150,7 +150,7 @@ struct DeviceInfo {
     VkPhysicalDeviceLimits limits{};
     uint64_t max_allocation = 0;
     uint32_t queue_family = 0;
-    bool is_subset = false;  // of Vulkan, as MoltenVK
+    bool is_subset = false;         // of Vulkan, as MoltenVK
     bool has_integer_dots = false;  // instructions for products of four bytes
     VkPhysicalDeviceMemoryProperties memories{};
 };
