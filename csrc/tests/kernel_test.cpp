@@ -599,7 +599,7 @@ void test_rows(const Kernels& kernels, int64_t n) {
     for (int i = 0; i <= int(Activation::Clamp); i++) {
         const Activation kind = Activation(i);
         if (kind == Activation::Exp || kind == Activation::Softplus) continue;  // below
-        const bool portable = kind != Activation::Gelu;  // erf is the C library's
+        const bool portable = kind != Activation::Gelu;                         // erf is the C library's
         compare(
             "activate", [&](const Kernels& k, float* out) { k.activate(kind, 0.3f, a.data(), n, out); },
             portable);
