@@ -18,6 +18,7 @@ from fuzz import fuzz_reads
 
 import hotset
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -113,6 +114,18 @@ def test_a_table_names_experts_that_there_are_each_once(gguf: GGUFFile, ids: lis
         config_from_gguf(file)
 
 
+@pytest.mark.parametrize("expert", [8, -1, (1 << 32) + 5])
+def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path, expert: int) -> None:
+    """Also where 32 bits of the number would name one."""
+    model, source = tiny_models.build(tiny_models.EXPERTS[NAME]), tmp_path / "hf"
+    table = next(values for name, values in model.named_buffers() if name.endswith("tid2eid"))
+    table[7, 0] = expert
+    source.mkdir()
+    tiny_models.save(tiny_models.EXPERTS[NAME], model, source)
+    with pytest.raises(FormatError, match="tid2eid of the checkpoint must name experts from 0 to 7"):
+        convert_hf(source, tmp_path / "m.gguf", GGMLType.F32)
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0/q4_0", "q4_0/f16"])
 def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
     """Each operation is the reference's, with taps and without the same bits, however a step is cut."""
@@ -187,6 +200,10 @@ def test_entries_of_the_published_config() -> None:
     for changes, message in (
         ({"compress_ratios": [0, 4]}, "0, 4 or 128 for each layer"),
         ({"compress_ratios": [0, 4, 8]}, "0, 4 or 128 for each layer"),
+        ({"compress_ratios": [[0], 4, 128]}, "0, 4 or 128 for each layer"),
+        ({"compress_ratios": [0, 4.0, 128]}, "0, 4 or 128 for each layer"),
+        ({"partial_rotary_factor": 1e29}, "partial_rotary_factor in config.json is 1e.29"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor in config.json is -1"),
         ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "hash_moe in the first layers"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"rope_parameters": {"main": {"rope_type": "yarn"}, "compress": {}}}, "main rotation"),
