@@ -65,6 +65,10 @@ def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
 def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) -> None:
     assert config_from_gguf(gguf).n_ctx_max == 4 * (64 + 1) - 1
     assert config_from_gguf(changed(gguf, attention__indexer__top_k=3)).n_ctx_max == 15
+    stripped = changed(gguf)
+    stripped.tensors = {name: info for name, info in gguf.tensors.items() if "indexer" not in name}
+    assert len(stripped.tensors) < len(gguf.tensors)
+    assert config_from_gguf(stripped).n_ctx_max == 4 * (64 + 1) - 1
     path = gguf.paths[0]
     with pytest.raises(ContextLengthError, match="lower n_ctx to 259"):
         hotset.load(path, backend="cpu", n_ctx=260)
@@ -80,6 +84,7 @@ def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) 
         ({"attention__compress_rope_freq_base": 0.0}, FormatError, "compress_rope_freq_base"),
         ({"attention__output_group_count": 3}, FormatError, "is 3, which does not divide 4 heads"),
         ({"attention__head_count_kv": 2}, FormatError, "head_count_kv"),
+        ({"attention__head_count_kv": None}, FormatError, "head_count_kv is not 1"),
         ({"attention__value_length": 16}, FormatError, "value_length"),
         ({"attention__q_lora_rank": 0}, FormatError, "q_lora_rank"),
         ({"hyper_connection__count": 17}, FormatError, "outside 1 to 16"),
