@@ -18,6 +18,7 @@ from fuzz import fuzz_reads
 
 import hotset
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -64,6 +65,10 @@ def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
 def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) -> None:
     assert config_from_gguf(gguf).n_ctx_max == 4 * (64 + 1) - 1
     assert config_from_gguf(changed(gguf, attention__indexer__top_k=3)).n_ctx_max == 15
+    stripped = changed(gguf)
+    stripped.tensors = {name: info for name, info in gguf.tensors.items() if "indexer" not in name}
+    assert len(stripped.tensors) < len(gguf.tensors)
+    assert config_from_gguf(stripped).n_ctx_max == 4 * (64 + 1) - 1
     path = gguf.paths[0]
     with pytest.raises(ContextLengthError, match="lower n_ctx to 259"):
         hotset.load(path, backend="cpu", n_ctx=260)
@@ -79,6 +84,7 @@ def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) 
         ({"attention__compress_rope_freq_base": 0.0}, FormatError, "compress_rope_freq_base"),
         ({"attention__output_group_count": 3}, FormatError, "is 3, which does not divide 4 heads"),
         ({"attention__head_count_kv": 2}, FormatError, "head_count_kv"),
+        ({"attention__head_count_kv": None}, FormatError, "head_count_kv is not 1"),
         ({"attention__value_length": 16}, FormatError, "value_length"),
         ({"attention__q_lora_rank": 0}, FormatError, "q_lora_rank"),
         ({"hyper_connection__count": 17}, FormatError, "outside 1 to 16"),
@@ -111,6 +117,18 @@ def test_a_table_names_experts_that_there_are_each_once(gguf: GGUFFile, ids: lis
     file.data = lambda asked: table.view(np.uint8).reshape(-1) if asked == name else gguf.data(asked)
     with pytest.raises(FormatError, match="must name 3 of 8 experts for each token"):
         config_from_gguf(file)
+
+
+@pytest.mark.parametrize("expert", [8, -1, (1 << 32) + 5])
+def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path, expert: int) -> None:
+    """Also where 32 bits of the number would name one."""
+    model, source = tiny_models.build(tiny_models.EXPERTS[NAME]), tmp_path / "hf"
+    table = next(values for name, values in model.named_buffers() if name.endswith("tid2eid"))
+    table[7, 0] = expert
+    source.mkdir()
+    tiny_models.save(tiny_models.EXPERTS[NAME], model, source)
+    with pytest.raises(FormatError, match="tid2eid of the checkpoint must name experts from 0 to 7"):
+        convert_hf(source, tmp_path / "m.gguf", GGMLType.F32)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0/q4_0", "q4_0/f16"])
@@ -187,6 +205,10 @@ def test_entries_of_the_published_config() -> None:
     for changes, message in (
         ({"compress_ratios": [0, 4]}, "0, 4 or 128 for each layer"),
         ({"compress_ratios": [0, 4, 8]}, "0, 4 or 128 for each layer"),
+        ({"compress_ratios": [[0], 4, 128]}, "0, 4 or 128 for each layer"),
+        ({"compress_ratios": [0, 4.0, 128]}, "0, 4 or 128 for each layer"),
+        ({"partial_rotary_factor": 1e29}, "partial_rotary_factor in config.json is 1e.29"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor in config.json is -1"),
         ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "hash_moe in the first layers"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"rope_parameters": {"main": {"rope_type": "yarn"}, "compress": {}}}, "main rotation"),

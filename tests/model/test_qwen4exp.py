@@ -205,6 +205,35 @@ def test_constants_of_hashes_are_as_they_were(checkpoint: Path, tmp_path: Path) 
         np.testing.assert_array_equal(gguf.metadata["qwen4exp.attention.compress_ratios"], [0, 0, 4, 0])
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        *(
+            ("1.ple.ple_embedding.layer_multipliers", v, "layer_multipliers")
+            for v in ([[1, 2, 3]], [-1, 2, 3], [1])
+        ),
+        (
+            "2.self_attn.indexer.index_qk_proj.weight",
+            1.0,
+            "one number for .*q_proj.weight and .*k_proj.weight",
+        ),
+    ],
+)
+def test_checkpoints_with_other_tensors_are_refused(
+    checkpoint: Path, tmp_path: Path, name: str, values: Any, message: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors, folder = load_file(checkpoint / "model.safetensors"), tmp_path / "changed"
+    assert f"model.layers.{name}" in tensors
+    tensors[f"model.layers.{name}"] = torch.tensor(values)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(FormatError, match=message):
+        convert_hf(folder, tmp_path / "m.gguf", GGMLType.F32)
+
+
 def test_parts_of_the_table_may_differ_in_length(checkpoint: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -359,7 +359,7 @@ def _hash_keys(checkpoint: Checkpoint, config: HFConfig) -> dict[str, np.ndarray
     for stem, key in HFNgrams.constants.items():
         name = names.get(f"{config.hf_class.layers}.{ngrams.layer}.{stem}")
         values = np.empty(0) if name is None else checkpoint.tensors[name]
-        if values.dtype != np.int64 or values.ndim != 1 or values.min() < 0:
+        if values.dtype != np.int64 or values.ndim != 1 or (values < 0).any():
             raise FormatError(
                 f"the checkpoint must have whole numbers in the tensor {stem} of layer {ngrams.layer}"
             )
@@ -498,8 +498,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                 if len(of_experts[target]) == _n_parts(target, config):
                     yield target, _stacked(of_experts.pop(target), target, config)
             elif target.endswith(".ffn_gate_tid2eid.weight"):
-                _check_fits(values.shape, _shape(target, config), name)
-                yield target, Table(values)
+                yield target, _table(values, target, name, config)
             elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
                 yield target, _of_heads(checkpoint.tensors[name], target, name, config)
             elif "_exps." in target and kind != "scale":
@@ -611,6 +610,8 @@ def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.nda
         return config.rwkv.values(values, _stem(place.targets[i]))
     if n == 1:
         return values
+    if not values.ndim:
+        raise FormatError(f"the checkpoint has one number for {' and '.join(place.targets)}")
     if config.transposes_experts:  # column by column
         return values[..., i::n]
     if ".indexer." in place.targets[i]:  # of as many rows as each has
@@ -642,6 +643,17 @@ def _stacked(
         if origin.shape != parts[0].shape and not of_rows:
             raise FormatError(f"the experts of {target} have ranks that differ in the checkpoint")
     return Stack(tuple(parts), of_rows)
+
+
+def _table(values: np.ndarray, target: str, name: str, config: HFConfig) -> Table:
+    """The experts of each token. The file has 32 bits of what may have 64 here."""
+    _check_fits(values.shape, _shape(target, config), name)
+    if values.min() < 0 or values.max() >= config.n_expert:
+        raise FormatError(
+            f"the tensor {name} of the checkpoint must name experts from 0 to {config.n_expert - 1}, and has "
+            f"{values.min()} to {values.max()}; download it again"
+        )
+    return Table(values)
 
 
 def _packed(found: dict[str, np.ndarray], target: str, name: str, config: HFConfig) -> Packed:

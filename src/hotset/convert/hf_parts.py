@@ -59,7 +59,10 @@ class HFCompressed:
         if config.get("partial_rotary_factor") is None and config.get("qk_rope_head_dim") is not None:
             self.n_rot = integer(config, "qk_rope_head_dim", high=head_dim)
         else:  # which transformers heeds first
-            self.n_rot = int(head_dim * number(config, "partial_rotary_factor", 0.125))
+            factor = number(config, "partial_rotary_factor", 0.125)
+            if not 0 < factor <= 1:
+                raise FormatError(f"partial_rotary_factor in config.json is {factor:g}, not from 0 to 1")
+            self.n_rot = int(head_dim * factor)
         self.n_groups = integer(config, "o_groups", high=1 << 14)
         self.rank_out = integer(config, "o_lora_rank", high=1 << 20)
         self.n_index_head = integer(config, "index_n_heads", high=1 << 14)
@@ -156,7 +159,8 @@ def _block_sizes(config: dict[str, Any], n_layer: int) -> tuple[list[int], list[
     """See HFCompressed."""
     ratios = config.get("compress_ratios")
     if ratios is not None:  # as published, perhaps also of layers behind the model's
-        if not isinstance(ratios, list) or len(ratios) < n_layer or not set(ratios) <= {0, 4, 128}:
+        known = isinstance(ratios, list) and all(type(n) is int and n in (0, 4, 128) for n in ratios)
+        if not known or len(ratios) < n_layer:
             raise FormatError("compress_ratios in config.json must hold 0, 4 or 128 for each layer")
         return ratios[:n_layer], [ratio == 4 for ratio in ratios[:n_layer]]
     csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"

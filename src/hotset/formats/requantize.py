@@ -113,7 +113,7 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 # Read as floats by every engine, small, or both.
 _KEPT = re.compile(
     r"(ffn_gate_inp|token_types|ssm_conv1d(_[qkv])?|ssm_norm|shortconv\.conv|rope_freqs|rope_factors_\w+|altup_\w+|laurel_[lr]"
-    r"|per_layer_model_proj|ple_conv1d|(output_)?hc_\w+|(attn|indexer)_compressor_\w+|indexer\.[qk]_proj"
+    r"|per_layer_model_proj|ple_conv1d|(output_hc|hc_attn|hc_ffn)_fn|(attn|indexer)_compressor_\w+|indexer\.[qk]_proj"
     r"|time_mix_(first|lerp_fused|decay_w[12]|[wavg][0-2]))\.weight$"
 )
 _WITHOUT_IMPORTANCE = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")

@@ -113,7 +113,7 @@ def top_k_of(keys: Keys, n_layer: int) -> tuple[float | None, ...]:
 
 
 def clamp_of(keys: Keys, n_layer: int) -> tuple[float, ...]:
-    """Of each layer what SwiGLU's gates are at most, and what is before up in magnitude; 0: anything."""
+    """The clamp of SwiGLU in each layer: an upper limit of the gate, and of the magnitude of up; 0: none."""
     found = []
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         value = keys.get(key, 0.0)

@@ -130,7 +130,7 @@ class Architecture:
     nextn: layers behind the model's own (nextn_predict_layers) are layers with attention as the model's last
       one, which predict one token more (see decoder.describe_nextn), and the kind of the norm before their
       output; None: such layers are not known.
-    delta_gate: what its heads yield is multiplied by this of as many numbers.
+    delta_gate: the activation of a gated delta net's output gate.
     gated_streams, ngrams: see config.GatedStreams and config.Ngrams (Qwen4-Exp).
     attention_gate: what a head yields is multiplied by the sigmoid of as many numbers: what attn_gate yields
       or, in layers without it, rows of attn_q that lie behind those of the head's query.

@@ -341,7 +341,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
-        n_ctx_max=_longest_context(gguf, keys, architecture, n_layer),
+        n_ctx_max=_longest_context(gguf, keys, architecture, n_layer, head_dim),
         norm_eps=_norm_eps(keys, architecture),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
@@ -360,7 +360,9 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         gated_streams=_gated_streams(keys) if architecture.gated_streams else None,
         ngrams=_ngrams(keys, n_layer, _vocabulary(gguf)) if architecture.ngrams else None,
         hyper=_hyper(keys) if architecture.hyper else None,
-        compressed=_compressed(keys, n_head, head_dim) if architecture.compressed else None,
+        compressed=_compressed(keys, n_head, n_head_kv, head_dim, head_dim_v)
+        if architecture.compressed
+        else None,
         n_embd_layer=keys.integer("embedding_length_per_layer_input", 0, 1 << 16, 0)
         if architecture.window_heads
         else 0,
@@ -672,16 +674,16 @@ def _hyper(keys: Keys) -> Hyper:
     )
 
 
-def _compressed(keys: Keys, n_head: int, head_dim: int) -> Compressed:
+def _compressed(keys: Keys, n_head: int, n_head_kv: int, head_dim: int, head_dim_v: int) -> Compressed:
     n_rot = keys.integer("rope.dimension_count", 2, head_dim)
     n_groups = keys.integer("attention.output_group_count", 1, n_head)
     if n_head % n_groups:
         raise keys.error(
             "attention.output_group_count", f"is {n_groups}, which does not divide {n_head} heads"
         )
-    if keys.integer("attention.head_count_kv", 1, 1 << 14, 1) != 1:
+    if n_head_kv != 1:
         raise keys.error("attention.head_count_kv", "is not 1")
-    if keys.integer("attention.value_length", 1, 1 << 14, head_dim) != head_dim:
+    if head_dim_v != head_dim:
         raise keys.error("attention.value_length", f"is not attention.key_length, {head_dim}")
     rank_q = keys.integer("attention.q_lora_rank", 1, 1 << 20)
     return Compressed(rank_q, n_rot, n_groups, keys.integer("attention.output_lora_rank", 1, 1 << 20))
@@ -719,15 +721,21 @@ def _context(gguf: GGUFFile, keys: Keys, architecture: Architecture) -> int:
     return n_rows - architecture.first_position
 
 
-def _longest_context(gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int) -> int | None:
+def _longest_context(
+    gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int, head_dim: int
+) -> int | None:
     """The longest context in which what is computed is what the model means, in tokens."""
     if architecture.first_position is not None:
         return _context(gguf, keys, architecture)
     if architecture.tempered is not None and keys.real("attention.temperature_scale", 0.0, 1e3, 0.0):
         return keys.integer(architecture.tempered, 1, 1 << 31)
-    if architecture.compressed:  # while there are no more complete blocks, their indexer takes all
-        sizes = enumerate(_block_sizes(keys, architecture, n_layer))
-        size = min((n for i, n in sizes if n and f"blk.{i}.indexer.proj.weight" in gguf.tensors), default=0)
+    if architecture.compressed:
+        # Layers whose blocks overlap have an indexer, even if the file lacks its tensors, which are not read.
+        # It takes all complete blocks while there are no more than its top-k.
+        kv = [gguf.tensors.get(f"blk.{i}.attn_compressor_kv.weight") for i in range(n_layer)]
+        overlaps = [info is not None and info.shape[1:] == (2 * head_dim,) for info in kv]
+        sizes = zip(_block_sizes(keys, architecture, n_layer), overlaps, strict=True)
+        size = min((n for n, overlap in sizes if n and overlap), default=0)
         return size * (keys.integer("attention.indexer.top_k", 1, 1 << 31) + 1) - 1 if size else None
     return keys.integer("attention.indexer.top_k", 1, 1 << 31) if architecture.indexed else None
 

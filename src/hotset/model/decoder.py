@@ -233,12 +233,12 @@ def _describe(
     model = _Description(config, weights, layer_thresholds)
     x = model.embedding()
     if config.hyper is not None:
-        between = _HyperStreams(model, config.hyper, x)
+        hyper = _HyperStreams(model, config.hyper, x)
         for i, layer in enumerate(config.layers):
-            between.add(model.attention(i, layer, between.read(i, "attention")))
-            x = between.read(i, "ffn")
-            between.add(model.ffn(i, layer, x, x, predictor))
-        model.output(x, between)
+            hyper.add(model.attention(i, layer, hyper.read(i, "attention")))
+            x = hyper.read(i, "ffn")
+            hyper.add(model.ffn(i, layer, x, x, predictor))
+        model.output(x, hyper)
         return model.graph
     streams = None if config.altup is None else _Streams(model, config.altup, x)
     embedded = model.layer_embeddings(x, config.n_embd_layer) if config.n_embd_layer else None
@@ -284,7 +284,7 @@ class _Description:
         self.first_seen = 0  # position, by attention
         self.first_values: Value | None = None  # of the first layer, which others of RWKV 7 refer to
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
-        self._shares: Value | None = None  # of each gated stream, what is added next times it
+        self._shares: Value | None = None  # of gated streams: each one's weight in the next sum
 
     # ---- the parts of a model
 

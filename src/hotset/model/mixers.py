@@ -25,7 +25,7 @@ class DeltaMixer:
     """A gated delta net in place of attention: see operations.DeltaNet. kernel: of the convolution before
     it. by_channel: queries, keys and values have matrices and convolutions of their own, and keys decay
     channel by channel, by what is made of as many numbers as a head has channels; gates are made likewise.
-    gate: of gates, what heads yield is multiplied by."""
+    gate: the activation of the output gate."""
 
     kernel: int
     n_head: int
