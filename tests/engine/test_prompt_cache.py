@@ -235,6 +235,16 @@ def test_blocks_that_are_cheaper_to_compute_are_deleted_first(tmp_path: Path):
     assert len(list((tmp_path / cheap.digest.hex()).glob("*.kv"))) == 0
 
 
+@pytest.mark.parametrize("worth", ["1" + "0" * 400, "NaN"])
+def test_a_model_file_of_nonsense_keeps_no_cache_from_its_limit(tmp_path: Path, worth: str):
+    with engine(tmp_path, OTHER, limit=40 * BLOCK) as made:
+        generate(made, prompt(300))
+    (tmp_path / OTHER.digest.hex() / "model.json").write_text(f'{{"flops_per_byte": {worth}}}')
+    with engine(tmp_path, limit=2 * BLOCK) as made:
+        generate(made, prompt(300))
+    assert size_of(tmp_path) <= 2 * BLOCK
+
+
 def test_the_end_of_a_prefix_is_deleted_before_its_beginning(tmp_path: Path):
     with engine(tmp_path) as made:
         generate(made, prompt(450))

@@ -207,6 +207,22 @@ def test_a_key_makes_models_of_those_that_it_may_ask(home: Path) -> None:
     run(home, work, named_keys=(key,))
 
 
+def test_a_key_hides_no_alias_of_a_model_that_it_may_not_ask(home: Path) -> None:
+    (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
+    aliases.add("theirs", "other")
+    aliases.add("ours", "base")
+    key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base",))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for name, status in (("Theirs", 404), ("ours", 200)):
+            body = {"model": name, "from": "base"}
+            reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
+            assert reply.status_code == status, reply.text
+
+    run(home, work, named_keys=(key,))
+    assert set(created.read()) == {"ours"}
+
+
 def test_a_name_that_the_server_has_is_not_given_again(home: Path) -> None:
     async def whole() -> None:
         catalogue = Catalogue({"mine": home / "models" / "base.gguf"})

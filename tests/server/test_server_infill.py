@@ -84,6 +84,8 @@ def test_what_editors_send(marked: Path, prompt: tuple[list[int], str]):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         read = (await client.post("/infill", json=sent | {"n_predict": 0})).json()
         assert read["content"] == ""
+        long = await client.post("/infill", json=sent | {"response_fields": ["/" * 1000]})
+        assert long.status_code == 400, "each slash is a step on the event loop"
         found = (await client.post("/infill", json=sent)).json()
         assert found.keys() == {"content", "timings/prompt_n", "tokens_cached"}
         assert found["tokens_cached"] > 0, "the first request has left its prompt in the cache"

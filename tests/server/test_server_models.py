@@ -8,6 +8,7 @@ import json
 import random
 import signal
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
 from hotset.server.model_settings import ModelsFile, duration
 from hotset.server.models import Models
-from hotset.server.pulls import Pulls
+from hotset.server.pulls import Pulls, full_name
 from hotset.server.settings import ServerSettings
 from hotset.server.slots import LoadError, bytes_of
 from hotset.settings import LoadSettings
@@ -527,9 +528,11 @@ def test_durations() -> None:
     seconds = [duration(one) for one in given]
     inf = float("inf")
     assert seconds == [0, 0, 5, 5, 1.5, 600, 5400, 0.3, 86400, inf, inf, inf, inf]
-    for wrong in ("", "m", "5 m", "1d", "nan", float("nan"), "1" * 40, "1m" * 100, True):
+    for wrong in ("", "m", "5 m", "1d", "nan", float("nan"), "1" * 40, "1m" * 100, "9" * 50_000, True):
+        began = time.perf_counter()
         with pytest.raises(InvalidRequestError, match="keep_alive"):
             duration(wrong)
+        assert time.perf_counter() - began < 0.5, "a client's text is refused before it is searched"
 
 
 def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[str, Any]) -> None:
@@ -734,6 +737,21 @@ def test_memory_for_an_adapter_goes_with_its_model(folder: Path, facts: dict[str
             assert (one.state, one.n_bytes, models._slots["two"].n_bytes) == ("unloaded", 0, 0)
 
     run(work)
+
+
+def test_a_path_is_not_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of the machine is searched for a client."""
+    monkeypatch.setattr("hotset.storage.fetch.pull", lambda *_, **__: pytest.fail("a path is looked for"))
+
+    async def whole() -> None:
+        async with client_to(models_of(folder, 1)) as client:
+            for name in ("/", str(folder), "~", "~root", ".", "../x", "a/../../x"):
+                reply = await client.post("/api/pull", json={"model": name})
+                assert (reply.status_code, "not a path" in reply.text) == (400, True), reply.text
+
+    asyncio.run(whole())
+    assert full_name("gemma3:4b") == "gemma3:4b"
+    assert full_name("owner/re.po:Q4_K_M") == "owner/re.po:Q4_K_M"
 
 
 def test_a_pull_that_was_cancelled_takes_no_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -346,9 +347,10 @@ def _worth(folder: Path) -> float:
     """Flops for a byte of a model's blocks; next to nothing where its file does not say."""
     try:
         about = json.loads(read_small_file(folder / "model.json", _MAX_ABOUT_BYTES))
-        return max(float(about["flops_per_byte"]), 1.0)
-    except (HotsetError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        worth = float(about["flops_per_byte"])
+    except (HotsetError, OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return 1.0
+    return max(worth, 1.0) if math.isfinite(worth) else 1.0  # NaN has no order among ranks
 
 
 def _touch(paths: list[Path]) -> None:

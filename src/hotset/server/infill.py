@@ -20,6 +20,9 @@ router = APIRouter(route_class=BodyRoute)
 
 MAX_FILES = 1024
 MAX_FIELDS = 64  # of a reply
+MAX_FIELD_CHARS = 128  # of the name of one, which is split on the event loop
+
+_FieldName = Annotated[str, Field(max_length=MAX_FIELD_CHARS)]
 
 
 class ExtraFile(Body):
@@ -35,7 +38,7 @@ class InfillBody(SamplingFields):
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES)] | None = None
     prompt: str | None = None
-    response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = None
+    response_fields: Annotated[list[_FieldName], Field(max_length=MAX_FIELDS)] | None = None
     samplers: list[str] | None = None
     n_indent: int | None = None
     t_max_prompt_ms: float | None = None

@@ -320,9 +320,9 @@ async def create(body: CreateBody, http: Request) -> Response:
     # Of a model that the key may ask: the new one has another name.
     _, base, path = await file_of(http, aliases.untagged(modelfile.base))
     old = await asyncio.to_thread(created.find, name)
-    if old is not None:
+    if old is not None or host.catalogue.find(name) is not None:  # also an alias, which the new one hides
         _check_target(http, name)
-    elif name.lower() in {model.name.lower() for model in host.catalogue.models}:
+    if old is None and name.lower() in {model.name.lower() for model in host.catalogue.models}:
         raise RequestError(f"a model is called {name!r} already; choose another name", param="model")
 
     def kept() -> None:

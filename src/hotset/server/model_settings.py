@@ -51,10 +51,10 @@ def duration(value: float | str) -> float:
     given: float | str = value
     if isinstance(given, str):
         sign, rest = (-1, given[1:]) if given.startswith("-") else (1, given)
-        parts = _DURATION.findall(rest)
+        parts = _DURATION.findall(rest) if len(rest) <= 64 else []  # which takes the square of its length
         if rest.isascii() and rest.isdecimal() and len(rest) < 18:
             given = sign * float(rest)
-        elif len(rest) <= 64 and "".join(n + unit for n, unit in parts) == rest and parts:
+        elif "".join(n + unit for n, unit in parts) == rest and parts:
             given = sign * math.fsum(float(n) * _UNITS[unit] for n, unit in parts)
     try:
         seconds = real_number("keep_alive", given)

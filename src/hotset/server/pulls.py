@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hotset.errors import HotsetError, InvalidRequestError, QueueFullError
@@ -104,4 +105,9 @@ def full_name(name: str) -> str:
     for hub in _HUBS:
         if name.lower().startswith(hub):
             return "hf:" + name[len(hub) :]
+    # A fetch would look for such a file, and through all of a folder, without an end that a client can make.
+    if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
+        raise InvalidRequestError(
+            f"a model to fetch is a name or owner/repository, not a path: {shown(name)}"
+        )
     return name
