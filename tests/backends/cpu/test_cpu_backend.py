@@ -237,7 +237,7 @@ def test_what_does_not_fit_its_heads_is_refused() -> None:
 
     def rotate(n_rot: int, first: int, n_freq: int | None = None) -> None:
         freq = [1.0] * (n_rot // 2 if n_freq is None else n_freq)
-        rope = {"kind": "neox", "n_rot": n_rot, "freq": freq, "magnitude": 1.0}
+        rope = {"kind": "neox", "n_rot": n_rot, "freq": freq, "magnitude": 1.0, "every": 1}
         plan.add("rotate", x=x, out=out, n_head=1, head_dim=32, rope=rope, first=first)
 
     rotate(8, 0)

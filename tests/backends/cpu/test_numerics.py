@@ -334,7 +334,7 @@ def attention(
     cache = {name: array for name, array in names if array is not None}
     fed.plan.add(
         "attention", **dict(zip("qkv", inputs, strict=True)), out=out, n_head=heads, n_head_kv=heads_kv,
-        head_dim=dim, head_dim_v=dim_v, scale=dim**-0.5, kv_type=kv_type, **cache, **facts,
+        head_dim=dim, head_dim_v=dim_v, scale=dim**-0.5, kv_type=kv_type, block_size=0, **cache, **facts,
     )  # fmt: skip
     return fed.run(out).reshape(n, heads, dim_v)
 

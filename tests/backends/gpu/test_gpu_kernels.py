@@ -324,7 +324,9 @@ def test_attention_equals_the_reference(
     none = np.zeros(n, np.int32)
     batch = Batch(none, positions.numpy(), sequences.numpy(), cache.tables, none[:0])
     oracle.n_vocab = 1
-    expected = oracle._attend(op, q, k, v, batch, oracle._slots(batch))
+    slots = oracle._slots(batch)
+    oracle._store(op, {1: k, 2: v}, [seen[-1] for seen in slots])
+    expected = oracle._attend(op, q, batch, slots)
     tables = torch.from_numpy(cache.tables)
     t = torch.from_numpy
     fallback.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)

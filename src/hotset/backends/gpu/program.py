@@ -512,7 +512,7 @@ class Program:
 
             return select
         if (attention := self._projections.get(outs[0])) is not None:
-            return self._project_heads(linears, attention, self._entered(x, norm, None))
+            return self._project_heads(linears, attention, self._entered(x, norm, input_threshold))
         if outs[0] in self._norms_ahead:
             (op,), entered = linears, self._entered(x, norm, input_threshold)
             project = self._product_and_norm(op, outs[0])
