@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers_oracle import RECIPES, open_backend, relative_error, run, tiny_models
 
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import CLASSES
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import GGMLType, dequantize
 
 HERE = Path(__file__).resolve().parent
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))  # its source, for the converter
@@ -326,6 +327,39 @@ def test_their_converter_writes_the_same(
         differ = {key for key in mine.keys() & its.keys() if not np.array_equal(mine[key], its[key])}
         assert differ <= OTHER_KEYS.keys()
         assert its.keys() - mine.keys() <= UNREAD_KEYS
+
+
+def test_their_converter_writes_published_fp8_and_fp4(
+    tmp_path: Path, converter: subprocess.Popen[str]
+) -> None:
+    """DeepSeek V4's experts in the same bytes; it makes Q8_0 of what was FP8."""
+    name, folder = "deepseek4-published", tmp_path / "checkpoint"
+    packed = replace(recipe_of(name), written_as=RECIPES[name].written_as | tiny_models.FP8_FP4)
+    tiny_models.save(packed, tiny_models.build(packed), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tiny_models.published_fp8_fp4(tensors)[0], folder / "model.safetensors")
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    convert_hf(folder, ours, GGMLType.F32)
+    assert converter.stdin is not None
+    assert converter.stdout is not None
+    print(json.dumps([str(folder), str(theirs)]), file=converter.stdin, flush=True)
+    assert json.loads(converter.stdout.readline()) == ""
+    with open_gguf(ours) as one, open_gguf(theirs) as other:
+        assert one.tensors.keys() == other.tensors.keys()
+        for tensor, info in one.tensors.items():
+            assert rows(one, tensor) == rows(other, tensor), tensor
+            its = other.tensors[tensor]
+            if "_exps." in tensor:
+                assert info.type == its.type == GGMLType.MXFP4
+            if info.type == its.type:
+                np.testing.assert_array_equal(one.data(tensor), other.data(tensor), err_msg=tensor)
+                continue
+            assert its.type in (GGMLType.Q8_0, GGMLType.F16)
+            found, expected = (
+                dequantize(g.data(tensor), g.tensors[tensor].type, info.shape).reshape(-1)
+                for g in (one, other)
+            )
+            assert np.abs(found - expected).max() < np.abs(found).max() / 200, tensor
 
 
 def rows(gguf: GGUFFile, name: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,6 +187,46 @@ def published_deepseek4(tensors: Tensors) -> Tensors:
     for old, new in names.items():
         tensors = {name.replace(old, new): values for name, values in tensors.items()}
     return tensors
+
+
+FP8_FP4 = {  # entries of config.json
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "expert_dtype": "fp4",
+}  # fmt: skip
+
+
+def published_fp8_fp4(tensors: Tensors, block: Sequence[int] = (128, 128)) -> tuple[Tensors, Tensors]:
+    """DeepSeek's own tensors as they are published, and the values of these in float32. Under powers of two:
+    in FP8, one for a block of rows and columns; of experts in FP4, one for 32 values of a row."""
+    fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    packed, plain = dict(tensors), dict(tensors)
+    for name, matrix in tensors.items():
+        of_expert = ".ffn.experts." in name
+        in_fp8 = re.search(r"\.(attn\.(indexer\.)?w\w+|ffn\.shared_experts\.w\d)\.weight$", name)
+        if not of_expert and in_fp8 is None:
+            continue
+        n_rows, n_columns = (1, 32) if of_expert else block
+        rows, columns = (-(-size // n) for size, n in zip(matrix.shape, (n_rows, n_columns), strict=True))
+        padding = (0, columns * n_columns - matrix.shape[1], 0, rows * n_rows - matrix.shape[0])
+        blocks = torch.nn.functional.pad(matrix.float(), padding).reshape(rows, n_rows, columns, n_columns)
+        largest = blocks.abs().amax(dim=(1, 3)) / (6 if of_expert else 448)
+        scale = torch.exp2(largest.clamp(min=2.0**-100).log2().ceil())
+        scaled = (blocks / scale[:, None, :, None]).reshape(rows * n_rows, -1)
+        scaled = scaled[: matrix.shape[0], : matrix.shape[1]].contiguous()
+        if of_expert:
+            codes = (scaled[..., None] - fp4).abs().argmin(-1).to(torch.uint8)
+            values = fp4[codes.long()]
+            packed[name] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+        else:
+            packed[name] = scaled.to(torch.float8_e4m3fn)
+            values = packed[name].float()
+        packed[name.removesuffix("weight") + "scale"] = scale.to(torch.float8_e8m0fnu)
+        of_values = scale.repeat_interleave(n_rows, 0).repeat_interleave(n_columns, 1)
+        plain[name] = (values * of_values[: matrix.shape[0], : matrix.shape[1]]).contiguous()
+    return packed, plain
 
 
 class NoPositions(torch.nn.Module):

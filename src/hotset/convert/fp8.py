@@ -1,9 +1,9 @@
 """Matrices that a checkpoint holds as FP8 (E4M3) under scales, decoded while they are read.
 
 DeepSeek, Qwen and MiniMax publish blocks of 128 rows and columns with a scale each (`weight_scale_inv`, which
-is multiplied with in spite of its name); compressed-tensors, FBGEMM and ModelOpt one scale for a matrix or
-for each of its rows (`weight_scale`). Scales of activations belong to an engine that computes in FP8 and are
-left out.
+is multiplied with in spite of its name; `scale`, a power of two, in DeepSeek V4); compressed-tensors, FBGEMM
+and ModelOpt one scale for a matrix or for each of its rows (`weight_scale`). Scales of activations belong to
+an engine that computes in FP8 and are left out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from hotset.convert.mxfp4 import EXPONENTS, PAIRS, matrix_of
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.torch_file import to_floats
 
 CODES = np.dtype([("e4m3", "u1")])  # sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinity
-SCALES = (".weight_scale_inv", ".weight_scale")
+SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 _UNUSED = re.compile(r".*\.(input_scale|input_global_scale|output_scale|[kqv]_scale|activation_scale)")
 _BLOCK = (128, 128)
 
@@ -33,6 +34,7 @@ def _values() -> np.ndarray:
 
 
 VALUES = _values()
+POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))  # of EXPONENTS
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,18 @@ def block_of(quantised: object) -> tuple[int, int]:
 
 
 def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The tensors with those in FP8 under their scales, and without the scales."""
+    """The tensors with those in FP8 and FP4 under their scales, and without the scales."""
     found, used = {}, set()
     for name, values in tensors.items():
-        if values.dtype == CODES:
+        if values.dtype == PAIRS:
+            exponents = name.removesuffix(".weight") + ".scale"
+            if exponents not in tensors or tensors[exponents].dtype != EXPONENTS:
+                raise UnsupportedModelError(
+                    f"the tensor {name} is I8 without a scale in F8_E8M0, which is not supported"
+                )
+            used.add(exponents)
+            found[name] = cast("np.ndarray", matrix_of(name, values, tensors[exponents]))
+        elif values.dtype == CODES:
             stem = name.removesuffix(".weight")
             scale = next((stem + kind for kind in SCALES if stem + kind in tensors), None)
             if scale is None or scale == name or values.ndim != 2:
@@ -154,10 +164,14 @@ def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[st
                     f"{' without a weight_scale' if scale is None else ''}, which is not supported"
                 )
             used.add(scale)
-            matrix = _under(name, values, to_floats(np.ascontiguousarray(tensors[scale])), block)
+            matrix = _under(name, values, tensors[scale], block)
             found[name] = cast("np.ndarray", matrix)  # it has what converting asks of an array
     for name, values in tensors.items():
         if name not in found and name not in used and not _UNUSED.fullmatch(name):
+            if values.dtype == EXPONENTS:
+                raise UnsupportedModelError(
+                    f"the tensor {name} is F8_E8M0 and no scale of one in FP8 or FP4, which is not supported"
+                )
             found[name] = values
     return found
 
@@ -165,9 +179,11 @@ def scaled(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[st
 def _under(name: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> Scaled:
     n_rows, n_columns = codes.shape
     rows, columns = np.zeros(n_rows, np.int64), np.zeros(n_columns, np.int64)
-    if scales.size == 1:
+    in_blocks = scales.dtype == EXPONENTS
+    scales = POWERS[scales["e8m0"]] if in_blocks else to_floats(np.ascontiguousarray(scales))
+    if scales.size == 1 and not in_blocks:
         return Scaled(name, codes, scales.reshape(1, 1), rows, columns)
-    if scales.shape in ((n_rows,), (n_rows, 1)) and n_rows > 1:
+    if scales.shape in ((n_rows,), (n_rows, 1)) and n_rows > 1 and not in_blocks:
         return Scaled(name, codes, scales.reshape(-1, 1), np.arange(n_rows), columns)
     if scales.shape != (-(-n_rows // block[0]), -(-n_columns // block[1])):
         raise FormatError(

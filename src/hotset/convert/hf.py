@@ -46,7 +46,7 @@ from hotset.convert.hf_rope import neighbours
 from hotset.convert.hf_rwkv import FUSED, LERP, LERPS
 from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.convert.hf_values import integer
-from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
+from hotset.convert.mxfp4 import BLOCK_BYTES, Matrix, Packed
 from hotset.convert.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
@@ -625,7 +625,7 @@ def _part(values: np.ndarray, i: int, place: _Place, config: HFConfig) -> np.nda
 
 def _stacked(
     found: dict[int, tuple[str, np.ndarray]], target: str, config: HFConfig, *, transposed: bool = False
-) -> Stack:
+) -> Stack | Packed:
     """The matrices of all experts: expert → (name in the checkpoint, values)."""
     expected = _shape(target, config)
     parts = []
@@ -642,7 +642,12 @@ def _stacked(
         parts.append(origin)
         if origin.shape != parts[0].shape and not of_rows:
             raise FormatError(f"the experts of {target} have ranks that differ in the checkpoint")
-    return Stack(tuple(parts), of_rows)
+    matrices = [part.values for part in parts if isinstance(part.values, Matrix)]
+    if not matrices:
+        return Stack(tuple(parts), of_rows)
+    if len(matrices) < n_parts:
+        raise FormatError(f"the checkpoint has {len(matrices)} of the {n_parts} experts of {target} in FP4")
+    return Packed([matrix.blocks for matrix in matrices], [matrix.scales for matrix in matrices])
 
 
 def _table(values: np.ndarray, target: str, name: str, config: HFConfig) -> Table:

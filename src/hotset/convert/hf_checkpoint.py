@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotset.convert import fp8
+from hotset.convert import fp8, mxfp4
 from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import SMALL_FILE, open_regular
@@ -39,13 +39,17 @@ PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: 
 BYTES: dict[str, np.dtype] = {"U8": np.dtype("u1")}
 WHOLE = re.compile(r".*\.(ple_embedding\.\w+|tid2eid)")  # that hold whole numbers: of hashes, of experts
 NUMBERS: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+OF_EXPERT = re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight")  # that may hold FP4, as DeepSeek V4's
+FP4: dict[str, np.dtype] = DTYPES | {"I8": mxfp4.PAIRS}
+SCALES: dict[str, np.dtype] = DTYPES | {"F8_E8M0": mxfp4.EXPONENTS}
 
 
 class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
     embeds: it is one of sentence-transformers, which makes vectors of texts and needs no output matrix.
-    Matrices in FP8 lie under their scales (fp8.Scaled); block: rows and columns that share one.
+    Matrices in FP8 lie under their scales (fp8.Scaled), and experts' in FP4 (mxfp4.Matrix); block: rows and
+    columns of FP8 that share a scale.
     Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
     tensors that are not floats, nor bytes where weights are packed.
     """
@@ -67,7 +71,8 @@ class Checkpoint:
                 if name in self.tensors:
                     raise FormatError(f"the tensor {name} stands twice in {folder}; download it again")
                 self.tensors[name] = values
-        if any(values.dtype == fp8.CODES for values in self.tensors.values()):
+        scaled = (fp8.CODES, mxfp4.PAIRS, mxfp4.EXPONENTS)
+        if any(values.dtype in scaled for values in self.tensors.values()):
             self.tensors = fp8.scaled(self.tensors, block)
 
     def release(self) -> None:
@@ -118,7 +123,11 @@ def map_safetensors(path: Path, header_bytes: int = SMALL_FILE) -> tuple[dict[st
 
 
 def _dtypes_of(name: str) -> dict[str, np.dtype]:
-    return BYTES if PACKED.fullmatch(name) else NUMBERS if WHOLE.fullmatch(name) else DTYPES
+    if PACKED.fullmatch(name):
+        return BYTES
+    if WHOLE.fullmatch(name):
+        return NUMBERS
+    return FP4 if OF_EXPERT.fullmatch(name) else SCALES if name.endswith(".scale") else DTYPES
 
 
 def _counts(values: object) -> tuple[int, ...]:

@@ -1,27 +1,30 @@
 """Matrices of experts that a checkpoint holds as MXFP4: the same codes and exponents in GGUF's blocks.
 
-A checkpoint has codes and exponents apart (`_blocks`, `_scales`) and two neighbouring values in a byte, low
-half first; a block of GGUF has its exponent in front, and values i and i + 16 in byte i. Nothing is decoded,
-so that each value stays what it is.
+A checkpoint has codes and exponents apart and two neighbouring values in a byte, low half first: gpt-oss
+those of all experts (`_blocks`, `_scales`), DeepSeek V4 each expert's (`.weight` in I8, `.scale` in F8_E8M0).
+A block of GGUF has its exponent in front, and values i and i + 16 in byte i. Nothing is decoded, so that each
+value stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hotset.errors import FormatError
 from hotset.formats.gguf import PIECE_VALUES
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 
 BLOCK_BYTES = 16  # of a checkpoint's block of 32 values
+PAIRS = np.dtype("i1")  # of an expert's matrix: two codes in each
+EXPONENTS = np.dtype([("e8m0", "u1")])  # a power of two with a bias of 127; 255 is NaN
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The matrices of all experts. blocks: uint8 [n_expert, rows, blocks of a row, BLOCK_BYTES]; scales:
-    [n_expert, rows, blocks of a row]."""
+class Matrix:
+    """An expert's. blocks: uint8 [rows, blocks of a row, BLOCK_BYTES]; scales: [rows, blocks of a row]."""
 
     blocks: np.ndarray
     scales: np.ndarray
@@ -29,7 +32,37 @@ class Packed:
     @property
     def shape(self) -> tuple[int, ...]:
         """Outermost first, of the values."""
-        return (*self.scales.shape[:2], self.scales.shape[2] * 2 * BLOCK_BYTES)
+        return len(self.scales), self.scales.shape[1] * 2 * BLOCK_BYTES
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def matrix_of(name: str, codes: np.ndarray, scales: np.ndarray) -> Matrix:
+    """A matrix of its PAIRS [rows, columns / 2] and EXPONENTS [rows, columns / 32]."""
+    fits = codes.ndim == scales.ndim == 2
+    if not fits or (len(scales), scales.shape[1] * BLOCK_BYTES) != codes.shape:
+        raise FormatError(
+            f"the tensor {name} in FP4 is {list(codes.shape)} and its scales {list(scales.shape)}, where "
+            f"each {BLOCK_BYTES} bytes of a row have one; download the checkpoint again"
+        )
+    return Matrix(codes.view("u1").reshape(*scales.shape, BLOCK_BYTES), scales["e8m0"])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The matrices of all experts. blocks: of each uint8 [rows, blocks of a row, BLOCK_BYTES]; scales:
+    [rows, blocks of a row]."""
+
+    blocks: Sequence[np.ndarray] | np.ndarray
+    scales: Sequence[np.ndarray] | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost first, of the values."""
+        n_rows, n_blocks = self.scales[0].shape
+        return len(self.scales), n_rows, n_blocks * 2 * BLOCK_BYTES
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes of a GGUF file in order, whole rows, some megabytes at a time."""
@@ -38,7 +71,7 @@ class Packed:
         for expert in range(n_expert):
             for start in range(0, n_rows, step):
                 rows = slice(start, start + step)
-                yield in_gguf_blocks(self.blocks[expert, rows], self.scales[expert, rows])
+                yield in_gguf_blocks(self.blocks[expert][rows], self.scales[expert][rows])
 
     def floats(self) -> Iterator[np.ndarray]:
         """The values, as pieces of rows."""
