@@ -6,6 +6,7 @@
 
 #include "../facts.h"
 #include "row_op.h"
+#include "token_states.h"
 
 namespace hotset {
 namespace {
@@ -22,60 +23,31 @@ struct NgramFacts {
     StateSlots states;
 };
 
-class NgramEmbed : public Op {
+class NgramEmbed : public TokenStates {
   public:
     NgramEmbed(const Plan& plan, NgramFacts facts)
-        : plan_(plan),
+        : TokenStates(plan, facts.out, facts.states),
           f_(std::move(facts)),
-          width_(plan.buffer(f_.out).width),
           n_(int(f_.multipliers.size())),
           n_heads_(int(f_.sizes.size()) / (n_ - 1)) {}
 
-    int n_phases(const StepTokens&) const override { return 1; }
-    int n_chunks(int, const StepTokens& step) const override {
-        return int(std::min<int64_t>(ceil_div(step.n_tokens, rows_per_chunk()), kMaxChunks));
-    }
-    void run(int, int chunk, const StepTokens& step, Worker& worker) const override {
-        const RowRange rows(chunk, n_chunks(0, step), step.n_tokens);
-        float* const results = worker.results.as<float>();
-        for (int t = rows.first; t < rows.last; t++) embed(step, t, results + (t - rows.first) * width_);
-        if (!worker.begin_commit()) return;
-        std::copy_n(results, rows.count() * width_, plan_.buffer(f_.out).row(rows.first));
-        for (int t = rows.first; t < rows.last; t++)
-            if (step.saves[t] >= 0) save(step, t, f_.states.slot(step.saves[t]));
-        worker.end_commit();
-    }
-    Needs needs() const override {
-        const int64_t rows =
-            std::max(rows_per_chunk(), int64_t(ceil_div(plan_.max_tokens(), kMaxChunks)) + 1);
-        Needs needs;
-        needs.result_floats = size_t(rows * width_);
-        return needs;
-    }
-
   private:
-    static constexpr int64_t kChunkFloats = 16384;
-
-    int64_t rows_per_chunk() const { return std::max<int64_t>(1, kChunkFloats / width_); }
-
     // The token `back` before token t of the step; -1: there was none.
     int32_t token(const StepTokens& step, int t, int back) const {
-        const int sequence = step.sequences[t];
-        int in_step = 0;  // tokens of the sequence before it, as far as they count
-        while (in_step < back && in_step < t && step.sequences[t - in_step - 1] == sequence) in_step++;
+        const int in_step = tokens_in_step(step, t, back);
         if (in_step == back) return step.tokens[t - back];
-        const int slot = step.states[sequence];
-        return slot < 0 ? -1 : int32_t(f_.states.slot(slot)[n_ - 1 - (back - in_step)]) - 1;
+        const float* const state = before(step, t);
+        return state ? int32_t(state[n_ - 1 - (back - in_step)]) - 1 : -1;
     }
 
-    void embed(const StepTokens& step, int t, float* out) const {
+    void compute(const StepTokens& step, int t, float* out) const override {
         uint64_t mix = uint64_t(step.tokens[t]) * f_.multipliers[0];
         bool cut = false;  // what is further back lies before an eos
         const int64_t dim = f_.weight.cols;
         for (int n = 2; n <= n_; n++) {
-            const int32_t before = cut ? -1 : token(step, t, n - 1);
-            cut = before < 0 || before == f_.eos;
-            mix ^= uint64_t(cut ? f_.eos : before) * f_.multipliers[n - 1];
+            const int32_t earlier = cut ? -1 : token(step, t, n - 1);
+            cut = earlier < 0 || earlier == f_.eos;
+            mix ^= uint64_t(cut ? f_.eos : earlier) * f_.multipliers[n - 1];
             for (int i = 0; i < n_heads_; i++, out += dim) {
                 const int head = (n - 2) * n_heads_ + i;
                 const int64_t row = int64_t(mix % f_.sizes[head] + f_.offsets[head]);
@@ -84,14 +56,11 @@ class NgramEmbed : public Op {
         }
     }
 
-    // Within a commit: no thread writes the slot that is read.
-    void save(const StepTokens& step, int t, float* state) const {
+    void save(const StepTokens& step, int t, float* state) const override {
         for (int i = 0; i < n_ - 1; i++) state[i] = float(token(step, t, n_ - 2 - i) + 1);
     }
 
-    const Plan& plan_;
     const NgramFacts f_;
-    const int64_t width_;
     const int n_, n_heads_;
 };
 

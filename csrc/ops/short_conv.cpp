@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../facts.h"
+#include "token_states.h"
 
 namespace hotset {
 namespace {
@@ -17,53 +18,23 @@ struct ShortConvFacts {
     StateSlots states;
 };
 
-class ShortConv : public Op {
+class ShortConv : public TokenStates {
   public:
     ShortConv(const Plan& plan, ShortConvFacts facts)
-        : plan_(plan),
+        : TokenStates(plan, facts.out, facts.states),
           f_(std::move(facts)),
-          width_(plan.buffer(f_.out).width),
           past_((f_.kernel - 1) * f_.dilation) {}
 
-    int n_phases(const StepTokens&) const override { return 1; }
-    int n_chunks(int, const StepTokens& step) const override {
-        return int(std::min<int64_t>(ceil_div(step.n_tokens, rows_per_chunk()), kMaxChunks));
-    }
-    void run(int, int chunk, const StepTokens& step, Worker& worker) const override {
-        const RowRange rows(chunk, n_chunks(0, step), step.n_tokens);
-        float* const results = worker.results.as<float>();
-        for (int t = rows.first; t < rows.last; t++) convolve(step, t, results + (t - rows.first) * width_);
-        if (!worker.begin_commit()) return;
-        std::copy_n(results, rows.count() * width_, plan_.buffer(f_.out).row(rows.first));
-        for (int t = rows.first; t < rows.last; t++)
-            if (step.saves[t] >= 0) save(step, t, f_.states.slot(step.saves[t]));
-        worker.end_commit();
-    }
-    Needs needs() const override {
-        const int64_t rows =
-            std::max(rows_per_chunk(), int64_t(ceil_div(plan_.max_tokens(), kMaxChunks)) + 1);
-        Needs needs;
-        needs.result_floats = size_t(rows * width_);
-        return needs;
-    }
-
   private:
-    static constexpr int64_t kChunkFloats = 16384;
-
-    int64_t rows_per_chunk() const { return std::max<int64_t>(1, kChunkFloats / width_); }
-
     // The inputs `back` tokens before token t of the step; null: there was none.
     const float* input(const StepTokens& step, int t, int back) const {
-        const int sequence = step.sequences[t];
-        int in_step = 0;  // tokens of the sequence before it, as far as they count
-        while (in_step < back && in_step < t && step.sequences[t - in_step - 1] == sequence) in_step++;
+        const int in_step = tokens_in_step(step, t, back);
         if (in_step == back) return plan_.buffer(f_.x).row(t - back);
-        const int slot = step.states[sequence];
-        const int at = past_ - (back - in_step);  // the oldest come first
-        return slot < 0 ? nullptr : f_.states.slot(slot) + at * width_;
+        const float* const state = before(step, t);
+        return state ? state + (past_ - (back - in_step)) * width_ : nullptr;
     }
 
-    void convolve(const StepTokens& step, int t, float* out) const {
+    void compute(const StepTokens& step, int t, float* out) const override {
         std::fill_n(out, width_, 0.0f);
         for (int j = 0; j < f_.kernel; j++) {
             const float* x = input(step, t, (f_.kernel - 1 - j) * f_.dilation);
@@ -75,8 +46,7 @@ class ShortConv : public Op {
             for (int64_t c = 0; c < width_; c++) out[c] += f_.bias[c];
     }
 
-    // Within a commit: no thread writes the slot that is read, nor the inputs.
-    void save(const StepTokens& step, int t, float* state) const {
+    void save(const StepTokens& step, int t, float* state) const override {
         for (int i = 0; i < past_; i++) {
             const float* x = input(step, t, past_ - 1 - i);
             if (x)
@@ -86,9 +56,7 @@ class ShortConv : public Op {
         }
     }
 
-    const Plan& plan_;
     const ShortConvFacts f_;
-    const int64_t width_;
     const int past_;  // inputs that a state holds
 };
 
