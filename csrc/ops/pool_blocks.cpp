@@ -1,4 +1,4 @@
-// Means of the tokens of a block, channel by channel, weighted by the softmax of their scores.
+// Means of the tokens of a block, per channel, weighted by the softmax of their scores.
 #include <algorithm>
 #include <cmath>
 

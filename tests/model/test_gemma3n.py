@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_runs import assert_every_operation_is_right, batch, tokens
+from tiny_gguf import with_other_keys
 
 import hotset
 from hotset import _core
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.cli import models
 from hotset.errors import FormatError, UnsupportedModelError
-from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
@@ -84,17 +85,8 @@ def test_what_is_shown(run_folder: Path) -> None:
 
 def changed(path: Path, **keys: Any) -> GGUFFile:
     """The file with other keys; None: without."""
-    out = path.with_name("changed.gguf")
-    with open_gguf(path) as gguf:
-        writer = GGUFWriter(out, "gemma3n")
-        given = {f"gemma3n.{key.replace('__', '.')}": value for key, value in keys.items()}
-        for key, value in (dict(gguf.metadata) | given).items():
-            if value is not None and not key.startswith(("general.", "GGUF.")):
-                writer.add(key, value)
-        for name, info in gguf.tensors.items():
-            writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
-        writer.write()
-    return open_gguf(out)
+    given = {key.replace("__", "."): value for key, value in keys.items()}
+    return with_other_keys(path, path.with_name("changed.gguf"), given)
 
 
 @pytest.mark.parametrize(

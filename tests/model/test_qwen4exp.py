@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_gguf import with_other_keys
 from transformers_oracle import BACKENDS, PLANS, TOLERANCE, open_backend, relative_error, run, tiny_models
 
 import hotset
 from hotset.backends.torch.graph import TorchGraph
 from hotset.convert.hf import convert_hf
 from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
-from hotset.formats.gguf import GGUFFile, GGUFWriter, ValueType, open_gguf
+from hotset.formats.gguf import GGUFFile, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -95,17 +96,7 @@ def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path
 
 def changed(path: Path, out: Path, keys: dict[str, Any]) -> GGUFFile:
     """The file with other keys, whole numbers of 64 bits where they are arrays; None: without."""
-    with open_gguf(path) as gguf:
-        writer = GGUFWriter(out, "qwen4exp")
-        given = {f"qwen4exp.{key}": value for key, value in keys.items()}
-        for key, value in (dict(gguf.metadata) | given).items():
-            if value is not None and not key.startswith(("general.", "GGUF.")):
-                is_new = key in given and isinstance(value, list)
-                writer.add(key, value, ValueType.UINT64 if is_new else None)
-        for name, info in gguf.tensors.items():
-            writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
-        writer.write()
-    return open_gguf(out)
+    return with_other_keys(path, out, keys, ValueType.UINT64)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from make_blocks import random_blocks
 
-from hotset.formats.gguf import Dialect, GGUFWriter
+from hotset.formats.gguf import Dialect, GGUFFile, GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import ENCODABLE, GGMLType
 
 
@@ -227,3 +227,20 @@ def write_llama(  # noqa: C901
             matrix(f"blk.{i}.ffn_down", n_embd, n_ff)
     writer.write()
     return path
+
+
+def with_other_keys(
+    path: Path, out: Path, keys: Mapping[str, Any], lists: ValueType | None = None
+) -> GGUFFile:
+    """The file with other keys of its architecture; None: without. lists: the type of numbers in lists."""
+    with open_gguf(path) as gguf:
+        writer = GGUFWriter(out, gguf.architecture)
+        given = {f"{gguf.architecture}.{key}": value for key, value in keys.items()}
+        for key, value in (dict(gguf.metadata) | given).items():
+            if value is not None and not key.startswith(("general.", "GGUF.")):
+                is_list = key in given and isinstance(value, list)
+                writer.add(key, value, lists if is_list else None)
+        for name, info in gguf.tensors.items():
+            writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
+        writer.write()
+    return open_gguf(out)
