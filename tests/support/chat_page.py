@@ -36,9 +36,16 @@ def say(page: Any, text: str, wait: bool = True) -> None:
 
 def done(page: Any) -> None:
     until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
+    render_all(page)
+
+
+def render_all(page: Any) -> None:
+    """Renders also what is out of sight: browsers find no text in what `content-visibility` leaves out."""
+    page.evaluate("for (const part of document.querySelectorAll('.part')) part.style.contentVisibility = 'visible'")
 
 
 def answers(page: Any) -> list[str]:
+    render_all(page)
     return [text.strip() for text in page.locator(".answer .markdown").all_inner_texts()]
 
 
