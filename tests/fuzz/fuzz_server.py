@@ -181,7 +181,7 @@ class Storm:
             data = bytearray(body.encode())
             for _ in range(draw.randrange(1, 6)):
                 data[draw.randrange(len(data))] = draw.randrange(256)
-            self.refused(kind, (200, 400, 429, 500), "POST", CHAT, bytes(data))
+            self.refused(kind, (200, 400, 404, 429, 500), "POST", CHAT, bytes(data))  # 404: the name
         elif kind == "large":
             self.refused(kind, (413,), "POST", CHAT, f'{{"prompt": "{"x" * MAX_BODY}"}}')
         elif kind == "chunks":  # a body of unstated size

@@ -1,0 +1,93 @@
+"""A graph as it grows: operations of one or two lines, over the tensors of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hotset.model.config import ModelConfig
+from hotset.model.graph import Graph
+from hotset.model.operations import (
+    SHIFT,
+    Activate,
+    ActivationKind,
+    Add,
+    LayerNorm,
+    Linear,
+    Part,
+    RMSNorm,
+    Scale,
+    ShortConv,
+    Value,
+)
+from hotset.model.weights import Weights
+
+
+class GraphBuilder:
+    """The graph as it grows, in order, over the tensors of a file."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights, self.graph = config, weights, Graph()
+        self.where: dict[str, Any] = {}  # layer and part of what is added next
+
+    def enter(self, layer: int, part: Part) -> None:
+        self.where = {"layer": layer, "part": part}
+
+    def value(self, name: str, width: int) -> Value:
+        return self.graph.value(name, width)
+
+    def add(self, op: Any) -> Value:
+        return self.graph.add(op)
+
+    def linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
+        weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
+        input_major, out = self.weights.input_major(tensor, x.width), self.value(name or tensor, width)
+        return Linear(out, x, weight, bias, input_major=input_major, **self.where)
+
+    def linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
+        return self.add(self.linear_op(x, tensor, width, name))
+
+    def rows_of(self, tensor: str, x: Value, widths: Mapping[str, int]) -> list[Linear]:
+        """Products that share one matrix, each with its rows, one after the other; by name of their value."""
+        n_rows, first, parts = sum(widths.values()), 0, []
+        weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
+        input_major = self.weights.input_major(tensor, x.width)
+        for name, width in widths.items():
+            parts.append(Linear(self.value(name, width), x, weight, bias, first, input_major, **self.where))
+            first += width
+        return parts
+
+    def norm_op(
+        self, x: Value, tensor: str, name: str | None = None, eps: float | None = None
+    ) -> RMSNorm | LayerNorm:
+        out = self.value(name or tensor, x.width)
+        eps = self.config.norm_eps if eps is None else eps
+        if not self.config.norm_weights:
+            return LayerNorm(out, x, None, None, eps, **self.where)
+        weight = self.weights.vector(tensor, x.width)
+        if self.config.norm == "layer":
+            bias = self.weights.bias(tensor, x.width, required=self.config.norm_bias)
+            return LayerNorm(out, x, weight, bias, eps, **self.where)
+        return RMSNorm(out, x, weight, eps, **self.where)
+
+    def norm(self, x: Value, tensor: str, name: str | None = None, eps: float | None = None) -> Value:
+        return self.add(self.norm_op(x, tensor, name, eps))
+
+    def scaled(self, x: Value, factor: float, name: str) -> Value:
+        if factor == 1.0:
+            return x
+        return self.add(Scale(self.value(name, x.width), x, factor, **self.where))
+
+    def shifted(self, h: Value, name: str) -> Value:
+        """What the token before has more than the token itself."""
+        return self.add(ShortConv(self.value(name, h.width), h, None, len(SHIFT), **self.where))
+
+    def lerped(self, h: Value, more: Value, tensor: str, name: str, j: int = 0, n: int = 1) -> Value:
+        """h and a share of `more`, each channel's own: the j-th of n rows of a tensor."""
+        weight, d = self.weights.numbers(tensor, n * h.width), h.width
+        share = self.value(f"{name}_share", d)
+        share = self.add(Scale(share, more, 1.0, weight, j * d, **self.where))
+        return self.add(Add(self.value(name, d), h, share, **self.where))
+
+    def activated(self, x: Value, kind: ActivationKind) -> Value:
+        return self.add(Activate(self.value(f"{x.name}_act", x.width), x, kind, **self.where))
