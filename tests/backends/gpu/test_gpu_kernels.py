@@ -17,7 +17,7 @@ from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_input_major
 from hotset.backends.torch import functions
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
@@ -362,6 +362,24 @@ def test_the_fallback_kernels_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOTSET_TRITON", "yes")
     with pytest.raises(InvalidRequestError, match="must be 0 or 1"):
         Kernels("cpu")
+
+
+@pytest.mark.parametrize(("capability", "hip"), [((8, 9), None), ((9, 4), "6.2")])
+def test_a_device_without_dependent_launches_is_refused_by_name(
+    capability: tuple[int, int], hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "1")
+    with pytest.raises(DeviceError, match="cuda has no dependent launches"):
+        Kernels("cuda", triton=True)
+    assert Kernels("cuda", triton=False).name == "torch"
+    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "0")
+    assert Kernels("cuda", triton=True).name == "triton"
+    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "1")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert Kernels("cuda", triton=True).name == "triton"
 
 
 @pytest.mark.parametrize(("value", "captures"), [(None, True), ("1", True), ("0", False)])
