@@ -12,7 +12,7 @@ from make_blocks import random_blocks
 
 from hotset.backends import reference
 from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
-from hotset.backends.gpu import fallback
+from hotset.backends.gpu import fallback, launch
 from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_input_major
@@ -364,22 +364,20 @@ def test_the_fallback_kernels_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
         Kernels("cpu")
 
 
-@pytest.mark.parametrize(("capability", "hip"), [((8, 9), None), ((9, 4), "6.2")])
-def test_a_device_without_dependent_launches_is_refused_by_name(
-    capability: tuple[int, int], hip: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", hip)
+def test_a_device_without_dependent_launches_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 9)
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "1")
+    assert Kernels("cuda", triton=True).name == "triton"
+    monkeypatch.setattr(launch, "DEPENDENT", True)
     with pytest.raises(DeviceError, match="cuda has no dependent launches"):
         Kernels("cuda", triton=True)
     assert Kernels("cuda", triton=False).name == "torch"
-    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "0")
+    capability = (9, 0)
     assert Kernels("cuda", triton=True).name == "triton"
-    monkeypatch.setenv("HOTSET_DEPENDENT_LAUNCH", "1")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert Kernels("cuda", triton=True).name == "triton"
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(DeviceError, match="cuda has no dependent launches"):
+        Kernels("cuda", triton=True)
 
 
 @pytest.mark.parametrize(("value", "captures"), [(None, True), ("1", True), ("0", False)])

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hotset.backends.gpu import fallback
+from hotset.backends.gpu import fallback, launch
 from hotset.backends.torch import functions
 from hotset.errors import DeviceError, InvalidRequestError, install_command
 
@@ -83,9 +83,9 @@ def _expert_kernels() -> ModuleType:
 
 
 def _check_dependent_launch(device: torch.device) -> None:
-    if os.environ.get("HOTSET_DEPENDENT_LAUNCH") != "1":
-        return
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+    if launch.DEPENDENT and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0)
+    ):
         raise DeviceError(
             f"HOTSET_DEPENDENT_LAUNCH=1, but {device} has no dependent launches: they need an NVIDIA GPU of "
             "compute capability 9.0 or more; unset it"

@@ -1678,12 +1678,8 @@ MATVEC_PROGRAMS = 256  # fewer, and the columns are split
 WEIGHED_TOKENS = 2  # up to here a norm's factor is applied to the sums of the products behind it
 MOST_SQUARES = 4096  # of all tokens, which each of their programs adds up
 MAX_SPLITS = 8
-NEURON_WORDS = {
-    1: 512,
-    2: 512,
-    4: 256,
-    8: 128,
-}  # of a program that has one neuron: the row of a 7B model at once
+# Of a program that has one neuron: the row of a 7B model at once.
+NEURON_WORDS = {1: 512, 2: 512, 4: 256, 8: 128}
 AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
 AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
