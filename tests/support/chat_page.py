@@ -41,7 +41,9 @@ def done(page: Any) -> None:
 
 def render_all(page: Any) -> None:
     """Renders also what is out of sight: browsers find no text in what `content-visibility` leaves out."""
-    page.evaluate("for (const part of document.querySelectorAll('.part')) part.style.contentVisibility = 'visible'")
+    page.evaluate(
+        "for (const part of document.querySelectorAll('.part')) part.style.contentVisibility = 'visible'"
+    )
 
 
 def answers(page: Any) -> list[str]:
