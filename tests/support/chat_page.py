@@ -36,19 +36,22 @@ def say(page: Any, text: str, wait: bool = True) -> None:
 
 def done(page: Any) -> None:
     until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
-    render_all(page)
+    drawn(page)  # in what is not drawn yet, `content-visibility` leaves no text
 
 
-def render_all(page: Any) -> None:
-    """Renders also what is out of sight: browsers find no text in what `content-visibility` leaves out."""
-    page.evaluate(
-        "for (const part of document.querySelectorAll('.part')) part.style.contentVisibility = 'visible'"
-    )
+# The texts, rendered also where they are out of sight.
+ANSWERS = """() => [...document.querySelectorAll(".answer .markdown")].map((answer) => {
+    const parts = [...answer.querySelectorAll(".part")];
+    for (const part of parts) part.style.contentVisibility = "visible";
+    const text = answer.innerText.trim();
+    for (const part of parts) part.style.contentVisibility = "";
+    return text;
+})"""
 
 
 def answers(page: Any) -> list[str]:
-    render_all(page)
-    return [text.strip() for text in page.locator(".answer .markdown").all_inner_texts()]
+    found: list[str] = page.evaluate(ANSWERS)
+    return found
 
 
 def questions(page: Any) -> list[str]:
