@@ -39,10 +39,13 @@ PRODUCT_COLUMNS = [
     "product of 512 tokens", "rows × tokens", "instructions", "of the tensor cores' cycles", "bytes",
     "loads", "copies", "registers", "spilled",
 ]  # fmt: skip
-PRODUCTS = (
-    (GGMLType.Q4_0, D),
-    *((GGMLType[name], 2 * FF) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16")),
-)
+PRODUCTS = {
+    f"{type_.name}, {n_rows} × {D}": (type_, n_rows)
+    for type_, n_rows in (
+        (GGMLType.Q4_0, D),
+        *((GGMLType[name], 2 * FF) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F16")),
+    )
+}
 TENSOR_CORES = {80: 1024, 90: 2048}  # products of halves in a cycle of a multiprocessor: A100, H100
 MULTIPROCESSORS = {80: 108, 90: 132}
 
@@ -61,6 +64,28 @@ class Row:
 
     def cells(self) -> list[str]:
         return [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in astuple(self)]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a prompt of 512 tokens, as PRODUCT_COLUMNS. instructions: of a scheduler, for a tile of 64
+    rows, 64 columns and 128 tokens; of_cycles: the share of the time that the tensor cores take for it;
+    n_bytes: of inputs and weights, for as much. loads, copies: see Loop."""
+
+    product: str
+    tile: str
+    instructions: float
+    of_cycles: float
+    n_bytes: float
+    loads: int
+    copies: int
+    registers: int
+    spilled: int
+
+    def cells(self) -> list[str]:
+        numbers = f"{self.instructions:.0f}", f"{self.of_cycles:.0%}", f"{self.n_bytes:.0f}"
+        rest = self.loads, self.copies, self.registers, self.spilled
+        return [self.product, self.tile, *numbers, *map(str, rest)]
 
 
 def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -106,12 +131,12 @@ def rows(target: str, wanted: Collection[str] = ()) -> Iterator[Row]:
         yield _row(name, constants, made)
 
 
-def products(target: str) -> Iterator[list[str]]:
-    """Of the products of a prompt of 512 tokens, rows of PRODUCT_COLUMNS: what a warp executes for a tile
-    of 64 rows, 64 columns and 128 tokens; how much of the time that the tensor cores take four schedulers
-    give out what the tile needs; and bytes of inputs and weights that it reads. loads, copies: see Loop."""
+def products(target: str, wanted: Collection[str] = ()) -> Iterator[Product]:
+    """For a target that TENSOR_CORES has; wanted: which of PRODUCTS, or all."""
     arch = TARGETS[target].arch
-    for type_, n_rows in PRODUCTS:
+    for name, (type_, n_rows) in PRODUCTS.items():
+        if wanted and name not in wanted:
+            continue
         m = weights(type_, n_rows, D)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "multiprocessors", lambda device: MULTIPROCESSORS[arch])
@@ -123,11 +148,10 @@ def products(target: str) -> Iterator[list[str]]:
         cycles = n * tokens * depth / TENSOR_CORES[arch]
         issued = loop.instructions * made.metadata.num_warps / 4
         n_bytes = depth * (2 * tokens + n * m.row_bytes / D) / tiles
-        yield [
-            f"{type_.name}, {n_rows} × {D}", f"{n} × {tokens}", f"{issued / tiles:.0f}",
-            f"{issued / cycles:.0%}", f"{n_bytes:.0f}", str(loop.loads), str(loop.copies),
-            str(used["registers"]), str(used["spilled"]),
-        ]  # fmt: skip
+        yield Product(
+            name, f"{n} × {tokens}", issued / tiles, issued / cycles, n_bytes, loop.loads, loop.copies,
+            used["registers"], used["spilled"],
+        )  # fmt: skip
 
 
 def _row(name: str, constants: dict[str, Any], made: Any) -> Row:
@@ -145,4 +169,4 @@ if __name__ == "__main__":
         print(f"Triton {triton.__version__}, {target}")
         print_table(COLUMNS, [row.cells() for row in rows(target)])
         if TARGETS[target].arch in TENSOR_CORES:
-            print_table(PRODUCT_COLUMNS, list(products(target)))
+            print_table(PRODUCT_COLUMNS, [product.cells() for product in products(target)])

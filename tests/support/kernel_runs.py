@@ -37,7 +37,8 @@ def run_kernels(*selection: str, **settings: str) -> None:
 
     settings: variables of the environment.
     """
-    ours = ("PYTEST_", "HOTSET_TRITON", "HOTSET_TEST_DEVICE", "HOTSET_PTX_ARCH", "TRITON_INTERPRET")
+    ours = ("PYTEST_", "HOTSET_TRITON", "HOTSET_TEST_DEVICE", "HOTSET_PTX_ARCH", "HOTSET_DEPENDENT_LAUNCH")
+    ours += ("TRITON_INTERPRET",)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | settings
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
     done = subprocess.run(

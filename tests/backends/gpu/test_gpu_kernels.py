@@ -12,12 +12,12 @@ from make_blocks import random_blocks
 
 from hotset.backends import reference
 from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
-from hotset.backends.gpu import fallback
+from hotset.backends.gpu import fallback, launch
 from hotset.backends.gpu.fallback import RopeTable
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_input_major
 from hotset.backends.torch import functions
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
@@ -362,6 +362,22 @@ def test_the_fallback_kernels_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOTSET_TRITON", "yes")
     with pytest.raises(InvalidRequestError, match="must be 0 or 1"):
         Kernels("cpu")
+
+
+def test_a_device_without_dependent_launches_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 9)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert Kernels("cuda", triton=True).name == "triton"
+    monkeypatch.setattr(launch, "DEPENDENT", True)
+    with pytest.raises(DeviceError, match="cuda has no dependent launches"):
+        Kernels("cuda", triton=True)
+    assert Kernels("cuda", triton=False).name == "torch"
+    capability = (9, 0)
+    assert Kernels("cuda", triton=True).name == "triton"
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(DeviceError, match="cuda has no dependent launches"):
+        Kernels("cuda", triton=True)
 
 
 @pytest.mark.parametrize(("value", "captures"), [(None, True), ("1", True), ("0", False)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
+import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +69,32 @@ def test_numbers_of_numpy_are_refused_by_name(number: np.generic) -> None:
         with pytest.raises(AssertionError) as error:
             launch.check(kernel, grid, args, constants)  # type: ignore[arg-type]
         assert str(error.value).startswith(f"{name} {what}")
+
+
+def test_a_grid_that_no_device_has_is_refused_by_name() -> None:
+    kernel = SimpleNamespace(arg_names=("x",), __name__="_some_kernel")
+    launch.check(kernel, (1 << 20, launch.MOST_PROGRAMS, 1), (1,), {})
+    for grid in ((1, 1 + launch.MOST_PROGRAMS), (1, 1, 1 + launch.MOST_PROGRAMS)):
+        with pytest.raises(AssertionError, match="the grid of _some_kernel"):
+            launch.check(kernel, grid, (1,), {})
+
+
+def every_kernel() -> dict[str, Any]:
+    return {
+        name: value
+        for module in (triton_kernels, experts_kernel, spin_kernel)
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+
+
+def test_every_kernel_waits_for_the_launch_before_it() -> None:
+    """Whatever it does: the next launch may rely on it for those before."""
+    for name, kernel in every_kernel().items():
+        (function,) = ast.parse(textwrap.dedent(kernel.src)).body
+        assert isinstance(function, ast.FunctionDef)
+        first = function.body[ast.get_docstring(function) is not None]
+        assert ast.unparse(first) == "await_launches()", name
 
 
 @pytest.fixture
@@ -150,13 +178,7 @@ def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: dict[str, se
         backend.close()
     spin_kernel.post(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
     spin_kernel.collect(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 4))
-    every = {
-        name
-        for module in (triton_kernels, experts_kernel, spin_kernel)
-        for name, value in vars(module).items()
-        if name.endswith("_kernel") and hasattr(value, "arg_names")
-    }
-    assert every - launched.keys() == set()
+    assert every_kernel().keys() - launched.keys() == set()
 
 
 @pytest.mark.slow
@@ -297,7 +319,10 @@ def test_a_kernels_smallest_variant_is_compiled_first_and_alone(monkeypatch: pyt
     assert order[2][1] == 8
 
 
-def test_variants_are_compiled_as_triton_will_look_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dependent", [False, True])
+def test_variants_are_compiled_as_triton_will_look_for_them(
+    dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton's own compiler and cache, for a device that is not here: a launch with other tensors finds what
     was compiled for what is like them."""
     from triton.backends.compiler import GPUTarget
@@ -314,6 +339,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(monkeypatch: pytest.
         ),
     )  # fmt: skip
     monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setattr(launch, "DEPENDENT", dependent)
     kernel = triton_kernels._pack_kernel
     kernel.device_caches.clear()
     try:
@@ -323,6 +349,7 @@ def test_variants_are_compiled_as_triton_will_look_for_them(monkeypatch: pytest.
         triton_kernels.pack_bits(torch.ones(5, 32), 0.25)
         assert list(kernel.device_caches[0][0].values()) == [compiled]
         assert len(loaded) == 1
+        assert compiled.metadata.launch_pdl == dependent  # of which Triton's launcher makes an attribute
     finally:
         kernel.device_caches.clear()
 

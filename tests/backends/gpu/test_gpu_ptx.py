@@ -25,6 +25,11 @@ def test_compiled_kernels_are_right_and_in_order() -> None:
     run_kernels(*PART, HOTSET_TEST_DEVICE="ptx", HOTSET_PTX_ARCH="80")
 
 
+@pytest.mark.slow
+def test_every_kernel_can_be_launched_before_the_one_before_it_is_over() -> None:
+    run_kernels(*PART, HOTSET_TEST_DEVICE="ptx", HOTSET_PTX_ARCH="90", HOTSET_DEPENDENT_LAUNCH="1")
+
+
 # ---- what is found
 
 KERNEL = """
@@ -50,10 +55,12 @@ def kernel(body: str, n_threads: int = 64) -> Program:
     return read(KERNEL.format(body=body, n_threads=n_threads))
 
 
-def execute(body: str, data: np.ndarray, n_blocks: int = 1, n_threads: int = 64) -> None:
+def execute(
+    body: str, data: np.ndarray, n_blocks: int = 1, n_threads: int = 64, dependent: bool = False
+) -> None:
     memory = Memory()
     given = memory.add(data.ctypes.data, data.nbytes, (data.ctypes.data, data.nbytes))
-    run(kernel(body, n_threads), memory, 512, (n_blocks,), [given])
+    run(kernel(body, n_threads), memory, 512, (n_blocks,), [given], dependent)
 
 
 STORE, LOAD = "st.shared.b32 [%r3], %r1;", "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd3], %r5;"
@@ -139,6 +146,28 @@ def test_blocks_of_a_launch_are_in_no_order(body: str, found: str) -> None:
     with pytest.raises(Fault, match=found):
         execute(body, np.zeros(64, np.uint32), n_blocks=2)
     execute(body, np.zeros(64, np.uint32), n_blocks=1)
+
+
+WAIT = "griddepcontrol.wait;"
+TOUCH = "st.global.b32 [%rd3], %r1;"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (f"{TOUCH} {WAIT}", "global memory is touched before"),
+        (f"griddepcontrol.launch_dependents; {TOUCH} {WAIT}", "global memory is touched before"),
+        (f"ld.global.b32 %r5, [%rd3]; {WAIT}", "global memory is touched before"),
+        (f"{COPY} {WAIT}", "global memory is touched before"),
+        (f"atom.global.add.u32 %r5, [%rd3], %r1; {WAIT}", "global memory is touched before"),
+        (f"setp.lt.u32 %p1, %r1, 32; @%p1 bra $END; {WAIT} {TOUCH} $END:", "a thread ends before"),
+    ],
+)
+def test_a_dependent_launch_waits_for_the_one_before(body: str, found: str) -> None:
+    with pytest.raises(Fault, match=found):
+        execute(body, np.zeros(64, np.uint32), dependent=True)
+    execute(body, np.zeros(64, np.uint32))
+    execute(f"griddepcontrol.launch_dependents; {WAIT} {TOUCH}", np.zeros(64, np.uint32), dependent=True)
 
 
 def test_threads_that_went_different_ways_meet_again() -> None:

@@ -86,7 +86,9 @@ def launch(
     program = _program(made.asm["ptx"])
     given += [0] * (program.n_parameters - len(given))  # scratch memory, which these kernels do not ask for
     STATISTICS["launches"] += 1
-    STATISTICS["instructions"] += run(program, memory, made.metadata.shared, grid, given)
+    STATISTICS["instructions"] += run(
+        program, memory, made.metadata.shared, grid, given, dependent=launcher.DEPENDENT
+    )
 
 
 def _argument(memory: Memory, arg: Any, type_: str) -> int:

@@ -35,14 +35,16 @@ class Apart(Fault):
 
 
 class Machine:
-    """Some blocks of a launch. grid: its three sides; blocks: numbers of those that are executed here."""
+    """Some blocks of a launch. grid: its three sides; blocks: numbers of those that are executed here.
+    dependent: it begins while the launch before it is at work."""
 
     def __init__(
         self, program: Program, memory: Memory, shared: int, grid: Sequence[int], arguments: Sequence[int],
-        blocks: np.ndarray,
+        blocks: np.ndarray, dependent: bool = False,
     ) -> None:  # fmt: skip
         n = program.n_threads
-        self.program, self.memory, self.arguments = program, memory, arguments
+        self.program, self._memory, self.arguments = program, memory, arguments
+        self.is_early = np.full(n * len(blocks), dependent)  # threads before griddepcontrol.wait
         self.shared = Shared(len(blocks), shared)
         self.block = np.repeat(np.arange(len(blocks)), n)  # of each thread, counted here
         self.number = np.repeat(blocks, n)  # and of the launch
@@ -146,6 +148,13 @@ class Machine:
                 raise Apart("some threads of a warp execute what all of it must")
         return self.full(value).reshape(-1, WARP)
 
+    @property
+    def memory(self) -> Memory:
+        """That of the device, which the launch before may still read and write."""
+        if self.is_early[self.at].any():
+            raise Fault("global memory is touched before the launch before is over")
+        return self._memory
+
     # ---- running
 
     def run(self) -> int:
@@ -179,6 +188,8 @@ class Machine:
                 raise Fault(f"{program.name} does not end")
         if (waiting >= 0).any():
             raise Fault(f"{program.name}: a barrier that some threads of a block do not reach")
+        if self.is_early.any():  # the launch after would not wait for the one before
+            raise Fault(f"{program.name}: a thread ends before the launch before is over")
         return n_steps
 
     def _step(
@@ -441,6 +452,11 @@ class Machine:
         a, b, n = (self.get(name, "b32") for name in one.operands[1:4])
         self.put(one.operands[0], arithmetic.funnel(a, b, n, left="l" in one.kinds), "b32")
 
+    def depend(self, one: Instruction) -> None:
+        """griddepcontrol: wait, for the launch before; launch_dependents, of those after, which wait too."""
+        if one.kinds[1] == "wait":
+            self.is_early[self.at] = False
+
     def nothing(self, one: Instruction) -> None:
         """Fences, which order what is done in order here."""
 
@@ -480,7 +496,7 @@ INSTRUCTIONS: dict[str, Callable[[Machine, Instruction], None]] = {
     "shfl": Machine.shuffle, "redux": Machine.reduce_warp, "vote": Machine.vote,
     "atom": Machine.atomic, "red": Machine.atomic, "setp": Machine.compare, "selp": Machine.select,
     "cvt": Machine.convert, "fma": Machine.fuse, "mad": Machine.multiply, "shf": Machine.funnel,
-    "fence": Machine.nothing, "membar": Machine.nothing, "griddepcontrol": Machine.nothing,
+    "fence": Machine.nothing, "membar": Machine.nothing, "griddepcontrol": Machine.depend,
     "bar.warp": Machine.nothing,
 }  # fmt: skip
 INSTRUCTIONS |= dict.fromkeys(arithmetic.UNARY, Machine.unary)
@@ -489,14 +505,18 @@ INSTRUCTIONS |= dict.fromkeys(arithmetic.OTHER, Machine.bits)
 INSTRUCTIONS |= tensor_cores.INSTRUCTIONS
 
 
-def run(program: Program, memory: Memory, shared: int, grid: Sequence[int], arguments: Sequence[int]) -> int:
-    """Executes a launch, its blocks in a drawn order; how many instructions were executed. Raises Fault."""
+def run(
+    program: Program, memory: Memory, shared: int, grid: Sequence[int], arguments: Sequence[int],
+    dependent: bool = False,
+) -> int:  # fmt: skip
+    """Executes a launch, its blocks in a drawn order; how many instructions were executed. dependent: as of
+    Machine. Raises Fault."""
     sides = (*grid, 1, 1)[:3]
     blocks = np.random.default_rng(0).permutation(int(np.prod(sides)))
     each = max(1, AT_ONCE // program.n_threads)
     with np.errstate(all="ignore"):
         n_steps = sum(
-            Machine(program, memory, shared, sides, arguments, blocks[first : first + each]).run()
+            Machine(program, memory, shared, sides, arguments, blocks[first : first + each], dependent).run()
             for first in range(0, len(blocks), each)
         )
         memory.check_order()

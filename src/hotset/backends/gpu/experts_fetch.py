@@ -98,9 +98,8 @@ class FetchPlan:
     """Who computes the experts that a layer's tokens have, in one step.
 
     asked: int32 [T, n_used], as CpuWorkerProtocol.post takes them: the CPU's, and -1 - id of the device's.
-    slots:
-    int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is. fetched: the
-    ids that the stream beside reads until then. groups: what streams.
+    slots: int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is.
+    fetched: the ids that the stream beside reads until then. groups: what streams.
 
     A choice must live until `compute` has waited for `done` and for its groups. torch's allocator knows a
     tensor by the stream that it was allocated on: it hands the memory of one that is dropped to the next
@@ -131,6 +130,10 @@ class Fetcher:
         self._cache, self._kernels, self._fetching = cache, kernels, fetching
         self._beside = beside or SideStream(cache.device)
         self._most: dict[tuple[int, bool], tuple[Tensor, int]] = {}
+
+    def __contains__(self, layer: int) -> bool:
+        """Whether the device computes experts of the layer."""
+        return layer in self._cache
 
     def choose(self, layer: int, ids: Tensor, *, early: bool, warming: bool) -> FetchPlan:
         """Divides the experts of a step's tokens, int32 [T, n_used], and begins to fetch. early: attention is

@@ -47,6 +47,7 @@ from hotset.backends.gpu.triton_kernels import (
     SIGMOID,
     SILU,
     _zero_small,
+    await_launches,
     is_amd,
 )
 from hotset.backends.torch import functions
@@ -61,6 +62,7 @@ TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off, it round
 @triton.jit
 def _quantize_kernel(x, q, scales, sums, n_blocks, B: tl.constexpr):
     """exact.quantize of B blocks of one row; q: int8."""
+    await_launches()
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * B + tl.arange(0, B)
     at = (row * n_blocks + b)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -133,6 +135,7 @@ def _expert_rows_kernel(
     TYPE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias; 0 without."""
+    await_launches()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     pair = tl.program_id(1)
     slot = tl.load(slots + pair)
@@ -252,6 +255,7 @@ def _expert_tiles_kernel(
 ):  # fmt: skip
     """out [pairs, n_rows] as of _expert_rows_kernel: R rows of pairs order[first : end], which have one slot
     (_tiles) and are at most M."""
+    await_launches()
     slot = tl.load(tile_slots + tl.program_id(1))
     if slot >= 0:
         rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -352,6 +356,7 @@ def _values_kernel(
     thresholded: int32, of each token whether values of f smaller than `small` are zero; None: of none.
     n_used: pairs of a token.
     """
+    await_launches()
     pair = tl.program_id(0)
     i = tl.program_id(1) * N + tl.arange(0, N)
     inside = i < tl.where(tl.load(slots + pair) >= 0, n, 0)
@@ -382,6 +387,7 @@ def _choose_kernel(
     ids, table, most, asked, slots, fetched, n_pairs, n_spare, first_spare, P: tl.constexpr, S: tl.constexpr
 ):
     """fallback.choose_experts, by one program."""
+    await_launches()
     p = tl.arange(0, P)
     inside = p < n_pairs
     id = tl.load(ids + p, mask=inside, other=-1)
@@ -428,6 +434,7 @@ def _fetch_kernel(
     A block has BLOCK units of UNIT bytes; those of a field begin with unit X0 and are XN. n_units: of an
     expert. Neighbouring threads read neighbouring units, whatever they are.
     """
+    await_launches()
     id = tl.load(fetched + tl.program_id(1))
     if id >= 0:
         slot = (first + tl.program_id(1)).to(tl.int64)
@@ -486,6 +493,7 @@ def _route_kernel(
 ):  # fmt: skip
     """operations.Route, without groups, of one token: ids, weights [T, USED]. E, U: experts, and those used,
     rounded up."""
+    await_launches()
     t = tl.program_id(0).to(tl.int64)
     i, u = tl.arange(0, E), tl.arange(0, U)
     there = i < n_expert
@@ -541,6 +549,7 @@ def route(x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = Non
 @triton.jit
 def _sum_kernel(parts, own, asked, weights, residual, out, n_used, n, N: tl.constexpr):
     """out [T, n]: fallback.sum_experts of N numbers of a token."""
+    await_launches()
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * N + tl.arange(0, N)
     acc = tl.zeros([N], tl.float32)

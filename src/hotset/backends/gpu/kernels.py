@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hotset.backends.gpu import fallback
+from hotset.backends.gpu import fallback, launch
 from hotset.backends.torch import functions
 from hotset.errors import DeviceError, InvalidRequestError, install_command
 
@@ -19,12 +19,15 @@ class Kernels:
 
     triton: None chooses: Triton on CUDA and ROCm devices, and anywhere in Triton's interpreter
     (TRITON_INTERPRET=1); the environment variable HOTSET_TRITON=0 or 1 overrides. Raises DeviceError where
-    Triton is needed and missing, InvalidRequestError where it is asked for and does not serve the device.
+    Triton is needed and missing, or HOTSET_DEPENDENT_LAUNCH=1 is set and the device has no such launches,
+    InvalidRequestError where Triton is asked for and does not serve the device.
     """
 
     def __init__(self, device: torch.device | str, triton: bool | None = None) -> None:
         self.device = torch.device(device)
         self.triton = _wants_triton(self.device) if triton is None else triton
+        if self.triton and self.device.type == "cuda":
+            _check_dependent_launch(self.device)
         ops = _triton_kernels() if self.triton else fallback
         self.activate = functions.activate
         self.zero_small = ops.zero_small
@@ -77,6 +80,16 @@ def _expert_kernels() -> ModuleType:
     from hotset.backends.gpu import experts_kernel
 
     return experts_kernel
+
+
+def _check_dependent_launch(device: torch.device) -> None:
+    if launch.DEPENDENT and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0)
+    ):
+        raise DeviceError(
+            f"HOTSET_DEPENDENT_LAUNCH=1, but {device} has no dependent launches: they need an NVIDIA GPU of "
+            "compute capability 9.0 or more; unset it"
+        )
 
 
 def _wants_triton(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ before the first step, several variants at a time.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ from hotset.errors import DeviceError
 
 NUMBERS = (int, float, bool)
 MOST_PROGRAMS = 65_535  # of the second and third side of a grid ("Technical Specifications", CUDA C++ Guide)
+# Whether a launch begins while the one before it is at work (triton_kernels.await_launches), which Hopper and
+# newer devices can; none has done so yet. It is read once, for it is compiled into the kernels.
+DEPENDENT = os.environ.get("HOTSET_DEPENDENT_LAUNCH") == "1"
 SLOW_PATH = "or set HOTSET_TRITON=0 for the slow path in plain torch"
 
 
@@ -70,6 +74,8 @@ def launch(
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fused, **constants}
     if stages is not None:
         options["num_stages"] = stages
+    if DEPENDENT:
+        options["launch_pdl"] = True
     if (deferred := _deferred.get()) is not None and not at_once:
         likes = [Like(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
         deferred.setdefault(variant(kernel, args, options), (kernel, likes, options))

@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol, assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.gpu.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.gpu.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
@@ -78,10 +79,6 @@ from hotset.model.operations import (
     has_zeros,
     one_matrix,
 )
-
-if TYPE_CHECKING:
-    from hotset.backends.gpu.experts import ExpertCache
-    from hotset.backends.gpu.experts_fetch import Fetcher, FetchPlan
 
 
 class CpuWorkerProtocol(Protocol):
@@ -158,8 +155,6 @@ class Frame:
     # layer → FFN input, bits
     submitted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
-    # layer → these, where the CPU computes all of them
-    asked: dict[int, Tensor] = field(default_factory=dict)
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
     choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
@@ -199,7 +194,6 @@ class StageParts:
     cold: CpuWorkerProtocol | None
     counts: Tensor
     copies: CopyStream
-    experts: ExpertCache | None
     fetcher: Fetcher | None
     n_ctx: int
     sparse: bool
@@ -217,7 +211,7 @@ class Program:
     def __init__(self, graph: Graph, taps: frozenset[str], parts: StageParts) -> None:
         self._weights, self._cache, self._kernels = parts.weights, parts.cache, parts.kernels
         self._hot, self._cold, self._counts = parts.hot, parts.cold, parts.counts
-        self._cache_of_experts, self._fetcher = parts.experts, parts.fetcher
+        self._fetcher = parts.fetcher
         self._n_ctx, self._sparse, self._stream_bytes = parts.n_ctx, parts.sparse, parts.stream_bytes
         self._copies = parts.copies
         self._input_major = _read_input_major(graph, parts.hot, parts.input_major if parts.sparse else ())
@@ -402,7 +396,7 @@ class Program:
                 RMSNorm() | LayerNorm() | Activate() | GaussianTopK() | Mask() | Add() | Multiply() | Scale()
                 | SoftCap()
             ):  # fmt: skip
-                compute = self._elementwise(main, self._kernels)
+                compute = self._elementwise(main)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
             case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
                 raise UnsupportedModelError(
@@ -426,10 +420,9 @@ class Program:
                 assert_never(main)
 
     def _elementwise(
-        self,
-        op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap,
-        k: Kernels,
+        self, op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap
     ) -> Callable[[dict[int, Tensor]], Tensor]:
+        k = self._kernels
         match op:
             case RMSNorm() | LayerNorm():
                 norm, x = self._norm(op), op.x.id
@@ -692,37 +685,37 @@ class Program:
         bias, scales = self._weights.bias(op.bias), self._weights.bias(op.scales)
         out, added_id = group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
-        experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
-        is_cached = experts is not None and layer in experts
+        counts = self._counts[layer]
+        fetcher = self._fetcher if self._fetcher is not None and layer in self._fetcher else None
 
         def route(f: Frame) -> None:
             ids, f.weights[layer] = k.route(f.values[scores], op, bias, scales)
             if route_id is not None:
                 f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
-            if is_cached and fetcher is not None:
+            if fetcher is None:
+                f.choices[layer] = FetchPlan(ids, None)
+            else:
                 early = layer in self._early
                 f.choices[layer] = fetcher.choose(layer, ids, early=early, warming=f.warming)
-            else:
-                f.asked[layer] = ids
 
         def post(f: Frame) -> None:
-            h, choice = entered(f), f.choices.get(layer)
-            cold.post(layer, h, f.asked[layer] if choice is None else choice.asked)
-            if choice is not None and fetcher is not None:
+            h, choice = entered(f), f.choices[layer]
+            cold.post(layer, h, choice.asked)
+            if fetcher is not None:
                 f.own[layer] = fetcher.compute(layer, choice, h, counts, gate_threshold(f))
 
         def finish(f: Frame) -> None:
             parts = cold.collect(layer)
             parts = parts.view(len(parts), n_used, -1)
-            choice, own = f.choices.pop(layer, None), f.own.pop(layer, None)
+            choice, own = f.choices.pop(layer), f.own.pop(layer, None)
             added = None if added_id is None else f.values[added_id]
-            asked = None if choice is None else choice.asked
+            asked = None if own is None else choice.asked
             f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added, own, asked)
 
         part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
         given = tuple(value for value in ffn.inputs if value != op.x)
         after = tuple(value for value in group.reads if value.id == added_id)
-        answer = n_used * ffn.out.width * (2 if is_cached else 1)
+        answer = n_used * ffn.out.width * (1 if fetcher is None else 2)
         return [
             Call(route, layer, part, (op.x,), (op.out,), 0, "route"),
             Call(post, layer, part, (*given, op.out), (), inside, "post"),

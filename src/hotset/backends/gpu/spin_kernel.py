@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
+from hotset.backends.gpu.triton_kernels import await_launches
 
 BLOCK = 1024  # numbers that the block copies at a time
 
@@ -45,6 +46,7 @@ def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
 @triton.jit(do_not_specialize_on_alignment=["n_h", "n_bits"])  # numbers of a step
 def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
     """host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, seen by all in this order."""
+    await_launches()
     for first in range(0, n_h, BLOCK):
         i = first + tl.arange(0, BLOCK)
         tl.store(host_h + i, tl.load(h + i, mask=i < n_h), mask=i < n_h)
@@ -58,6 +60,7 @@ def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.cons
 @triton.jit(do_not_specialize_on_alignment=["n_out"])
 def collect_kernel(out, done, host_out, n_out, BLOCK: tl.constexpr):
     """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
+    await_launches()
     while tl.load(done, volatile=True) == 0:
         pass
     tl.debug_barrier()  # all threads have seen the flag before one lowers it

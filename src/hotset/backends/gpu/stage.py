@@ -42,18 +42,8 @@ from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
-WARM_SIZES = (
-    512,
-    256,
-    128,
-    64,
-    32,
-    16,
-    8,
-    4,
-    2,
-    1,
-)  # of steps, in tokens, beside the largest: each size of tiles once
+# Of steps, in tokens, beside the largest: each size of tiles once.
+WARM_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
@@ -430,7 +420,7 @@ class GpuStage:
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
                 self._weights, self._cache, self.kernels, self._hot, self._cold, self._counts, self._copies,
-                self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip
             self._programs[taps] = Program(self.graph, taps, parts)

@@ -38,6 +38,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE
 from hotset.backends.gpu import fallback
@@ -83,8 +84,19 @@ TWO_23 = tl.constexpr(8388608.0)
 # Older versions leave the rows that _axpy_kernel adds to several threads; 3.9 gives a thread all of them.
 SPREADS_ROWS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+DEPENDENT = tl.constexpr(launcher.DEPENDENT)
 # Numbers that change with the tokens of a step: whether 16 divides them makes no other variant of a kernel.
 OF_STEP = ["n_tokens", "n_packed"]
+
+
+@triton.jit
+def await_launches():
+    """The first statement of every kernel. Of programmatic dependent launches one begins when all programs of
+    the one before have begun, and waits here until these are over and what they stored can be read. They have
+    waited for those before them, so launches are in order."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -401,6 +413,7 @@ def _matvec_kernel(
 
     squares: x is Weighed, with n_parts of them, rounded up S. norm: the weight of an RMSNorm of out; weighed,
     squares_out are its Weighed, a part of the squares from each program."""
+    await_launches()
     EACH: tl.constexpr = 2 if PAIRS else 1  # rows of a number of out
     n_out = n_rows // EACH
     rows = tl.program_id(0) * (R // EACH) + tl.arange(0, R // EACH)
@@ -467,6 +480,7 @@ def _project_heads_kernel(
 ):  # fmt: skip
     """R rows of a matrix of queries, keys and values, all of one kind: R / 2 pairs that RoPE turns. Queries
     go to out [T, n_head * DIM], the others to their pages. squares: as in _matvec_kernel."""
+    await_launches()
     n_q, n_turned = n_head * DIM, (n_head + n_head_kv) * DIM
     pair = tl.program_id(0) * (R // 2)
     # Neither the first word, 0, nor that rows follow each other is known to the compiler: it would keep an
@@ -530,6 +544,7 @@ def _add_kernel(
 
     packed, count: see _count.
     """
+    await_launches()
     i = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1)
     if packed is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
@@ -583,6 +598,7 @@ def _count(packed, count, counts, n_packed):
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _count_kernel(packed, count, counts, n_packed):
+    await_launches()
     _count(packed, count, counts, n_packed)
 
 
@@ -711,6 +727,7 @@ def _neurons_kernel(
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """values [T, n] of all neurons, R of them a program. packed: see _count."""
+    await_launches()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n
     t = tl.arange(0, T)[:, None]
@@ -757,6 +774,7 @@ def _chosen_kernel(
     held: int32 [n words], the neurons that the matrices have rows of, in order; held_before: how many these
     are before each word. None: all.
     """
+    await_launches()
     s = tl.arange(0, S)
     byte = s[:, None] * 4 + tl.arange(0, 4)[None, :]
     bits = tl.zeros([S], tl.int32)
@@ -828,6 +846,7 @@ def _axpy_kernel(
     ids, count: x is of these rows alone, so many; the ranges share them evenly. None: of all. left_out: int64
     [1], to which row_bytes are added for every row that no token needs.
     """
+    await_launches()
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
     # Scales of rows are multiplied with their x, once for all their columns, where nothing is added to them.
     NO_MIN: tl.constexpr = TYPE == Q8_0 or TYPE == Q4_0 or TYPE == Q5_0 or TYPE == Q6_K
@@ -901,6 +920,7 @@ def _axpy_kernel(
 @triton.jit
 def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
     """A bit per neuron: set below `first`, and unless its score is below the threshold."""
+    await_launches()
     byte = tl.program_id(1) * B + tl.arange(0, B)
     t = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, 8)[None, :]
@@ -937,6 +957,7 @@ def _in_order(place, TYPE: tl.constexpr):
 def _halves_kernel(x, out, sizes, n, ORDER: tl.constexpr, N: tl.constexpr):
     """A row of x [T, n] in out, in the order of a type's words: float16 [T, n], multiplied with a power of
     two, whose inverse is in sizes [T]; bfloat16 [2, T, n], and what rounding leaves of it."""
+    await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     n_all = tl.num_programs(0).to(tl.int64) * n
     i = tl.arange(0, N)
@@ -1160,6 +1181,7 @@ def _matmul_kernel(
     x, sizes: see _halves_kernel, or x float32 and no sizes. Weights stand first, so that few tokens
     fill an instruction, too.
     """
+    await_launches()
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     rows = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1) * M + tl.arange(0, M)
@@ -1191,6 +1213,7 @@ def _matmul_t_kernel(
 ):  # fmt: skip
     """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time; x,
     sizes: as in _matmul_kernel."""
+    await_launches()
     PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     w = tl.program_id(0) * W + tl.arange(0, W)
     place = tl.program_id(0) * W * PER_WORD + tl.arange(0, W * PER_WORD)
@@ -1247,6 +1270,7 @@ def _fired_kernel(
     numbers: int32 [n], which neurons these are; None: all. counts: as fallback.count adds them. thresholded:
     as in _values_of.
     """
+    await_launches()
     i = tl.program_id(0) * N + tl.arange(0, N)
     inside = i < n
     number = i
@@ -1332,6 +1356,7 @@ def _attention_kernel(
     weights relative to it.
     D, V: DIM, DIM_V rounded up.
     """
+    await_launches()
     PARTS: tl.constexpr = (GROUP + H - 1) // H
     t, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(2)
     position = tl.load(positions + t)
@@ -1414,6 +1439,7 @@ def _prompt_attention_kernel(
     token's bits do not depend on those beside it. Tokens of several sequences take turns. D, V: DIM, DIM_V
     rounded up.
     """
+    await_launches()
     HALVES: tl.constexpr = k_pages.dtype.element_ty == tl.float16
     PARTS: tl.constexpr = (GROUP + G - 1) // G
     kv = tl.program_id(1) // PARTS
@@ -1481,6 +1507,7 @@ def _merge_kernel(
     DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The splits of one token and head, weighed against the largest score of all, P of them at a time."""
+    await_launches()
     row = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, S), tl.arange(0, V)
     largest = tl.max(
@@ -1507,6 +1534,7 @@ def _merge_kernel(
 @triton.jit
 def _norm_kernel(x, out, weight, bias, eps, n, thresholded, threshold, LAYER: tl.constexpr, N: tl.constexpr):
     """One part of one row: RMSNorm, or LayerNorm, and of a whole row what a threshold leaves of it."""
+    await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
     y = tl.load(x + row + i, mask=i < n, other=0.0)
@@ -1527,6 +1555,7 @@ def _norm_kernel(x, out, weight, bias, eps, n, thresholded, threshold, LAYER: tl
 @triton.jit
 def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
     """One row, less its mean and so many deviations, where that is above 0; what is not a number stays."""
+    await_launches()
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
     y = tl.load(x + row + i, mask=i < n, other=0.0)
@@ -1539,6 +1568,7 @@ def _gaussian_top_k_kernel(x, out, multiplier, n, N: tl.constexpr):
 @triton.jit
 def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
     """Rows of x [T, n] without their small values, N of them a program."""
+    await_launches()
     i = tl.program_id(1) * N + tl.arange(0, N)
     t = tl.program_id(0)
     at = t.to(tl.int64) * n + i
@@ -1549,6 +1579,7 @@ def _zero_small_kernel(x, out, thresholded, threshold, n, N: tl.constexpr):
 @triton.jit
 def _largest_kernel(x, out, n_groups, G: tl.constexpr, B: tl.constexpr):
     """The largest of each of a row's groups of G numbers, B groups a program; NaN where one is not finite."""
+    await_launches()
     i = tl.program_id(1) * B + tl.arange(0, B)
     group = tl.program_id(0).to(tl.int64) * n_groups + i
     y = tl.load(x + group[:, None] * G + tl.arange(0, G)[None, :], mask=(i < n_groups)[:, None], other=0.0)
@@ -1561,6 +1592,7 @@ def _angles_kernel(
     positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
     """cos and sin of one token's angles, out [2, T, half]: the sum of a near angle and a far one."""
+    await_launches()
     t = tl.program_id(0)
     i = tl.arange(0, H)
     mask = i < half
@@ -1610,6 +1642,7 @@ def _heads_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: q is rotated, k rotated and stored, v stored. q, or k and v, may be None."""
+    await_launches()
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, D)
     if q is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
@@ -1645,12 +1678,8 @@ MATVEC_PROGRAMS = 256  # fewer, and the columns are split
 WEIGHED_TOKENS = 2  # up to here a norm's factor is applied to the sums of the products behind it
 MOST_SQUARES = 4096  # of all tokens, which each of their programs adds up
 MAX_SPLITS = 8
-NEURON_WORDS = {
-    1: 512,
-    2: 512,
-    4: 256,
-    8: 128,
-}  # of a program that has one neuron: the row of a 7B model at once
+# Of a program that has one neuron: the row of a 7B model at once.
+NEURON_WORDS = {1: 512, 2: 512, 4: 256, 8: 128}
 AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
 AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
