@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.cpu.worker import TIMEOUT, CpuWorker
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.devices import find_device, limit_memory
 from hotset.backends.pipeline import ChainBackend
@@ -365,7 +366,7 @@ def _cpu_offload(
     cpu_worker_options: dict[str, Any],
 ) -> CpuOffload:
     """What the CPU does of a device's layers."""
-    from hotset.backends.gpu.cpu_offload import TIMEOUT, CpuOffload
+    from hotset.backends.gpu.cpu_offload import CpuOffload
 
     hot, experts = _shared(placement, piece, graph)
     stream_from, most = options["stream_from"], options["max_batch"]
