@@ -220,7 +220,8 @@ void bind_vulkan(nb::module_& m) {
         .def("cut", &Program::cut)
         .def("cut_for_host", &Program::cut_for_host, "layer"_a)
         .def("finish", &Program::finish);
-    nb::class_<Exchange>(m, "VulkanExchange", "What passes between a device and a CPU worker (csrc/vulkan/exchange.h).")
+    nb::class_<Exchange>(m, "VulkanExchange",
+                         "What passes between a device and a CPU worker (csrc/vulkan/exchange.h).")
         .def(nb::init<CpuWorkerPlan&, std::shared_ptr<Buffer>, std::shared_ptr<Buffer>, uint64_t>(),
              "worker"_a, "from_device"_a, "to_device"_a, "asked_offset"_a, nb::keep_alive<1, 2>());
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,

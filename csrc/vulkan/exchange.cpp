@@ -39,7 +39,8 @@ bool Exchange::serve(int layer, int n_tokens, const std::function<bool()>& is_ca
     uint8_t* memory = worker_.memory();
     std::memcpy(memory + worker_.h_offset(), from, n * worker_.width() * sizeof(float));
     for (size_t t = 0; t < n; t++)
-        std::memcpy(memory + worker_.bits_offset() + t * asked, from + asked_offset_ + t * stride(asked), asked);
+        std::memcpy(memory + worker_.bits_offset() + t * asked, from + asked_offset_ + t * stride(asked),
+                    asked);
     worker_.post(layer);
     CpuWorkerPlan::Wait waited;
     while ((waited = worker_.wait(layer, kTick)) == CpuWorkerPlan::Wait::TimedOut)

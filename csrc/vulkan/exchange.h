@@ -8,8 +8,8 @@
 
 namespace hotset::vulkan {
 
-// from_device: h, float [max_tokens][width], and at `asked_offset` what is asked for beside it, in rows of whole
-// words. to_device: the answers, as the worker has them. Both are seen by the host.
+// from_device: h, float [max_tokens][width], and at `asked_offset` what is asked for beside it, in rows of
+// whole words. to_device: the answers, as the worker has them. Both are seen by the host.
 class Exchange {
   public:
     // worker: outlives this. Throws std::invalid_argument for buffers that are too small.

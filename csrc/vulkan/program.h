@@ -32,8 +32,8 @@ class Program {
     void dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                            std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
                            uint64_t offset);
-    // What follows is submitted apart: a run can be cancelled here, and no submission takes long. The host sees
-    // what was written before.
+    // What follows is submitted apart: a run can be cancelled here, and no submission takes long. The host
+    // sees what was written before.
     void cut();
     // The same; what follows also reads what the host computes of layer `layer` (run, below), from what was
     // written before the last cut. What is between that cut and this one runs at the same time.
@@ -73,8 +73,8 @@ class Program {
 };
 
 // Runs programs of one device one after the other, and waits. is_cancelled: asked between; true ends the run
-// after what was submitted. on_host: computes what cut_for_host asks for, while the device goes on; false ends
-// the run; null where no program asks. Returns whether all ran. Throws Error where the device fails.
+// after what was submitted. on_host: computes what cut_for_host asks for, while the device goes on; false
+// ends the run; null where no program asks. Returns whether all ran. Throws Error where the device fails.
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host);
 
