@@ -901,8 +901,8 @@ def _value_of(wanted: _Wanted) -> Value | None:
 def _with_hot(
     op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
 ) -> Iterator[tuple[Primitive | Meeting, _Wanted, bool]]:
-    """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs. ids:
-    of values that are none of the graph."""
+    """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
+    ids: of values that are none of the graph."""
     if shared is None or not isinstance(op, Ffn) or op.layer not in shared.neurons:
         yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
         return

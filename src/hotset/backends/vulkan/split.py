@@ -7,15 +7,15 @@
     Gather           that, with bias and residual, plus what the cold neurons add
 
 What is between Submit and Gather is submitted at once and runs while the CPU computes
-(csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the same bits in every batch,
-chunk and run, but other last bits than where one side computes all neurons.
+(csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the
+same bits in every batch, chunk and run, but other last bits than where one side computes all neurons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,10 @@ from hotset import _core
 from hotset.backends.cpu.worker import CpuWorker, split_ffns
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.recurrent import Values
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import Graph
 from hotset.model.operations import Ffn, Mask, Operation, Value
-
-if TYPE_CHECKING:
-    from hotset.backends.vulkan.program import Lowered
 
 _ADD, _SCALE = 0, 2  # csrc/vulkan/shaders/elementwise.comp
 _WORD = 32  # neurons
@@ -147,17 +145,17 @@ class SharedLayers:
                     "Vulkan device and the CPU; use --split layers"
                 )
 
-    def lower(self, op: Meeting, to_parts: Lowered) -> Record:
+    def lower(self, op: Meeting, parts: Values) -> Record:
         """The dispatches of one of the operations of this file."""
         match op:
             case Submit():
-                return self._submit(op, to_parts)
+                return self._submit(op, parts)
             case HotScores():
-                return self._hot_scores(op, to_parts)
+                return self._hot_scores(op, parts)
             case Gather():
-                return self._gather(op, to_parts)
+                return self._gather(op, parts)
 
-    def _submit(self, op: Submit, parts: Lowered) -> Record:
+    def _submit(self, op: Submit, parts: Values) -> Record:
         width, mask, scores = op.x.width, op.mask, op.scores
         push = width, stride_of(op.x), 0, width, width, 0, 1.0, 0.0, 0.0, 0.0
 
@@ -169,15 +167,13 @@ class SharedLayers:
                 n_words = -(-mask.x.width // _WORD)
                 read = parts.read(scores, n)
                 bits = self._bits.bound(4 * n * n_words, written=True)
-                to.add(
-                    "neurons", [1], [read, read, bits], (n_words, stride_of(scores), n_words, *_numbers(mask)),
-                    by_values(n_words, n),
-                )  # fmt: skip
+                of_bits = n_words, stride_of(scores), n_words, *_numbers(mask)
+                to.add("neurons", [1], [read, read, bits], of_bits, by_values(n_words, n))
             to.program.cut()
 
         return record
 
-    def _hot_scores(self, op: HotScores, parts: Lowered) -> Record:
+    def _hot_scores(self, op: HotScores, parts: Values) -> Record:
         neurons = self.neurons[op.layer]
         numbers = parts.weights.made(("hot", op.layer), lambda: neurons)
         push = len(neurons), stride_of(op.scores), stride_of(op.out), *_numbers(op.mask)
@@ -188,7 +184,7 @@ class SharedLayers:
 
         return record
 
-    def _gather(self, op: Gather, parts: Lowered) -> Record:
+    def _gather(self, op: Gather, parts: Values) -> Record:
         width, index = op.x.width, self._worker.index_of(op.layer)
         push = width, stride_of(op.x), width, stride_of(op.out), width, 0, 0.0, 0.0, 0.0, 0.0
 

@@ -49,8 +49,8 @@ class VulkanStage:
     which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
     those that the device has, one at least; worker: the CPU's half of these layers, for steps of max_batch
     tokens, closed with the stage. nbytes: what the stage holds, by kind: weights, kv (with states),
-    workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and UnsupportedModelError for what no
-    kernel computes.
+    workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and UnsupportedModelError
+    for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
