@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -911,6 +911,7 @@ def _with_hot(
         if part is hot.decides:
             yield from ((meeting, None, False) for meeting in meetings_before(op, hot))
         yield part, wanted, isinstance(part, Linear | TransposedLinear)
+    yield Gather(op.down.out, hot.down.out, layer=op.layer, part=op.part), None, False
 
 
 def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
@@ -933,7 +934,7 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
 
 def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
-    else reads the value between them. What the CPU adds to a split FFN comes last."""
+    else reads the value between them."""
     ids = count(len(graph.values))
     ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
     readers = Counter(value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value)
@@ -952,8 +953,4 @@ def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> I
             if behind.a != behind.b and other.width == op.out.width:
                 step = Step(op, behind.out, other, wanted, is_hot)
                 at += 1
-        if is_hot and isinstance(op, TransposedLinear):
-            partial = Value(next(ids), step.out.width, f"{step.out.name}.hot")
-            yield replace(step, out=partial)
-            step = Step(Gather(step.out, partial, layer=op.layer, part=op.part), step.out)
         yield step

@@ -4,7 +4,7 @@
                      that the host sees; a cut follows, and the CPU worker computes the cold neurons
     HotScores        a predictor's scores of the hot neurons, side by side
     gate ... down    as in any FFN, but of the hot neurons alone: matrices have only their rows
-    Gather           that, with bias and residual, plus what the cold neurons add
+    Gather           that, with the bias, plus what the cold neurons add; then the residual
 
 What is between Submit and Gather is submitted at once and runs while the CPU computes
 (csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the
@@ -82,7 +82,8 @@ def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
         own = {name: values[v] for name, v in named.items() if isinstance(v, Value) and v in values}
         return replace(op, **own, **({"first": 0} if isinstance(op, Mask) else {}))
 
-    return replace(ffn, down=held(ffn.down), **{name: held(op) for name, op in inside.items()})
+    down = replace(held(ffn.down), out=replace(ffn.down.out, id=next(ids)))
+    return replace(ffn, down=down, **{name: held(op) for name, op in inside.items()})
 
 
 def meetings_before(ffn: Ffn, hot: Ffn) -> list[Meeting]:
