@@ -13,11 +13,12 @@ from backend_runs import batch, logits_of, tokens
 from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
 from cases import quick_are, quick_if
 from hybrid_runs import TOLERANCE, relative_error
-from sparse_runs import MODELS, N_FF, cpu, hot_neurons, prepared, write
+from sparse_runs import ACTIVATIONS, MODELS, N_FF, cpu, hot_neurons, prepared, write
 from vulkan_runs import stage_of, validated, vulkan
 
 import hotset
 from hotset import _core
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import devices
@@ -25,6 +26,8 @@ from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, 
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement import machine
 from hotset.placement import vulkan as planning
 
@@ -74,6 +77,32 @@ def test_quantised_weights(tmp_path: Path, type_: T, dialect: Any) -> None:
     found = logits_of(backend, ids, STEPS, [2])
     assert relative_error(found, expected) < (TOLERANCE if type_ == T.F16 else QUANTIZED_TOLERANCE)
     np.testing.assert_array_equal(logits_of(backend, ids, [1, 2, 33], [5]), found)
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "relu2"])
+def test_other_activations_with_zeros(tmp_path: Path, activation: str) -> None:
+    keys = {"llama.hidden_activation": activation, **ACTIVATIONS[activation]}
+    gguf, ids = write(tmp_path, "llama", dialect="gguf", keys=keys), tokens(30)
+    expected = logits_of(cpu(gguf, "exact", kv_type="f32"), ids, STEPS[:3], [2])
+    found = logits_of(shared(gguf, "exact", 0.5), ids, STEPS[:3], [2])
+    assert relative_error(found, expected) < TOLERANCE
+
+
+def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
+    """Both sides leave out the same values, and only of tokens that are thresholded."""
+    gguf, ids = write(tmp_path, "llama"), tokens(30)
+    ready, _ = prepared(gguf, "exact")
+    found_of = LayerThresholds(gate=0.3, ffn_in=0.4, down_in=0.2)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
+    hot = {i: hot_neurons(0.5, seed=i) for i in range(2)}
+    split = vulkan(ready.weights, graph, hot=hot, n_threads=2)  # type: ignore[arg-type]
+    alone = CpuBackend(ready.weights, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    step = batch([(ids, 0, [0])])
+    plain = alone.step(step).logits.copy()
+    thresholded = replace(step, thresholded=np.arange(30) % 3 > 0)
+    expected = alone.step(thresholded).logits
+    assert relative_error(plain, expected) > 0.01
+    assert relative_error(split.step(thresholded).logits, expected) < TOLERANCE
 
 
 def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
