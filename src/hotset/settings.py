@@ -263,9 +263,10 @@ class LoadSettings:
             raise InvalidRequestError(
                 "Vulkan devices compute beside the CPU and one another alone; leave out the others"
             )
-        if self.gpu_index is not None or self.ram_budget is not None:
-            option = "GPU index" if self.gpu_index is not None else "budget of this machine's memory"
-            raise InvalidRequestError(f"a Vulkan device has whole layers and takes no {option}; leave it out")
+        if self.ram_budget is not None:
+            raise InvalidRequestError(
+                "a Vulkan device takes no budget of this machine's memory; leave ram_budget out"
+            )
 
     def layers_on_devices(self, n_layer: int) -> int | None:
         """Of n_layer layers how many must be on devices; None: the planner decides."""

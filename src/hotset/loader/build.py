@@ -146,8 +146,8 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
     settings = opened.settings.verifying(config.has_zeros)
     thresholds = _thresholds(settings, gguf, config)
     mode = settings.sparsity
-    is_free = (mode, settings.predictor, thresholds, settings.split == "neurons") == (None, None, None, False)
-    if opened.on_vulkan and is_free:
+    splits = settings.split == "neurons" or settings.gpu_index is not None
+    if opened.on_vulkan and not splits and (mode, settings.predictor, thresholds) == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)

@@ -86,11 +86,39 @@ def planned(  # noqa: PLR0913
     Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
     InvalidRequestError for a profile of another model, UnsupportedModelError for what no device computes.
     """
-    if any(map(is_vulkan, devices)):
-        facts = _facts_on_vulkan(weights, graph, mode, settings, devices, (n_pages, n_states))
-        facts = _with_hotness(facts, gguf, config, weights, profile, settings)
-        return _placed_on_vulkan(facts, settings)
-    check_placeable(config, graph)
+    on_vulkan = any(map(is_vulkan, devices))
+    if on_vulkan:
+        from hotset.placement import vulkan
+
+        facts = vulkan.placement_facts(
+            graph, weights.tensors, settings, list(map(str, devices)), mode=mode, n_pages=n_pages,
+            n_states=n_states,
+        )  # fmt: skip
+    else:
+        check_placeable(config, graph)
+        facts = _facts_on_gpus(config, weights, graph, mode, settings, devices, n_pages)
+        facts = replace(facts, limited=limited)
+    facts = _with_hotness(facts, gguf, config, weights, profile, settings)
+    if settings.gpu_index is not None:
+        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
+        return place(replace(facts, on_gpu=tuple(index.on_gpu)))
+    if settings.vram_budget in (None, -1):
+        limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
+        facts = replace(facts, devices=tuple(limits))
+    placement = _solved(facts, anew=settings.reset_gpu_index)
+    return _if_faster(placement, facts, settings) if on_vulkan and settings.is_auto else placement
+
+
+def _facts_on_gpus(
+    config: ModelConfig,
+    weights: Overlay,
+    graph: Graph,
+    mode: FFNMode,
+    settings: LoadSettings,
+    devices: Sequence[str | Card],
+    n_pages: int,
+) -> PlacementFacts:
+    """What is known of a model and of the GPUs to place it on, but how often its neurons fire."""
     model = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
         max_batch=settings.max_batch,
@@ -102,7 +130,7 @@ def planned(  # noqa: PLR0913
         limit_of(device, one.context, settings.vram_budget)
         for device, one in zip(devices, rates, strict=True)
     ]
-    facts = PlacementFacts(
+    return PlacementFacts(
         model,
         tuple(limits),
         rates,
@@ -112,44 +140,13 @@ def planned(  # noqa: PLR0913
         n_gpu_layers=settings.layers_on_devices(config.n_layer),
         cards=tuple(str(one) for one in devices if isinstance(one, Card)),
         pinnable=free_memory() if any(map(_is_cuda, devices)) else None,
-        limited=limited,
     )
-    facts = _with_hotness(facts, gguf, config, weights, profile, settings)
-    if settings.gpu_index is not None:
-        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
-        return place(replace(facts, on_gpu=tuple(index.on_gpu)))
-    if settings.vram_budget in (None, -1):
-        facts = replace(facts, devices=tuple(replace(one, limit=_coarse(one.limit)) for one in limits))
-    return _solved(facts, anew=settings.reset_gpu_index)
 
 
-def _facts_on_vulkan(
-    weights: Overlay,
-    graph: Graph,
-    mode: FFNMode,
-    settings: LoadSettings,
-    devices: Sequence[str | Card],
-    cache: tuple[int, int],
-) -> PlacementFacts:
-    """cache: pages, and slots for states."""
+def _if_faster(placement: Placement, facts: PlacementFacts, settings: LoadSettings) -> Placement:
+    """Of --device auto a Vulkan device only where it is faster than the CPU alone; else DeviceError."""
     from hotset.placement import vulkan
 
-    names, (n_pages, n_states) = [str(one) for one in devices], cache
-    facts = vulkan.placement_facts(
-        graph, weights.tensors, settings, names, mode=mode, n_pages=n_pages, n_states=n_states
-    )
-    if settings.vram_budget not in (None, -1):
-        return facts
-    return replace(facts, devices=tuple(replace(one, limit=_coarse(one.limit)) for one in facts.devices))
-
-
-def _placed_on_vulkan(facts: PlacementFacts, settings: LoadSettings) -> Placement:
-    """Of --device auto only where it is faster than the CPU alone; else DeviceError says so."""
-    from hotset.placement import vulkan
-
-    placement = _solved(facts, anew=settings.reset_gpu_index)
-    if not settings.is_auto:
-        return placement
     is_faster, said = vulkan.compared(placement, facts)
     if not is_faster and not settings.asks_for_a_device:
         raise DeviceError(f"{said}: it is no faster")

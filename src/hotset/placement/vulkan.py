@@ -293,7 +293,11 @@ def placement_facts(
     limits = [limit_of(name, info, settings.vram_budget) for name, info in zip(names, infos, strict=True)]
     rates = tuple(rates_beside(info, settings.n_threads, settings.progress) for info in infos)
     n_layers = settings.layers_on_devices(len(model.layers))
-    is_apart = settings.split == "neurons" or all(info.kind != "integrated" for info in infos)
+    is_apart = (
+        settings.split == "neurons"
+        or settings.gpu_index is not None
+        or all(info.kind != "integrated" for info in infos)
+    )
     if not graph.is_layered or settings.lora:  # one device has all of it, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:

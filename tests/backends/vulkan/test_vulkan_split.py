@@ -24,6 +24,7 @@ from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import devices
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -239,6 +240,20 @@ def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str
         assert memory.used <= memory.planned.total <= gib * 2**30
         assert stage_of(loaded.backend)._device.allocated == memory.used  # type: ignore[arg-type]
         assert any("share their neurons with the CPU" in note for note in loaded.backend.notes)
+
+
+def test_a_gpu_index_says_which_neurons_are_hot(model: Path, slow_cpu: None, tmp_path: Path) -> None:
+    masks = [hot_neurons(0.3, N_PLANTED, i) for i in range(PLANTED_LAYERS)]
+    masks[1][:], masks[2][:] = False, True
+    write_gpu_index(tmp_path / "index", GPUIndex(1 << 20, masks))
+    with hotset.load(model, backend="cpu", sparsity="predicted", **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    given: dict[str, Any] = {"device": "vulkan", "sparsity": "predicted", "gpu_index": tmp_path / "index"}
+    with hotset.load(model, **given, **SMALL) as loaded:
+        assert loaded.placement is not None
+        for place, mask in zip(loaded.placement.layers, masks, strict=True):
+            assert np.array_equal(np.ones(N_PLANTED, bool) if place.hot is None else place.hot, mask)
+        assert relative_error(loaded.logits("Hello there"), expected) < 0.002
 
 
 def test_what_is_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
