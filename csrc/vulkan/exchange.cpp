@@ -1,5 +1,6 @@
 #include "vulkan/exchange.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 

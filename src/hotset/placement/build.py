@@ -235,14 +235,22 @@ def open_on_vulkan(  # noqa: PLR0913
                 opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
             info, device = opened[piece.device]
             # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
-            masks = _hot_of(placement, piece)
-            if hot := {i: hot if hot.any() else np.arange(len(hot)) == 0 for i, hot in masks.items()}:
+            masks, worker = _hot_of(placement, piece), None
+            hot = {i: hot if hot.any() else np.arange(len(hot)) == 0 for i, hot in masks.items()}
+            if hot:
                 runtime = runtime or new_runtime(n_threads)
                 worker = CpuWorker(weights, graph, hot, sparse=sparse, max_batch=max_batch, runtime=runtime)
-                span |= {"hot": hot, "worker": worker}
-            stages.append(
-                VulkanStage(weights, graph, info, opened=device, n_states=n_states, **span, **given)
-            )
+            try:
+                stages.append(
+                    VulkanStage(
+                        weights, graph, info, opened=device, n_states=n_states, hot=hot, worker=worker,
+                        **span, **given,
+                    )
+                )  # fmt: skip
+            except BaseException:
+                if worker is not None:
+                    worker.close()
+                raise
         kind = WholeVulkan if runtime is None and len(stages) == 1 else ChainBackend
         chain = kind(
             "vulkan", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,

@@ -68,9 +68,7 @@ Meeting = Submit | HotScores | Gather
 def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
     """The same FFN of n_hot neurons, whose values are that wide. ids: of new values."""
     names = "gate", "up", "gate_act", "gate_threshold", "up_act", "product", "down_threshold"
-    inside: dict[str, Operation] = {
-        name: op for name in names if (op := getattr(ffn, name)) is not None
-    }  # fmt: skip
+    inside: dict[str, Operation] = {name: op for name in names if (op := getattr(ffn, name)) is not None}
     if ffn.mask is not None:
         inside["select"] = ffn.mask
     replaced = [op.out for op in inside.values()]  # type: ignore[attr-defined]
