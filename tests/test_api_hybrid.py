@@ -296,7 +296,7 @@ def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
 def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Path) -> None:
     gib = budget(model, 0.5)
     settings: dict[str, Any]
-    for settings in ({"split_neurons": False}, {"sparsity": "dense"}):
+    for settings in ({"split": "layers"}, {"sparsity": "dense"}):
         found = hotset.plan(model, device="cpu", vram_budget=gib, **settings, **SMALL)
         assert found is not None
         assert not any(place.is_split for place in found.layers)

@@ -54,7 +54,7 @@ def test_what_is_given_becomes_plain() -> None:
         ({"max_batch": None}, "max_batch must be a whole number, not None"),
         ({"max_sequences": 4097}, "max_sequences must be between 1 and 4096, not 4097"),
         ({"n_gpu_layers": 1.0}, "n_gpu_layers must be a whole number"),
-        ({"split_neurons": 1}, "split_neurons must be True or False, not 1"),
+        ({"split": 1}, "split must be one of auto, layers, neurons, not 1"),
         ({"reset_gpu_index": "no"}, "reset_gpu_index must be True or False"),
         ({"kv_type": ["f16"]}, r"kv_type must be f16, q8_0, q4_0, or two .*, not \['f16'\]"),
         ({"backend": None}, "backend must be one of auto, cpu, reference, not None"),
@@ -70,7 +70,7 @@ def test_what_is_given_becomes_plain() -> None:
         ({"device": 0}, "device must be a text, not 0"),
         ({"device": ["cuda:0", 1]}, "device must be a text, not 1"),
         ({"vram_budget": 0}, "a memory budget is a number of GiB above 0, or -1"),
-        ({"gpu_index": "i", "split_neurons": False}, "leave out the number of layers"),
+        ({"gpu_index": "i", "split": "layers"}, "leave out the number of layers"),
         ({"backend": "cpu", "device": "cuda:0"}, "the backend cpu computes on the CPU alone"),
     ],
     ids=str,
@@ -111,7 +111,8 @@ def test_the_options_of_the_command_line_are_load_settings() -> None:
     )
     assert options.ModelOptions(no_gpu=True).settings().backend == "cpu"
     assert options.ModelOptions(no_gpu=True, backend="reference").settings().backend == "reference"
-    assert options.PlanOptions(disable_gpu_index=True).settings() == LoadSettings(split_neurons=False)
+    assert options.PlanOptions(disable_gpu_index=True).settings() == LoadSettings(split="layers")
+    assert options.PlanOptions(split="neurons").settings() == LoadSettings(split="neurons")
     watched = LoadSettings(backend="cpu", sparsity="exact", max_batch=options.OBSERVED)
     assert options.ObservationOptions().settings() == watched
 

@@ -125,6 +125,12 @@ class CpuWorker {
     // Of buffers and exchange, without what the runtime has.
     size_t bytes() const { return plan_->bytes(); }
 
+    // For who runs the device's side in native code; valid as long as this is.
+    CpuWorkerPlan& started_plan() {
+        check_started();
+        return *plan_;
+    }
+
     // [n_layers, 6]: requests, and FfnCounts. Seconds: [n_layers].
     nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> counts() const;
     nb::ndarray<nb::numpy, double, nb::ndim<1>> seconds() const;
@@ -192,6 +198,8 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> CpuWorker::seconds() const {
 }  // namespace
 
 void bind_cpu_worker(nb::module_& m) {
+    [[maybe_unused]] const nb::class_<CpuWorkerPlan> plan(m, "CpuWorkerPlan",
+                                                          "What a CpuWorker runs (csrc/cpu_worker.h).");
     nb::class_<CpuWorker>(m, "CpuWorker", "The CPU worker of a hybrid engine (csrc/cpu_worker.h).")
         .def(nb::init<nb::object, int64_t, int, double>(), "plan"_a, "width"_a, "max_tokens"_a, "timeout"_a)
         .def("layer", &CpuWorker::layer, "number"_a, "first_op"_a, "end_op"_a, "gates"_a, "of_firing"_a,
@@ -212,6 +220,7 @@ void bind_cpu_worker(nb::module_& m) {
         .def_static("host_functions", &CpuWorker::host_functions)
         .def("host_argument", &CpuWorker::host_argument, "layer"_a)
         .def_prop_ro("nbytes", &CpuWorker::bytes)
+        .def_prop_ro("plan", &CpuWorker::started_plan, nb::rv_policy::reference_internal)
         .def("counts", &CpuWorker::counts)
         .def("seconds", &CpuWorker::seconds);
 }

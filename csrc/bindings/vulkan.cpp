@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "bindings/bindings.h"
+#include "vulkan/exchange.h"
 #include "vulkan/program.h"
 
 namespace hotset::bindings {
@@ -10,6 +11,7 @@ namespace {
 using vulkan::Binding;
 using vulkan::Buffer;
 using vulkan::Device;
+using vulkan::Exchange;
 using vulkan::Kernel;
 using vulkan::Place;
 using vulkan::Program;
@@ -154,16 +156,20 @@ struct Cancel {
     std::atomic<bool> asked{false};
 };
 
-void run(const std::vector<Program*>& programs, Cancel& cancel) {
+// exchange: of layers whose neurons a CPU worker shares, in a step of n_tokens.
+void run(const std::vector<Program*>& programs, Cancel& cancel, const Exchange* exchange, int n_tokens) {
     std::exception_ptr raised;  // by a signal handler, while the step ran
     bool done;
     {
         nb::gil_scoped_release release;
-        done = vulkan::run(programs, [&] {
+        const auto is_cancelled = [&] {
             nb::gil_scoped_acquire acquire;
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
             return raised || cancel.asked;
-        });
+        };
+        std::function<bool(int)> on_host;
+        if (exchange) on_host = [&](int layer) { return exchange->serve(layer, n_tokens, is_cancelled); };
+        done = vulkan::run(programs, is_cancelled, on_host);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -212,7 +218,12 @@ void bind_vulkan(nb::module_& m) {
         .def("dispatch_indirect", &dispatch_indirect, "kernel"_a, "bindings"_a, "push"_a, "counts"_a,
              "offset"_a)
         .def("cut", &Program::cut)
+        .def("cut_for_host", &Program::cut_for_host, "layer"_a)
         .def("finish", &Program::finish);
+    nb::class_<Exchange>(m, "VulkanExchange",
+                         "What passes between a device and a CPU worker (csrc/vulkan/exchange.h).")
+        .def(nb::init<CpuWorkerPlan&, std::shared_ptr<Buffer>, std::shared_ptr<Buffer>, uint64_t>(),
+             "worker"_a, "from_device"_a, "to_device"_a, "asked_offset"_a, nb::keep_alive<1, 2>());
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
           "Makes the n-th call from now on of a function of Vulkan end with a VkResult; 0: none (of tests).");
     m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,
@@ -220,8 +231,9 @@ void bind_vulkan(nb::module_& m) {
     m.def(
         "vulkan_late_messages", [] { return vulkan::Instance::open(true)->late_messages(); },
         "What the validation layer reported of devices that were closed: objects left open, above all.");
-    m.def("vulkan_run", &run, "programs"_a, "cancel"_a,
-          "Runs programs one after the other and waits; StepCancelledError where it was cancelled.");
+    m.def("vulkan_run", &run, "programs"_a, "cancel"_a, "exchange"_a = nb::none(), "n_tokens"_a = 0,
+          "Runs programs one after the other and waits; StepCancelledError where it was cancelled, or where "
+          "the exchange's worker gave the step up.");
 }
 
 }  // namespace hotset::bindings

@@ -18,7 +18,7 @@ void require(bool holds, const char* sentence) {
 
 Program::Program(std::shared_ptr<Device> device) : device_(std::move(device)) {
     try {
-        begin();
+        begin(-1);
     } catch (...) {
         free();
         throw;
@@ -27,13 +27,12 @@ Program::Program(std::shared_ptr<Device> device) : device_(std::move(device)) {
 
 void Program::free() {
     const DeviceFunctions& fn = device_->functions();
-    if (!segments_.empty())
-        fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), uint32_t(segments_.size()),
-                                segments_.data());
+    for (const Segment& segment : segments_)
+        fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), 1, &segment.commands);
     for (const VkDescriptorPool pool : pools_) fn.vkDestroyDescriptorPool(device_->handle(), pool, nullptr);
 }
 
-void Program::begin() {
+void Program::begin(int host_layer) {
     const DeviceFunctions& fn = device_->functions();
     auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
     info.commandPool = device_->pool();
@@ -41,7 +40,7 @@ void Program::begin() {
     info.commandBufferCount = 1;
     VkCommandBuffer commands;
     check(fn.vkAllocateCommandBuffers(device_->handle(), &info, &commands), "recording a step");
-    segments_.push_back(commands);
+    segments_.push_back({commands, host_layer});
     const auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
     check(fn.vkBeginCommandBuffer(commands, &begin), "recording a step");
     barrier();  // after what was submitted before
@@ -149,13 +148,16 @@ void Program::dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std
 }
 
 void Program::cut() {
-    require(!finished_, "a program that was finished takes no more dispatches");
-    check(device_->functions().vkEndCommandBuffer(commands()), "recording a step");
-    begin();
+    cut_for_host(-1);
 }
 
-void Program::finish() {
-    require(!finished_, "a program is finished once");
+void Program::cut_for_host(int layer) {
+    require(!finished_, "a program that was finished takes no more dispatches");
+    end();
+    begin(layer);
+}
+
+void Program::end() {
     auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
     barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT;
@@ -163,18 +165,26 @@ void Program::finish() {
                                               VK_PIPELINE_STAGE_HOST_BIT, 0, 1, &barrier, 0, nullptr, 0,
                                               nullptr);
     check(device_->functions().vkEndCommandBuffer(commands()), "recording a step");
+}
+
+void Program::finish() {
+    require(!finished_, "a program is finished once");
+    end();
     finished_ = true;
     device_->instance().check_messages();
 }
 
-bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled) {
+bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
+         const std::function<bool(int)>& on_host) {
     require(!programs.empty(), "a run has a program");
     Device& device = *programs.front()->device_;
     const DeviceFunctions& fn = device.functions();
     const char* what = "computing a step";
-    std::vector<VkCommandBuffer> segments;
+    std::vector<Program::Segment> segments;
     for (const Program* program : programs) {
         require(program->finished_ && program->device_.get() == &device, "a run has finished programs");
+        for (const Program::Segment& segment : program->segments_)
+            require(segment.host_layer < 0 || on_host, "a program that waits for the host is run with it");
         segments.insert(segments.end(), program->segments_.begin(), program->segments_.end());
     }
     std::deque<VkFence> in_flight;
@@ -190,16 +200,22 @@ bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_
         fn.vkDestroyFence(device.handle(), in_flight.front(), nullptr);
         in_flight.pop_front();
     };
-    for (const VkCommandBuffer segment : segments) {
-        if (in_flight.size() >= kInFlight) wait_for_first();
+    for (const Program::Segment& segment : segments) {
+        // The host reads what the submission before the last wrote, while the last one runs.
+        while (in_flight.size() >= kInFlight || (segment.host_layer >= 0 && in_flight.size() > 1))
+            wait_for_first();
         if (cancelled || result != VK_SUCCESS) break;
+        if (segment.host_layer >= 0 && !on_host(segment.host_layer)) {
+            cancelled = true;
+            break;
+        }
         const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
         VkFence fence = VK_NULL_HANDLE;
         result = fn.vkCreateFence(device.handle(), &fresh, nullptr, &fence);
         if (result != VK_SUCCESS) break;
         auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
         submit.commandBufferCount = 1;
-        submit.pCommandBuffers = &segment;
+        submit.pCommandBuffers = &segment.commands;
         result = fn.vkQueueSubmit(device.queue(), 1, &submit, fence);
         if (result != VK_SUCCESS) {
             fn.vkDestroyFence(device.handle(), fence, nullptr);

@@ -32,13 +32,22 @@ class Program {
     void dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                            std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
                            uint64_t offset);
-    // What follows is submitted apart: a run can be cancelled here, and no submission takes long.
+    // What follows is submitted apart: a run can be cancelled here, and no submission takes long. The host
+    // sees what was written before.
     void cut();
+    // The same; what follows also reads what the host computes of layer `layer` (run, below), from what was
+    // written before the last cut. What is between that cut and this one runs at the same time.
+    void cut_for_host(int layer);
     // Ends the recording.
     void finish();
 
   private:
-    friend bool run(const std::vector<Program*>&, const std::function<bool()>&);
+    friend bool run(const std::vector<Program*>&, const std::function<bool()>&,
+                    const std::function<bool(int)>&);
+    struct Segment {  // one submission
+        VkCommandBuffer commands;
+        int host_layer;  // what the host computes before it; -1: nothing
+    };
     struct Range {
         VkBuffer buffer;
         uint64_t begin, end;
@@ -48,12 +57,13 @@ class Program {
     void prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                  std::span<const uint8_t> push);
     void barrier();
-    void begin();
+    void begin(int host_layer);
+    void end();
     void free();
-    VkCommandBuffer commands() const { return segments_.back(); }
+    VkCommandBuffer commands() const { return segments_.back().commands; }
 
     std::shared_ptr<Device> device_;
-    std::vector<VkCommandBuffer> segments_;
+    std::vector<Segment> segments_;
     std::vector<VkDescriptorPool> pools_;
     uint32_t sets_left_ = 0, buffers_left_ = 0;
     std::vector<Range> since_barrier_;
@@ -63,7 +73,9 @@ class Program {
 };
 
 // Runs programs of one device one after the other, and waits. is_cancelled: asked between; true ends the run
-// after what was submitted. Returns whether all ran. Throws Error where the device fails.
-bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled);
+// after what was submitted. on_host: computes what cut_for_host asks for, while the device goes on; false
+// ends the run; null where no program asks. Returns whether all ran. Throws Error where the device fails.
+bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
+         const std::function<bool(int)>& on_host);
 
 }  // namespace hotset::vulkan

@@ -23,6 +23,7 @@ from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
+Split = Literal["auto", "layers", "neurons"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]  # of an adapter, with its scale
 _MAX_SEQUENCES = 4096  # each has a row of the page table
@@ -51,7 +52,8 @@ class LoadSettings:
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
     (placement/solver.py).
     gpu_index: a file in PowerInfer's format that says which neurons are.
-    split_neurons: False keeps the neurons of a layer together.
+    split: "layers" keeps the neurons of a layer together; "neurons" puts all layers on devices, and of those
+    that have no room as a whole the neurons that fire most; "auto": what is predicted to be faster.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
     ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:
@@ -97,7 +99,7 @@ class LoadSettings:
     vram_budget: float | None = None
     n_gpu_layers: int | None = None
     gpu_index: str | os.PathLike[str] | None = None
-    split_neurons: bool = True
+    split: Split = "auto"
     reset_gpu_index: bool = False
     ram_budget: float | None = None
     activation: str | None = None
@@ -124,7 +126,7 @@ class LoadSettings:
         self._check("max_sequences", whole_number, 1, _MAX_SEQUENCES)
         self._check("n_gpu_layers", whole_number, 0)
         self._check("draft_max", whole_number, 1, MOST_DRAFTED)
-        for name in ("split_neurons", "reset_gpu_index", "sparse_prompts"):
+        for name in ("reset_gpu_index", "sparse_prompts"):
             self._check(name, flag)
         for name in ("activation", "sparsity", "predictor"):
             self._check(name, text)
@@ -139,6 +141,9 @@ class LoadSettings:
             raise InvalidRequestError(
                 f"kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not {shown(self.kv_type)}"
             )
+        if self.split not in get_args(Split):
+            known = ", ".join(get_args(Split))
+            raise InvalidRequestError(f"split must be one of {known}, not {shown(self.split)}")
         if self.backend not in get_args(BackendName):
             known = ", ".join(get_args(BackendName))
             raise InvalidRequestError(f"backend must be one of {known}, not {shown(self.backend)}")
@@ -149,10 +154,10 @@ class LoadSettings:
             raise InvalidRequestError(
                 "sparse prompts serve the sparsity mode threshold; ask for it, or leave them out"
             )
-        if self.gpu_index is not None and (self.n_gpu_layers is not None or not self.split_neurons):
+        if self.gpu_index is not None and (self.n_gpu_layers is not None or self.split != "auto"):
             raise InvalidRequestError(
-                "a GPU index says which neurons are on the device; leave out the number of layers and "
-                "--disable-gpu-index"
+                "a GPU index says which neurons are on the device; leave out the number of layers, --split "
+                "and --disable-gpu-index"
             )
         if self.backend != "auto" and self.asks_for_a_device:
             raise InvalidRequestError(
@@ -258,9 +263,14 @@ class LoadSettings:
             raise InvalidRequestError(
                 "Vulkan devices compute beside the CPU and one another alone; leave out the others"
             )
-        if self.gpu_index is not None or self.ram_budget is not None:
-            option = "GPU index" if self.gpu_index is not None else "budget of this machine's memory"
-            raise InvalidRequestError(f"a Vulkan device has whole layers and takes no {option}; leave it out")
+        if self.ram_budget is not None:
+            raise InvalidRequestError(
+                "a Vulkan device takes no budget of this machine's memory; leave ram_budget out"
+            )
+
+    def layers_on_devices(self, n_layer: int) -> int | None:
+        """Of n_layer layers how many must be on devices; None: the planner decides."""
+        return n_layer if self.split == "neurons" and self.n_gpu_layers is None else self.n_gpu_layers
 
     @property
     def cache_disk_bytes(self) -> int:
@@ -289,7 +299,7 @@ class LoadSettings:
     @property
     def asks_for_a_device(self) -> bool:
         """Whether something was asked for that only a device can give."""
-        budget = self.vram_budget is not None or self.gpu_index is not None
+        budget = self.vram_budget is not None or self.gpu_index is not None or self.split == "neurons"
         return budget or bool(self.n_gpu_layers) or not (self.device is None or self.is_auto)
 
 

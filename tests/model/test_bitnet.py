@@ -14,7 +14,7 @@ from backend_runs import batch, logits_of, tokens
 from gpu_runs import assert_close, gpu
 from sparse_runs import ONE_BY_ONE, assert_every_value_is_right, cpu, prepared
 
-from hotset.backends.gpu.cpu_offload import split_ffns
+from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
 from hotset.convert.reorder import reorder

@@ -21,7 +21,7 @@ from torch_graphs import same_as_reference
 
 import hotset
 from hotset import _core
-from hotset.backends.gpu.cpu_offload import split_ffns
+from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf

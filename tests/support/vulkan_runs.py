@@ -85,10 +85,11 @@ def vulkan(
     n_layers: int | None = None,
     budget: int | None = None,
     n_devices: int = 1,
+    hot: Mapping[int, np.ndarray] | None = None,
     **options: Any,
 ) -> ChainBackend:
     """A model, or its last layers, on a device, or in turn on several, which are one driver's. budget: bytes
-    of each."""
+    of each. hot: of layers whose neurons are split those of the device."""
     graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
     name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
     first = 0 if n_layers is None else n - n_layers
@@ -96,7 +97,7 @@ def vulkan(
     planned = tuple(MemoryBudget(name, budget) for _ in range(n_devices)) if budget is not None else ()
     placement = Placement(
         (name,) * n_devices,
-        tuple(map(LayerPlacement, owners)),
+        tuple(LayerPlacement(owner, (hot or {}).get(i)) for i, owner in enumerate(owners)),
         n_devices - 1,
         Budget(planned) if planned else None,
     )

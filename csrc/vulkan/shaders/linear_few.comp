@@ -28,7 +28,7 @@ void main() {
             const uint end = min((chunk + 1u) * CHUNK, n_blocks);
             for (uint block = chunk * CHUNK; block < end; block++) {
                 float w[32];
-                decode(tile, block, row, n_blocks, w);
+                decode(tile, block, row, n_blocks, tile, w);
                 for (uint t = 0; t < TOKENS; t++) {
                     const uint start = min(place.start + t * in_stride, (n_tokens - 1u) * in_stride);
                     sums[t] = sums[t] + block_sum(w, EXPERTS == 0u ? start : place.start, block * 32u);

@@ -16,7 +16,7 @@ void main() {
     for (uint block = 0; block < n_blocks; block++) {
         if (lane < 32u) {
             float w[32];
-            decode(tile, block, lane, n_blocks, w);
+            decode(tile, block, lane, n_blocks, tile, w);
             [[unroll]] for (uint k = 0; k < 32u; k++) weights[k][lane] = w[k];
         } else {
             const uint own = lane - 32u, start = min(first + own, n_tokens - 1u) * in_stride;

@@ -7,6 +7,7 @@
 
 layout(local_size_x = 64) in;
 layout(constant_id = 1) const uint EXPERTS = 0;
+layout(constant_id = 2) const uint CHOSEN = 0;  // 1: some rows of planes, and `routes` has the tile of each one's scales
 layout(set = 0, binding = 2) readonly buffer Inputs { float inputs[]; };
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 4) readonly buffer Biases { float biases[]; };
@@ -32,7 +33,7 @@ void main() {
         if (x == 0.0) continue;
         float w[32];
         const uint r = matrix * matrix_rows + row;
-        decode(r / 32u, block, r & 31u, n_blocks, w);
+        decode(r / 32u, block, r & 31u, n_blocks, CHOSEN != 0u ? uint(routes[row]) : r / 32u, w);
         [[unroll]] for (uint k = 0; k < 32u; k++) sums[k] = fma(x, w[k], sums[k]);
     }
     [[unroll]] for (uint k = 0; k < 32u; k++) parts[lane * 33u + k] = sums[k];

@@ -107,8 +107,8 @@ Block unpacked(Raw raw, uint block, uint row) {
     return b;
 }
 
-// The 32 weights of a block, in order.
-void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
+// The 32 weights of a block, in order. scales_tile: the tile whose scales a row of planes has.
+void decode(uint tile, uint block, uint row, uint n_blocks, uint scales_tile, out float w[32]) {
     const uint at = tile * n_blocks + block;
     if (IS_FLOAT) {
         [[unroll]] for (uint v = 0; v < VECTORS; v++) {
@@ -132,7 +132,7 @@ void decode(uint tile, uint block, uint row, uint n_blocks, out float w[32]) {
     [[unroll]] for (uint k = 0; k < 32u; k++) {
         const float code = float((int(b.q[k / 4u] << (24u - 8u * (k & 3u))) >> 24) - ZERO);
         float scale = scales[k / 16u];
-        if (IN_PLANES) scale = half_value((more[at * 16u + k / 2u] >> (16u * (k & 1u))) & 0xffffu);
+        if (IN_PLANES) scale = half_value((more[(scales_tile * n_blocks + block) * 16u + k / 2u] >> (16u * (k & 1u))) & 0xffffu);
         precise float value = scale * code;
         if (HAS_MINIMUM) value = value + b.minimum;
         w[k] = value;

@@ -2,7 +2,7 @@
 
     CPU         layers that are on no device: the native engine over their part of the graph
     device 0    a stage (backends/gpu/stage.py): attention, norms, predictor, hot neurons of its layers
-      + CPU     the cold neurons of these layers, at the same time (backends/gpu/cpu_offload.py)
+      + CPU     the cold neurons of these layers, at the same time (backends/cpu/worker.py)
     device 1 …  the next layers; the last stage has the output
 
 Between them goes the residual stream alone, and stages stand in any order, the CPU's too. A dense model, or

@@ -190,9 +190,15 @@ GpuIndexFile = Annotated[
 ResetGpuIndex = Annotated[
     bool, _option("--reset-gpu-index", "Plan the placement anew, even if there is one.", _GPU)
 ]
-DisableGpuIndex = Annotated[
-    bool, _option("--disable-gpu-index", "Do not split the neurons of a layer.", _GPU)
+SplitOption = Annotated[
+    str,
+    _option(
+        "--split",
+        "What devices and CPU share: layers, neurons (of each layer without room for all of them), or auto.",
+        _GPU,
+    ),
 ]
+DisableGpuIndex = Annotated[bool, _option("--disable-gpu-index", "The same as --split layers.", _GPU)]
 RamBudget = Annotated[
     float | None,
     _option("--ram-budget", "GiB of memory in all; weights beyond it are read from disk as needed.", _ENGINE),
@@ -403,6 +409,7 @@ class PlacementOptions(LoadOptions):
     n_gpu_layers: GpuLayers = None
     gpu_index: GpuIndexFile = None
     reset_gpu_index: ResetGpuIndex = False
+    split: SplitOption = "auto"
     disable_gpu_index: DisableGpuIndex = False
 
     def fields(self) -> dict[str, Any]:
@@ -421,7 +428,7 @@ class PlacementOptions(LoadOptions):
             "vram_budget": self.vram_budget,
             "n_gpu_layers": layers,
             "gpu_index": self.gpu_index,
-            "split_neurons": not self.disable_gpu_index,
+            "split": "layers" if self.disable_gpu_index else self.split,
             "reset_gpu_index": self.reset_gpu_index,
         }
 

@@ -146,7 +146,8 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
     settings = opened.settings.verifying(config.has_zeros)
     thresholds = _thresholds(settings, gguf, config)
     mode = settings.sparsity
-    if opened.on_vulkan and (mode, settings.predictor, thresholds) == (None, None, None):
+    splits = settings.split == "neurons" or settings.gpu_index is not None
+    if opened.on_vulkan and not splits and (mode, settings.predictor, thresholds) == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)

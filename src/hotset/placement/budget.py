@@ -263,17 +263,23 @@ def _layer_facts(
         return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0)
     fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)
     fixed += 0 if ffn.norm is None else op_bytes(ffn.norm, tensors)
+    shared = -(-ffn.n_ff // 32) * WORD_BYTES + (tensors[down.scales].nbytes if down.scales else 0)
+    fixed += _vector(down.bias, down.out.width)
+    always, fired = neuron_reads(ffn, tensors, mode)
+    neuron = always + fired + INDEX_BYTES
+    return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv, kv_read, always, fired)
+
+
+def neuron_reads(ffn: Ffn, tensors: Mapping[str, TensorInfo], mode: FFNMode) -> tuple[int, int]:
+    """Bytes of a neuron of an FFN that can be split: what a token reads always, and more where it fires."""
+    assert isinstance(ffn.down, TransposedLinear)
     first_row = _row(ffn.decides, tensors)
     second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
-    down_row = tensors[down.weight].row_bytes
-    shared = -(-ffn.n_ff // 32) * WORD_BYTES + (tensors[down.scales].nbytes if down.scales else 0)
-    rows = first_row + second_row + down_row
-    neuron = rows + INDEX_BYTES
-    fixed += _vector(down.bias, down.out.width)
+    rows = first_row + second_row + tensors[ffn.down.weight].row_bytes
     if mode == "predicted" and ffn.mask is None:
         mode = "dense"  # a layer whose neurons are all computed always has no mask
     always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
-    return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv, kv_read, always, rows - always)
+    return always, rows - always
 
 
 def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:

@@ -11,8 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.cpu.worker import TIMEOUT, CpuWorker
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.devices import find_device, limit_memory
 from hotset.backends.pipeline import ChainBackend
@@ -34,8 +37,6 @@ from hotset.placement.budget import FLOAT_BYTES, MemoryBudget
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hotset import _core
     from hotset.backends.gpu.cpu_offload import CpuOffload, Kind
     from hotset.model.cost import KVType
@@ -207,9 +208,9 @@ def open_on_vulkan(  # noqa: PLR0913
 ) -> ChainBackend:
     """The CPU and the Vulkan devices of a placement in a chain.
 
-    n_states: slots for recurrent states, where there are any. sparse: of the CPU's layers. staged: as of
-    VulkanStage. Each device is opened once, and its stages together stay within its limit. Raises what
-    VulkanStage and CpuBackend raise; then nothing stays open.
+    n_states: slots for recurrent states, where there are any. sparse: of the CPU's layers and neurons.
+    staged: as of VulkanStage. Each device is opened once, and its stages together stay within its limit.
+    Raises what VulkanStage and CpuBackend raise; then nothing stays open.
     """
     pieces = _pieces(graph, placement)
     given: dict[str, Any] = {"n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type}
@@ -233,9 +234,23 @@ def open_on_vulkan(  # noqa: PLR0913
                 limit = budgets[piece.device].limit if budgets else None
                 opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
             info, device = opened[piece.device]
-            stages.append(
-                VulkanStage(weights, graph, info, opened=device, n_states=n_states, **span, **given)
-            )
+            # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
+            masks, worker = _hot_of(placement, piece), None
+            hot = {i: hot if hot.any() else np.arange(len(hot)) == 0 for i, hot in masks.items()}
+            if hot:
+                runtime = runtime or new_runtime(n_threads)
+                worker = CpuWorker(weights, graph, hot, sparse=sparse, max_batch=max_batch, runtime=runtime)
+            try:
+                stages.append(
+                    VulkanStage(
+                        weights, graph, info, opened=device, n_states=n_states, hot=hot, worker=worker,
+                        **span, **given,
+                    )
+                )  # fmt: skip
+            except BaseException:
+                if worker is not None:
+                    worker.close()
+                raise
         kind = WholeVulkan if runtime is None and len(stages) == 1 else ChainBackend
         chain = kind(
             "vulkan", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
@@ -350,9 +365,13 @@ def _device_stage(
 
 def _shared(placement: Placement, piece: _Piece, graph: Graph) -> tuple[dict[int, np.ndarray], list[int]]:
     """Of a device's piece the hot neurons of the layers that are split, and the layers with experts."""
+    return _hot_of(placement, piece), [i for i in piece.layers if i in mixed_layers(graph)]
+
+
+def _hot_of(placement: Placement, piece: _Piece) -> dict[int, np.ndarray]:
+    """The hot neurons of the layers of a device's piece that are split."""
     split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
-    hot = {i: layer.hot for i, layer in split.items() if layer.hot is not None}
-    return hot, [i for i in piece.layers if i in mixed_layers(graph)]
+    return {i: layer.hot for i, layer in split.items() if layer.hot is not None}
 
 
 def _cpu_offload(
@@ -365,7 +384,7 @@ def _cpu_offload(
     cpu_worker_options: dict[str, Any],
 ) -> CpuOffload:
     """What the CPU does of a device's layers."""
-    from hotset.backends.gpu.cpu_offload import TIMEOUT, CpuOffload
+    from hotset.backends.gpu.cpu_offload import CpuOffload
 
     hot, experts = _shared(placement, piece, graph)
     stream_from, most = options["stream_from"], options["max_batch"]

@@ -25,7 +25,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.gpu.devices import find_device, free_bytes
 from hotset.backends.vulkan.devices import is_vulkan
-from hotset.errors import DeviceError, HotsetError, OutOfMemoryError
+from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
 from hotset.formats.powerinfer import activation_files, read_gpu_index
 from hotset.memory import free_memory
@@ -86,9 +86,39 @@ def planned(  # noqa: PLR0913
     Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
     InvalidRequestError for a profile of another model, UnsupportedModelError for what no device computes.
     """
-    if any(map(is_vulkan, devices)):
-        return _planned_on_vulkan(weights, graph, settings, [str(one) for one in devices], n_pages, n_states)
-    check_placeable(config, graph)
+    on_vulkan = any(map(is_vulkan, devices))
+    if on_vulkan:
+        from hotset.placement import vulkan
+
+        facts = vulkan.placement_facts(
+            graph, weights.tensors, settings, list(map(str, devices)), mode=mode, n_pages=n_pages,
+            n_states=n_states,
+        )  # fmt: skip
+    else:
+        check_placeable(config, graph)
+        facts = _facts_on_gpus(config, weights, graph, mode, settings, devices, n_pages)
+        facts = replace(facts, limited=limited)
+    facts = _with_hotness(facts, gguf, config, weights, profile, settings)
+    if settings.gpu_index is not None:
+        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
+        return place(replace(facts, on_gpu=tuple(index.on_gpu)))
+    if settings.vram_budget in (None, -1):
+        limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
+        facts = replace(facts, devices=tuple(limits))
+    placement = _solved(facts, anew=settings.reset_gpu_index)
+    return _if_faster(placement, facts, settings) if on_vulkan and settings.is_auto else placement
+
+
+def _facts_on_gpus(
+    config: ModelConfig,
+    weights: Overlay,
+    graph: Graph,
+    mode: FFNMode,
+    settings: LoadSettings,
+    devices: Sequence[str | Card],
+    n_pages: int,
+) -> PlacementFacts:
+    """What is known of a model and of the GPUs to place it on, but how often its neurons fire."""
     model = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
         max_batch=settings.max_batch,
@@ -100,50 +130,23 @@ def planned(  # noqa: PLR0913
         limit_of(device, one.context, settings.vram_budget)
         for device, one in zip(devices, rates, strict=True)
     ]
-    facts = PlacementFacts(
+    return PlacementFacts(
         model,
         tuple(limits),
         rates,
         tuple(np.zeros(n_ff) for n_ff in config.n_ff),
         # Where every neuron is computed none is cold.
-        split_neurons=settings.split_neurons and mode != "dense",
-        n_gpu_layers=settings.n_gpu_layers,
+        split_neurons=settings.split != "layers" and mode != "dense",
+        n_gpu_layers=settings.layers_on_devices(config.n_layer),
         cards=tuple(str(one) for one in devices if isinstance(one, Card)),
         pinnable=free_memory() if any(map(_is_cuda, devices)) else None,
-        limited=limited,
     )
-    if facts.split_neurons and any(layer.n_split for layer in model.layers):
-        counted, hotness = _profile_of(gguf, config, weights, profile, settings)
-        frequencies = tuple(counted.frequencies(i) for i in range(config.n_layer))
-        facts = replace(facts, frequencies=frequencies, hotness=hotness)
-    if settings.gpu_index is not None:
-        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
-        return place(replace(facts, on_gpu=tuple(index.on_gpu)))
-    if settings.vram_budget in (None, -1):
-        facts = replace(facts, devices=tuple(replace(one, limit=_coarse(one.limit)) for one in limits))
-    return _solved(facts, anew=settings.reset_gpu_index)
 
 
-def _planned_on_vulkan(
-    weights: Overlay,
-    graph: Graph,
-    settings: LoadSettings,
-    devices: Sequence[str],
-    n_pages: int,
-    n_states: int,
-) -> Placement:
-    """Of --device auto only where it is faster than the CPU alone; else DeviceError says so."""
+def _if_faster(placement: Placement, facts: PlacementFacts, settings: LoadSettings) -> Placement:
+    """Of --device auto a Vulkan device only where it is faster than the CPU alone; else DeviceError."""
     from hotset.placement import vulkan
 
-    facts = vulkan.placement_facts(
-        graph, weights.tensors, settings, devices, n_pages=n_pages, n_states=n_states
-    )
-    if settings.vram_budget in (None, -1):
-        limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
-        facts = replace(facts, devices=tuple(limits))
-    placement = _solved(facts, anew=settings.reset_gpu_index)
-    if not settings.is_auto:
-        return placement
     is_faster, said = vulkan.compared(placement, facts)
     if not is_faster and not settings.asks_for_a_device:
         raise DeviceError(f"{said}: it is no faster")
@@ -204,6 +207,28 @@ def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
 
 
 # -- frequencies ---------------------------------------------------------------------------------
+
+
+def _with_hotness(
+    facts: PlacementFacts,
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    profile: Profile | None,
+    settings: LoadSettings,
+) -> PlacementFacts:
+    """With how often neurons fire, where they can be split. Raises UnsupportedModelError where that is asked
+    for and there are none."""
+    if not facts.split_neurons or not any(layer.n_split for layer in facts.model.layers):
+        if settings.split == "neurons":
+            raise UnsupportedModelError(
+                "no layer has neurons that a device could share with the CPU: they leave none at zero, or no "
+                "down projection has a row per neuron; leave --split out, or take --sparsity exact"
+            )
+        return facts
+    counted, hotness = _profile_of(gguf, config, weights, profile, settings)
+    frequencies = tuple(counted.frequencies(i) for i in range(config.n_layer))
+    return replace(facts, frequencies=frequencies, hotness=hotness)
 
 
 def _profile_of(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices, validates
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
@@ -46,10 +47,19 @@ from hotset.model.operations import (
 )
 from hotset.parameters import real_number
 from hotset.placement import machine
-from hotset.placement.budget import LayerFacts, ModelFacts
+from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, neuron_reads
 from hotset.placement.machine import HeldWeights, cpu_rates, once
 from hotset.placement.planner import PlacementFacts
-from hotset.placement.table import CPU, Device, DeviceRates, LayerPlacement, Placement, Rates, predict
+from hotset.placement.table import (
+    CPU,
+    FFN_KERNELS,
+    Device,
+    DeviceRates,
+    LayerPlacement,
+    Placement,
+    Rates,
+    predict,
+)
 
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
@@ -259,16 +269,22 @@ def placement_facts(
     settings: LoadSettings,
     names: Sequence[str],
     *,
+    mode: FFNMode = "dense",
     n_pages: int,
     n_states: int,
 ) -> PlacementFacts:
-    """What is known of a model and of the Vulkan devices to place it on.
+    """What is known of a model and of the Vulkan devices to place it on, but how often its neurons fire.
+
+    mode: of its FFNs; their neurons are split in no dense one, and, unless that is asked for, on no device
+    that shares the CPU's memory, since both would read it.
 
     Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
     kernel computes, or, where devices were asked for by name, any of its operations.
     """
     infos = [find_device(name) for name in names]
-    model = model_facts(graph, tensors, settings.kv_type, n_pages, settings.max_batch, n_states=n_states)
+    model = model_facts(
+        graph, tensors, settings.kv_type, n_pages, settings.max_batch, mode=mode, n_states=n_states
+    )
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
         is_split = graph.is_layered and len(missing) < len(model.layers)
         if not settings.is_auto or not is_split:
@@ -276,7 +292,12 @@ def placement_facts(
             raise refused(f"blk.{layer}", what, or_auto=is_split)
     limits = [limit_of(name, info, settings.vram_budget) for name, info in zip(names, infos, strict=True)]
     rates = tuple(rates_beside(info, settings.n_threads, settings.progress) for info in infos)
-    n_layers = settings.n_gpu_layers
+    n_layers = settings.layers_on_devices(len(model.layers))
+    is_apart = (
+        settings.split == "neurons"
+        or settings.gpu_index is not None
+        or all(info.kind != "integrated" for info in infos)
+    )
     if not graph.is_layered or settings.lora:  # one device has all of it, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
@@ -286,7 +307,8 @@ def placement_facts(
             )
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
-        split_neurons=False, n_gpu_layers=n_layers, notes=tuple(_notes(infos, missing)),
+        split_neurons=settings.split != "layers" and mode != "dense" and is_apart and not settings.lora,
+        n_gpu_layers=n_layers, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
 
 
@@ -335,26 +357,54 @@ def model_facts(
     n_pages: int,
     max_batch: int,
     *,
+    mode: FFNMode = "dense",
     n_states: int = 0,
 ) -> ModelFacts:
-    """Counts a model as a Vulkan device has it: whole layers, with their experts."""
+    """Counts a model as a Vulkan device has it: layers with their experts, whole or, in a mode that leaves
+    out neurons, without some of these."""
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
     n_kernels = budget.dispatches(graph, tensors, n_pages)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
+    split = {} if mode == "dense" else split_ffns(graph)
     layers = tuple(
-        _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
+        _with_neurons(
+            _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i]),
+            split.get(i), tensors, mode,
+        )
         for i in range(graph.n_layer)
-    )
+    )  # fmt: skip
+    shared = [split[i] for i, layer in enumerate(layers) if layer.n_split]
     output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
     for op in output:
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
     return ModelFacts(
-        layers, weights, budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states), 0
+        layers,
+        weights,
+        budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states),
+        budget.split_bytes(shared, max_batch),
     )
+
+
+def _with_neurons(
+    layer: LayerFacts, ffn: Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
+) -> LayerFacts:
+    """A layer whose neurons can be split, apart from the rest of it. A neuron is there at least, and what
+    rounding up takes, which is not read."""
+    if ffn is None or layer.missing is not None:
+        return layer
+    each, spare, scales = budget.neuron_bytes(ffn, tensors)
+    always, fired = neuron_reads(ffn, tensors, mode)
+    own = sum(budget.matrix_bytes(op, tensors) for op in (ffn.gate, ffn.up, ffn.down) if op is not None)
+    n_kernels = None if layer.n_kernels is None else layer.n_kernels - FFN_KERNELS
+    return replace(
+        layer, n_split=ffn.n_ff, fixed_bytes=layer.fixed_bytes - own + spare, neuron_bytes=each,
+        shared_bytes=scales, always_bytes=always, fired_bytes=fired, n_kernels=n_kernels,
+        idle_bytes=layer.idle_bytes + spare,
+    )  # fmt: skip
 
 
 def _layer(

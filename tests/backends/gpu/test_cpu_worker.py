@@ -21,8 +21,9 @@ from waiting import WATCHDOG, until, when, within
 from worker_runs import LAYERS, N_EMBD, ask, inputs, packed, random_bits, service, torch
 
 from hotset import _core
+from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.gpu import cpu_offload
-from hotset.backends.gpu.cpu_offload import CpuOffload, choose_kind, round_trip_seconds, split_ffns
+from hotset.backends.gpu.cpu_offload import CpuOffload, choose_kind, round_trip_seconds
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType as T

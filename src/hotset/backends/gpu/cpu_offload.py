@@ -1,6 +1,6 @@
 """How a device and the CPU take turns within a layer whose neurons they share.
 
-`CpuOffload` is the device's view of the CPU's half (csrc/cpu_worker.h). Per step and layer:
+`CpuOffload` is the device's view of the CPU's half (cpu/worker.py). Per step and layer:
 
     service.post(layer, h, bits)     what the FFN reads and the predicted neurons go to host memory
     y = hot half on the device       meanwhile a native thread computes the cold neurons that fire
@@ -21,9 +21,8 @@ for every token. How the stream waits is the *kind*:
 `choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
 stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.
 
-Whatever fails, no thread waits for ever: the flags are set (csrc/cpu_worker.h, poison), the stream runs to
-its end,
-and `end_step` raises one sentence. The next step begins with clean flags.
+Whatever fails, no thread waits for ever: the stream runs to its end, and `end_step` raises one sentence
+(cpu/worker.py).
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ import os
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, cast, get_args
@@ -46,134 +44,64 @@ import torch
 from torch import Tensor
 
 from hotset import _core
-from hotset.backends.cpu.backend import new_runtime
-from hotset.backends.cpu.lowering import lower_ffns
+from hotset.backends.cpu.worker import CpuWorker, sentence_of
 from hotset.backends.gpu.capture import Graphs
 from hotset.backends.gpu.devices import current
-from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
+from hotset.errors import DeviceError, InvalidRequestError, install_command
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.model.operations import Ffn, Route, TransposedLinear, one_matrix
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to come from a slow disk
 PROBE_TIMEOUT = 2.0
 PROBE_REPLAYS = 50
-EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many as a step's tokens have
 PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compiled
 
 
-def split_ffns(graph: Graph) -> dict[int, Ffn]:
-    """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
-    return {ffn.layer: ffn for ffn in graph.ffns if ffn.can_be_split}
+class CpuOffload(CpuWorker):
+    """A CPU worker whose requests a device of torch submits, and whose answers it gathers, on its stream.
 
-
-def moe_layers(graph: Graph) -> dict[int, Ffn]:
-    """The FFNs whose experts the CPU can compute for a device, by layer."""
-    return {ffn.layer: ffn for ffn in graph.ffns if isinstance(ffn.select, Route)}
-
-
-class CpuOffload:
-    """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
-
-    layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
-    never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer. experts:
-    layers whose FFN is an MoE layer; what is submitted says which experts the device computes. sparse: as and
-    whole: as in CpuBackend, of these layers. device: whose tensors `post` takes and `collect` returns.
-    max_batch: tokens of a step, at most. kind: None chooses. timeout: seconds that a layer may take before
-    the step is given up. n_threads, runtime: as in CpuBackend. driver: of tests.
-
-    One thread drives a service; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
-    layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
-    neuron, DeviceError for a kind that the device does not offer.
+    As CpuWorker. Give bits to `post` if, and only if, the graph has a predictor for the layer. device: whose
+    tensors `post` takes and `collect` returns. kind: None chooses. driver: of tests. Raises what CpuWorker
+    raises, and DeviceError for a kind that the device does not offer.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         weights: WeightSource,
         graph: Graph,
         layers: Mapping[int, np.ndarray],
         device: torch.device | str,
         *,
-        experts: Collection[int] = (),
-        sparse: bool = True,
-        max_batch: int,
-        n_threads: int | None = None,
-        runtime: _core.Runtime | None = None,
         kind: Kind | None = None,
-        timeout: float = TIMEOUT,
-        isa: str | None = None,
-        whole: Collection[str] = (),
         driver: Driver | None = None,
+        **options: Any,
     ) -> None:
-        self.device, self.max_batch = torch.device(device), max_batch
-        self.layers = tuple(sorted({*layers, *experts}))
-        if not self.layers:
-            raise InvalidRequestError("no layer has neurons on the CPU")
-        ffns = _shared_ffns(graph, layers, experts)
-        width = ffns[self.layers[0]].out.width
-        self._index = {layer: i for i, layer in enumerate(self.layers)}
-        routes = [ffns[layer].route for layer in self.layers]
-        self._n_used = [0 if route is None else route.n_used for route in routes]
-        self._asks = [
-            ffns[i].mask is not None or n > 0 for i, n in zip(self.layers, self._n_used, strict=True)
-        ]
-        max_rows = min(max(EXPERT_ROWS, max_batch), max_batch * max(self._n_used))
-        self._broken = ""
-        self._is_open = False
-        with ExitStack() as threads:
-            if runtime is None:
-                runtime = new_runtime(n_threads)
-                threads.callback(runtime.close)
-            self.n_threads = runtime.n_threads
-            try:
-                plan = _core.Plan(max(max_rows, max_batch), 1, 1, runtime, isa)
-                self._native = native = _worker(
-                    [ffns[layer] for layer in self.layers],
-                    weights,
-                    {layer: np.asarray(hot) for layer, hot in layers.items()},
-                    plan,
-                    max_batch=max_batch,
-                    timeout=timeout,
-                    sparse=sparse,
-                    whole=whole,
-                )
-                threads.callback(native.close)
-                native.start()
-            except ValueError as error:
-                raise InvalidRequestError(str(error)) from None
+        self.device, self._named = torch.device(device), str(device)
+        super().__init__(weights, graph, layers, **options)
+        try:
             chosen = (
                 ChosenKind(kind, None, f"host-device synchronisation {kind}")
                 if kind
                 else choose_kind(self.device)
             )
             self.kind, self.reason = chosen.kind, chosen.reason
-            asked = [4 * n or -(-ffns[i].n_ff // 8) for i, n in zip(self.layers, self._n_used, strict=True)]
-            shared = _Shared(native, max_batch, width, asked, [max(n, 1) for n in self._n_used])
+            shared = _Shared(
+                self._native, self.max_batch, self._width, self._asked_bytes,
+                [max(n, 1) for n in self._n_used],
+            )  # fmt: skip
             self._exchange = _exchange(self.kind, shared, self.device, driver)
-            self._finalizer = weakref.finalize(self, _end, threads.pop_all(), self._exchange)
+        except BaseException:
+            self.close()
+            raise
+        # After the threads that use the memory, before it is gone; and when the interpreter ends, PyTorch no
+        # longer lets go of memory that it was lent.
+        self._closing += [self._exchange.close, shared.drop_tensors]
 
     @property
     def capturable(self) -> bool:
         """Whether a graph may hold what `post` and `collect` do: not with direct, where the host waits."""
         return self.kind != "direct"
-
-    # ---- one step
-
-    def begin_step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> None:
-        """Requests are served from now on, for the first n_tokens rows of what is submitted; thresholded: as
-        in Batch.
-
-        Raises DeviceError where the service cannot: it was closed, or an earlier failure is not over.
-        """
-        if self._broken:
-            raise DeviceError(self._broken)
-        if reason := self._native.begin(
-            n_tokens, None if thresholded is None else thresholded.view(np.uint8)
-        ):
-            raise DeviceError(f"the hybrid step cannot begin: {reason}")
-        self._is_open = True
 
     def post(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
         """Asks for the cold neurons of a layer, or for experts.
@@ -201,140 +129,9 @@ class CpuOffload:
         step was given up."""
         return self._exchange.collect(self._index[layer])
 
-    def end_step(self) -> None:
-        """Waits for the device and ends the step. Raises DeviceError, in a sentence, if it was given up."""
-        try:
-            self._exchange.synchronize()
-        except BaseException as error:
-            self.abort(_sentence(error))
-            raise
-        self._is_open = False
-        if reason := self._native.end():
-            raise DeviceError(f"the hybrid step was given up: {reason}")
-
-    def cancel(self, reason: str) -> None:
-        """Gives the step up, from any thread: no thread waits any longer, and its owner's end_step raises."""
-        self._native.poison(reason)
-
-    def abort(self, reason: str) -> None:
-        """Ends a step whose device has failed: nothing waits any longer, and the next step begins clean."""
-        self._native.poison(reason)
-        try:
-            self._exchange.synchronize()
-        except Exception as error:
-            self._broken = f"{self.device} failed in an earlier step; start anew ({_sentence(error)})"
-        finally:
-            self._is_open = False
-            self._native.end()
-
-    @contextmanager
-    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> Iterator[None]:
-        """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
-        self.begin_step(n_tokens, thresholded)
-        try:
-            yield
-        except BaseException as error:
-            if self._is_open:
-                self.abort(_sentence(error))
-            raise
-        if self._is_open:
-            self.end_step()
-
-    # ---- beside the steps
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
-        return self._native.nbytes
-
-    def counts(self) -> np.ndarray:
-        """Of the latest step, after its end: int64 [len(layers), 5], the first of base.COUNTS."""
-        return self._native.counts()[:, 1:]
-
-    def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [len(layers)]: from the request of a layer to its answer."""
-        return self._native.seconds()
-
-    def route(self, layer: int) -> np.ndarray:
-        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
-        index = self._index[layer]
-        return self._native.route(index).reshape(-1, self._n_used[index])
-
-    def close(self) -> None:
-        """Ends the threads; those that wait for them get an error message. Safe to call twice."""
-        self._finalizer()
-
-
-def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
-    """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
-    split, mixed = split_ffns(graph), moe_layers(graph)
-    for layer in sorted(layers):
-        if layer not in split:
-            raise UnsupportedModelError(
-                f"the neurons of layer {layer} cannot be shared between devices: its activation leaves none "
-                "at zero, or its down projection has no row per neuron"
-            )
-    for layer in sorted(experts):
-        if layer not in mixed:
-            raise UnsupportedModelError(
-                f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
-                "alone; use --no-gpu"
-            )
-    return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
-
-
-def _end(threads: ExitStack, exchange: _Direct | _OnStream) -> None:
-    threads.close()
-    exchange.close()  # after the threads that use the memory, before it is gone
-    # When the interpreter ends, PyTorch no longer lets go of memory that it was lent.
-    exchange.shared.drop_tensors()
-
-
-def _cold_bits(ffn: Ffn, hot: np.ndarray) -> np.ndarray:
-    """Of each neuron of a split layer whether the CPU has it: uint8, bit i % 8 of byte i // 8."""
-    if hot.dtype != np.bool_ or hot.shape != (ffn.n_ff,):
-        raise InvalidRequestError(
-            f"the neurons of layer {ffn.layer} on a device are given by bool [{ffn.n_ff}], not {hot.dtype} "
-            f"{list(hot.shape)}"
-        )
-    if hot.all():
-        raise InvalidRequestError(f"layer {ffn.layer} has no neuron on the CPU")
-    return np.packbits(~hot, bitorder="little")
-
-
-def _worker(
-    ffns: Sequence[Ffn],
-    weights: WeightSource,
-    hot: Mapping[int, np.ndarray],
-    plan: _core.Plan,
-    *,
-    max_batch: int,
-    timeout: float,
-    sparse: bool,
-    whole: Collection[str],
-) -> _core.CpuWorker:
-    """The thread that computes cold neurons and experts on request, not started. plan: empty."""
-    cold = {ffn.layer: _cold_bits(ffn, hot[ffn.layer]) for ffn in ffns if ffn.layer in hot}
-    lowered = lower_ffns(ffns, weights, plan, sparse=sparse, whole=whole)
-    native = _core.CpuWorker(plan, ffns[0].out.width, max_batch, timeout)
-    for one in lowered:
-        ffn = one.ffn
-        at = ffn.layer, one.first_op, one.end_op
-        if ffn.route is None:
-            assert isinstance(ffn.down, TransposedLinear)
-            names = [one_matrix(op).weight for op in (ffn.gate, ffn.up) if op is not None]
-            n_bytes = sum(weights.tensors[name].row_bytes for name in (*names, ffn.down.weight))
-            native.layer(
-                *at, one.gates, one.ups, one.x, one.out, ffn.n_ff, n_bytes, cold[ffn.layer],
-                ffn.mask is not None, one.given,
-            )  # fmt: skip
-        else:
-            native.experts(*at, one.x, one.out, ffn.route.x.width, ffn.route.n_used, one.given)
-    return native
-
-
-def _sentence(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        self._exchange.synchronize()
 
 
 # ---- the kinds
@@ -659,7 +456,7 @@ def _probe(device: torch.device) -> ChosenKind:
             works[kind] = _measured_by([sys.executable, "-c", _PROBE, str(device), kind])
             tried.append(f"{kind} {works[kind] * 1e6:.0f} µs")
         except DeviceError as error:
-            tried.append(f"{kind} does not work ({_sentence(error)})")
+            tried.append(f"{kind} does not work ({sentence_of(error)})")
     if not works:
         return ChosenKind(
             "direct", None, f"host-device synchronisation direct, for no other can be had: {'; '.join(tried)}"

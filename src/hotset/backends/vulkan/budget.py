@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
 from hotset.backends.vulkan.kernels import stride_of
-from hotset.backends.vulkan.memory import PAGE, SPARE, planned_bytes
+from hotset.backends.vulkan.memory import PAGE, SPARE, aligned, planned_bytes, planned_spare
 from hotset.backends.vulkan.program import (
     KV_CHANNELS,
     n_splits,
@@ -23,6 +23,7 @@ from hotset.backends.vulkan.program import (
     steps_of,
 )
 from hotset.backends.vulkan.program import missing_kernel as missing_operation
+from hotset.backends.vulkan.split import exchange_bytes
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
 from hotset.model.cost import KVType
@@ -32,6 +33,7 @@ from hotset.model.operations import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    Ffn,
     Linear,
     NgramEmbed,
     Primitive,
@@ -43,6 +45,8 @@ from hotset.model.operations import (
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
+
+_NUMBER = 4  # bytes
 
 
 def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KVType) -> str | None:
@@ -83,6 +87,39 @@ def weight_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
     if isinstance(op, Recurrent):  # which some vectors are made for as well
         of_vectors *= 2
     return matrix_bytes(op, tensors) + of_vectors
+
+
+def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
+    """Of an FFN that can be split: bytes of each hot neuron; what its matrices take more at most, with one
+    neuron that is always there; and scales that neurons share."""
+    each = spare = scales = 0
+    for op in (ffn.gate, ffn.up, ffn.down):
+        for name in () if op is None else op.matrices:
+            info = tensors[name]
+            if isinstance(op, TransposedLinear) and name == op.scales:
+                scales += planned_bytes(info.nbytes)
+                continue
+            if isinstance(op, TransposedLinear) and op.scales is not None:
+                tiles = [TILE * info.row_bytes, TILE * _NUMBER]  # codes, and whose scales they have
+            else:
+                tiles = list(tile_bytes(info.type, info.shape[0], info.row_bytes))
+            if isinstance(op, Linear) and op.bias is not None:
+                tiles.append(TILE * _NUMBER)
+            for tile in filter(None, tiles):
+                each += -(-tile // TILE)
+                spare += tile + planned_spare(tile * -(-ffn.n_ff // TILE))
+    if ffn.mask is not None:  # which the hot ones are
+        each, spare = each + _NUMBER, spare + planned_spare(_NUMBER * ffn.n_ff)
+    return each, spare, scales
+
+
+def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
+    """What a stage that splits some of these takes more: what passes between it and the CPU, and values."""
+    if not ffns:
+        return 0
+    width, n_ff = ffns[0].out.width, max(ffn.n_ff for ffn in ffns)
+    rows, bits = exchange_bytes(width, n_ff, max_batch)
+    return 2 * rows + bits + 2 * PAGE + aligned(_NUMBER * max_batch * (width + n_ff))
 
 
 def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:

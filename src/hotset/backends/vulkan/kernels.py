@@ -37,6 +37,7 @@ KERNELS = {
     "heads": _Shape(3, "8I"),
     "linear_few": _Shape(7, "13If"),
     "linear_many": _Shape(7, "13If"),
+    "neurons": _Shape(3, "5If"),
     "norm": _Shape(4, "4If"),
     "probe": _Shape(1, ""),
     "quantize": _Shape(2, "2I"),

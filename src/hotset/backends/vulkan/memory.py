@@ -71,4 +71,10 @@ def planned_bytes(size: int) -> int:
     return aligned(size) * BLOCK // (BLOCK - OWN_FROM)
 
 
+def planned_spare(largest: int) -> int:
+    """What planned_bytes says of up to `largest` bytes more than they are."""
+    of_shared = aligned(min(largest, OWN_FROM)) * BLOCK // (BLOCK - OWN_FROM) - min(largest, OWN_FROM)
+    return max(of_shared, PAGE + ALIGNMENT if largest >= OWN_FROM else 0) + ALIGNMENT * 2
+
+
 SPARE = BLOCK + PAGE  # of an arena: the room of its last block

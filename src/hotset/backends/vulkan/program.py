@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
+from hotset.backends.vulkan.split import Gather, Meeting, SharedLayers, Submit, hot_part, meetings_before
 from hotset.backends.vulkan.weights import FLOATS, DeviceMatrix, DeviceWeights, MatrixPart
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
@@ -109,7 +111,8 @@ class CacheOfLayer:
 @dataclass(frozen=True)
 class StageParts:
     """What the programs of a stage compute with. cache: of each layer that has its own; states: slots, by the
-    id of the value of an operation with a state."""
+    id of the value of an operation with a state. shared: layers whose neurons are split, if there are any.
+    """
 
     weights: DeviceWeights
     kernels: Kernels
@@ -119,6 +122,7 @@ class StageParts:
     kv_type: KVType
     max_batch: int
     n_pages: int
+    shared: SharedLayers | None = None
 
 
 _Wanted = Value | Mask | None
@@ -128,12 +132,14 @@ _Wanted = Value | Mask | None
 class Step:
     """An operation, or two that are one kernel. other: what is added to, or multiplied with, the first's.
     wanted: which rows of a product are: where an activation that multiplies it is not 0, or what a mask says.
+    is_hot: a product of the hot neurons of a split layer.
     """
 
-    op: Primitive
+    op: Primitive | Meeting
     out: Value
     other: Value | None = None
     wanted: _Wanted = None
+    is_hot: bool = False
 
 
 class Lowered:
@@ -155,8 +161,10 @@ class Lowered:
         )
         self._adapters = adapters
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
-        self.max_batch, self._n_pages = parts.max_batch, parts.n_pages
-        steps, first_of_tail = steps_of(graph, taps)
+        self.max_batch, self._n_pages, self._shared = parts.max_batch, parts.n_pages, parts.shared
+        if parts.shared is not None:
+            parts.shared.check_taps(taps)
+        steps, first_of_tail = steps_of(graph, taps, parts.shared)
         self._of_tail = {step.out.id for step in steps[first_of_tail:]}
         self.tapped = [value for value in graph.values if value.name in taps]
         self._pieces: dict[int, Piece] = {}
@@ -241,6 +249,9 @@ class Lowered:
     # ---- operations ----
 
     def _lower(self, step: Step) -> Record:  # noqa: C901 - a case for each operation
+        if isinstance(step.op, Meeting):
+            assert self._shared is not None
+            return self._shared.lower(step.op, self)
         if (what := missing_kernel(step.op)) is not None:
             raise _refused(step.op, what)
         match step.op:
@@ -381,8 +392,14 @@ class Lowered:
     def _linear(self, step: Step) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
-        matrix = self.weights.rows(op.weight, op.x.width, op.first_row, op.out.width)
-        bias = None if op.bias is None else self.weights.vector(op.bias)
+        first_row, bias = op.first_row, None if op.bias is None else self.weights.vector(op.bias)
+        if step.is_hot:
+            rows = first_row + self._hot(op)
+            matrix = self.weights.chosen(op.weight, op.x.width, rows)
+            bias = bias and self.weights.numbers_of(bias, (op.bias, first_row), rows)
+            first_row = 0
+        else:
+            matrix = self.weights.rows(op.weight, op.x.width, first_row, op.out.width)
         mask = wanted if isinstance(wanted, Mask) else None
         firing = _value_of(wanted)
         strides = [stride_of(value) if value else 0 for value in (out, residual, firing)]
@@ -391,9 +408,14 @@ class Lowered:
             x, x_stride = self._input(to, n, op.x, matrix)
             rows = [self.read(value, n) if value else None for value in (residual, firing)]
             ends = [x, self.written(out, n), bias.bound() if bias else None, *rows]
-            self._product(to, n, matrix, ends, (x_stride, *strides), op.first_row, mask)
+            self._product(to, n, matrix, ends, (x_stride, *strides), first_row, mask)
 
         return record
+
+    def _hot(self, op: Primitive) -> np.ndarray:
+        """The hot neurons of the layer of an operation, by number."""
+        assert self._shared is not None
+        return self._shared.neurons[op.layer]
 
     def _input(self, to: Recorder, n: int, x: Value, matrix: DeviceMatrix) -> tuple[_core.VulkanBinding, int]:
         """n rows as a product with a matrix reads them, and their stride: of quantised weights rounded to
@@ -484,7 +506,7 @@ class Lowered:
 
         return record
 
-    def _bytes_of_low_rank(self, op: Primitive) -> int:
+    def _bytes_of_low_rank(self, op: Primitive | Meeting) -> int:
         """Of memory for x times a, and that times the scales."""
         if not isinstance(op, LowRank) or self._adapters is None:
             return 0
@@ -496,8 +518,14 @@ class Lowered:
         assert isinstance(op, TransposedLinear | TransposedHeads)
         n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
         width = out.width // n_head
+        chosen = self._hot(op) if step.is_hot else None
+        tiles = None
         if isinstance(op, TransposedLinear) and op.scales is not None:
-            matrix = self.weights.planes(op.weight, op.scales, width)
+            matrix = self.weights.planes(op.weight, op.scales, width, chosen)
+            if chosen is not None:
+                tiles = self.weights.made((op.weight, "tiles"), lambda: chosen // _TILE)
+        elif chosen is not None:
+            matrix = self.weights.chosen(op.weight, width, chosen)
         else:
             matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
         part, bias = _only(op, matrix), None if bias_name is None else self.weights.vector(bias_name)
@@ -509,9 +537,16 @@ class Lowered:
             codes = part.codes.bound()
             bindings = [
                 codes, part.more.bound() if part.more else codes, self.read(op.x, n), self.written(out, n),
-                bias.bound() if bias else codes, self.read(residual, n) if residual else codes, codes,
+                bias.bound() if bias else codes, self.read(residual, n) if residual else codes,
+                tiles.bound() if tiles else codes,
             ]  # fmt: skip
-            to.add("transposed", [matrix.type, 0], bindings, push, (-(-width // _TILE), n, n_head))
+            to.add(
+                "transposed",
+                [matrix.type, 0, tiles is not None],
+                bindings,
+                push,
+                (-(-width // _TILE), n, n_head),
+            )
 
         return record
 
@@ -532,7 +567,7 @@ class Lowered:
                 to_parts.bound(4 * n * op.n_used * width, written=True), bias.bound() if bias else codes,
                 codes, self.read(op.route, n),
             ]  # fmt: skip
-            to.add("transposed", [matrix.type, 1], bindings, push, (-(-width // _TILE), n, op.n_used))
+            to.add("transposed", [matrix.type, 1, 0], bindings, push, (-(-width // _TILE), n, op.n_used))
 
         return record
 
@@ -756,9 +791,11 @@ def missing_kernel(op: Primitive) -> str | None:
     return None if isinstance(op, COMPUTED) else type(op).__name__
 
 
-def steps_of(graph: Graph, taps: frozenset[str] = frozenset()) -> tuple[list[Step], int]:
+def steps_of(
+    graph: Graph, taps: frozenset[str] = frozenset(), shared: SharedLayers | None = None
+) -> tuple[list[Step], int]:
     """What is computed one after the other, and where the tail begins, for the rows with logits."""
-    steps = list(_fused(graph, taps))
+    steps = list(_fused(graph, taps, shared))
     tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
     return steps, next(tail, len(steps))
 
@@ -786,7 +823,7 @@ def places_of(
     size = 0
     for i, step in enumerate(steps):
         alive = [one for one in alive if last[one[2]] >= i]
-        if step.out == result or isinstance(step.op, ON_HOST):
+        if step.out == result or isinstance(step.op, (*ON_HOST, Submit)):
             continue
         n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
         n_bytes = aligned(4 * n_rows * stride_of(step.out))
@@ -814,7 +851,7 @@ def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, in
     return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
 
 
-def rounded_input(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Value | None:
+def rounded_input(op: Primitive | Meeting, tensors: Mapping[str, TensorInfo]) -> Value | None:
     """What an operation reads rounded to eight bits: the input of a product with quantised rows."""
     match op:
         case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
@@ -861,6 +898,22 @@ def _value_of(wanted: _Wanted) -> Value | None:
     return wanted.scores if isinstance(wanted, Mask) else wanted
 
 
+def _with_hot(
+    op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
+) -> Iterator[tuple[Primitive | Meeting, _Wanted, bool]]:
+    """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
+    ids: of values that are none of the graph."""
+    if shared is None or not isinstance(op, Ffn) or op.layer not in shared.neurons:
+        yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
+        return
+    hot = hot_part(op, len(shared.neurons[op.layer]), ids)
+    for part, wanted in _opened(hot, taps):
+        if part is hot.decides:
+            yield from ((meeting, None, False) for meeting in meetings_before(op, hot))
+        yield part, wanted, isinstance(part, Linear | TransposedLinear)
+    yield Gather(op.down.out, hot.down.out, layer=op.layer, part=op.part), None, False
+
+
 def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
     """An operation; an FFN as those that it is made of, up after the activated gate, which says which of its
     rows are wanted, and the first product with what a predictor says."""
@@ -879,24 +932,25 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
     yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
-def _fused(graph: Graph, taps: frozenset[str]) -> Iterator[Step]:
+def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
-    ops = [one for op in graph.ops for one in _opened(op, taps)]
-    readers = Counter(value.id for op, wanted in ops for value in (*op.inputs, _value_of(wanted)) if value)
+    ids = count(len(graph.values))
+    ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
+    readers = Counter(value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value)
     at = 0
     while at < len(ops):
-        op, wanted = ops[at]
+        op, wanted, is_hot = ops[at]
         behind = ops[at + 1][0] if at + 1 < len(ops) else None
         at += 1
         is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
         fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
             isinstance(op, Activate) and isinstance(behind, Multiply)
         )
+        step = Step(op, op.out, None, wanted, is_hot)
         if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
             other = behind.b if behind.a == op.out else behind.a
             if behind.a != behind.b and other.width == op.out.width:
-                yield Step(op, behind.out, other, wanted)
+                step = Step(op, behind.out, other, wanted, is_hot)
                 at += 1
-                continue
-        yield Step(op, op.out, None, wanted)
+        yield step

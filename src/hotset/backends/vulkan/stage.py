@@ -7,6 +7,7 @@ recorded for a token. The host writes the numbers of a batch (inputs.py), submit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.vulkan import pipelines
@@ -25,8 +27,9 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
+from hotset.backends.vulkan.split import SharedLayers
 from hotset.backends.vulkan.weights import DeviceWeights
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import Graph
@@ -43,9 +46,11 @@ class VulkanStage:
     budget: bytes of the device's memory that it takes at most, loading and computing; None: what is there.
     n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
     staged: the host copies to the device even where it could write its memory (of tests). opened: the device,
-    which other stages have too, and its budget with it. nbytes: what the stage holds, by kind: weights, kv
-    (with states), workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and
-    UnsupportedModelError for what no kernel computes.
+    which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
+    those that the device has, one at least; worker: the CPU's half of these layers, for steps of max_batch
+    tokens, closed with the stage. nbytes: what the stage holds, by kind: weights, kv (with states),
+    workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and UnsupportedModelError
+    for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -63,6 +68,8 @@ class VulkanStage:
         budget: int | None = None,
         staged: bool = False,
         opened: _core.VulkanDevice | None = None,
+        hot: Mapping[int, np.ndarray] | None = None,
+        worker: CpuWorker | None = None,
     ) -> None:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
@@ -104,9 +111,14 @@ class VulkanStage:
             for op in self.graph.recurrent
             if not isinstance(op, NgramEmbed)
         }
+        self._worker = worker
+        self._shared: SharedLayers | None = None
+        if hot and worker is not None:
+            self._shared = SharedLayers(self._device, self.graph, hot, worker)
         self._parts = StageParts(
-            self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages
-        )
+            self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages,
+            self._shared,
+        )  # fmt: skip
         self._lowered: dict[tuple[frozenset[str], bool], Lowered] = {}  # by taps, and whether with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
@@ -120,9 +132,11 @@ class VulkanStage:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of how it runs, a sentence each."""
         name = f"{self._info.name} (Vulkan {self._info.api})"
+        n_split = 0 if self._shared is None else len(self._shared.neurons)
+        split = (f"{n_split} layers share their neurons with the CPU",) if n_split else ()
         if self._info.kind == "software":
-            return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster",)
-        return (f"the model is on {name}",)
+            return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster", *split)
+        return (f"the model is on {name}", *split)
 
     @property
     def has_neurons(self) -> bool:
@@ -135,10 +149,11 @@ class VulkanStage:
         steps."""
         values = self._lowered[_PLAIN].nbytes if self._lowered else 0
         adapters = 0 if self._on_device is None else self._on_device.nbytes
+        exchange = 0 if self._shared is None else self._shared.nbytes
         return {
             "weights": self._matrices.arena.nbytes + adapters,
             "kv": self._kv.nbytes,
-            "workspace": values + self._inputs.nbytes,
+            "workspace": values + self._inputs.nbytes + exchange,
         }
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
@@ -164,13 +179,29 @@ class VulkanStage:
         self._inputs.fill(batch, slots, rows)
         if scales is not None and self._on_device is not None:
             self._on_device.fill(scales[batch.sequences])
-        result = self._run(lowered, batch, rows)
+        result = self._in_step(lowered, batch, rows)
         self.weights.check()
         return result
 
     def rerun(self) -> None:
         """Runs the step of one token as its numbers are, without logits: what measures a device."""
         _core.vulkan_run([self._program(frozenset()).recorded("body", 1).program], self._cancel)
+
+    def _in_step(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
+        """As _run, in a step of the CPU worker where layers are split."""
+        worker = self._worker
+        with nullcontext() if worker is None else worker.step(len(batch.tokens), batch.thresholded):
+            try:
+                return self._run(lowered, batch, rows)
+            except StepCancelledError:
+                if worker is not None and not self._cancel.asked:
+                    raise DeviceError(f"the hybrid step was given up: {worker.given_up()}") from None
+                raise
+
+    def _submit(self, programs: list[_core.VulkanProgram], n: int) -> None:
+        """Runs programs of a step of n tokens, and waits."""
+        exchange = None if self._shared is None else self._shared.exchange
+        _core.vulkan_run(programs, self._cancel, exchange, n)
 
     def _run(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """rows: what the host has looked up, and what entered."""
@@ -179,7 +210,7 @@ class VulkanStage:
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
         found: dict[str, list[np.ndarray]] = {value.name: [] for value in taps}
         if not self.has_output:
-            _core.vulkan_run([body], self._cancel)
+            self._submit([body], n)
             logits = lowered.rows(result, n)
         else:
             logits = np.empty((len(batch.outputs), result.width), np.float32)
@@ -189,13 +220,13 @@ class VulkanStage:
                 self._inputs.choose(chosen)
                 if lowered.has_adapters and self._on_device is not None:
                     self._on_device.choose(chosen)
-                _core.vulkan_run([*before, lowered.recorded("tail", len(chosen)).program], self._cancel)
+                self._submit([*before, lowered.recorded("tail", len(chosen)).program], n)
                 logits[at : at + len(chosen)] = lowered.rows(result, len(chosen))
                 for value in taps:
                     found[value.name].append(lowered.rows(value, len(chosen)))
                 before = []
             if before:
-                _core.vulkan_run(before, self._cancel)
+                self._submit(before, n)
         self.tapped = {name: np.concatenate(parts) for name, parts in found.items() if parts}
         for value in lowered.tapped:
             if value in rows:
@@ -233,16 +264,22 @@ class VulkanStage:
         return np.zeros((self.n_layer, len(COUNTS)), np.int64)
 
     def active_on_cpu(self) -> np.ndarray:
-        """The CPU computes no neurons here: zeros [n_layer]."""
-        return np.zeros(self.n_layer, np.int64)
+        """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
+        active = np.zeros(self.n_layer, np.int64)
+        if self._worker is not None:
+            active[list(self._worker.layers)] = self._worker.counts()[:, COUNTS.index("active")]
+        return active
 
     def seconds(self) -> np.ndarray:
         """As Stage.seconds: nothing is measured by layer."""
         return np.zeros((self.n_layer, len(PARTS)))
 
     def cpu_worker_seconds(self) -> np.ndarray:
-        """No CPU worker takes part: zeros [n_layer]."""
-        return np.zeros(self.n_layer)
+        """Of the latest step, float64 [n_layer]: how long the CPU worker took for each layer."""
+        seconds = np.zeros(self.n_layer)
+        if self._worker is not None:
+            seconds[list(self._worker.layers)] = self._worker.seconds()
+        return seconds
 
     def expert_counts(self) -> CacheStats:
         """The device has all experts."""
@@ -251,6 +288,8 @@ class VulkanStage:
     def cancel(self) -> None:
         """Ends the step in flight after what was submitted, at most two layers of a prompt."""
         self._cancel.asked = True
+        if self._worker is not None:
+            self._worker.cancel("it was cancelled")
 
     def close(self) -> None:
         """Frees the memory of the device; safe to call twice."""
@@ -258,12 +297,15 @@ class VulkanStage:
             pipelines.keep(self._info, self._device)
         for backend in self._ngrams.values():
             backend.close()
+        if self._worker is not None:
+            self._worker.close()
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
         for name in (
             "_lowered",
             "_parts",
+            "_shared",
             "_on_device",
             "_cache",
             "_matrices",

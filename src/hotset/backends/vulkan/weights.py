@@ -73,12 +73,24 @@ class DeviceWeights:
             self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
         return self._matrices[key]
 
-    def planes(self, name: str, scales: str, n_cols: int) -> DeviceMatrix:
-        """A matrix with a row per neuron that is stored as planes."""
+    def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> DeviceMatrix:
+        """Some rows of a matrix, in this order: always the same of a matrix and its first row."""
+        key = name, "chosen", int(rows[0])
+        if key not in self._matrices:
+            type_ = self._type_of(name)
+            data = self._source.data(name).reshape(-1, row_bytes(type_, n_cols))[rows]
+            self._matrices[key] = self._upload([data[None]], type_, n_cols, 0, len(rows))
+        return self._matrices[key]
+
+    def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> DeviceMatrix:
+        """A matrix with a row per neuron that is stored as planes, or some of its rows, with all scales."""
         if (name,) not in self._matrices:
             codes = self._source.data(name).view(np.uint8).reshape(-1, self._source.tensors[name].shape[0])
             own = self._source.data(scales).view(np.uint32)
             type_ = _T.Q8_0 if codes.shape[1] == n_cols else _T.Q4_0
+            if rows is not None:
+                spare = np.zeros((-len(rows) % TILE, codes.shape[1]), np.uint8)
+                codes = np.concatenate([codes[rows], spare])
             # 32 scales of a tile and a block stand side by side as they are.
             arrays = _codes(codes, 2 if type_ == _T.Q8_0 else 1), np.ascontiguousarray(own)
             if max(array.nbytes for array in arrays) > self._max_range:
@@ -124,6 +136,10 @@ class DeviceWeights:
         if key not in self._made:
             self._made[key] = self._numbers(make())
         return self._made[key]
+
+    def numbers_of(self, vector: Piece, key: object, chosen: np.ndarray) -> Piece:
+        """Some numbers of a vector, in this order."""
+        return self.made(key, lambda: np.frombuffer(vector.read(), np.float32)[chosen])
 
     def _numbers(self, values: np.ndarray) -> Piece:
         piece = self.arena.piece(4 * len(values))

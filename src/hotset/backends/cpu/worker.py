@@ -1,0 +1,280 @@
+"""The CPU's half of layers whose neurons, or experts, a device shares with it.
+
+`CpuWorker` computes on request (csrc/cpu_worker.h): the cold neurons that fire, or some experts of tokens,
+while the device computes its own. How requests reach it and answers come back is the device's: on the stream
+of a device of torch (gpu/cpu_offload.py), between two submissions on Vulkan (csrc/vulkan/exchange.h).
+
+Whatever fails, no thread waits for ever: the flags are set (csrc/cpu_worker.h, poison) and `end_step` raises
+one sentence. The next step begins with clean flags.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.cpu.backend import new_runtime
+from hotset.backends.cpu.lowering import lower_ffns
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.source import WeightSource
+from hotset.model.graph import Graph
+from hotset.model.operations import Ffn, Route, TransposedLinear, one_matrix
+
+TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to come from a slow disk
+EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many as a step's tokens have
+
+
+def split_ffns(graph: Graph) -> dict[int, Ffn]:
+    """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
+    return {ffn.layer: ffn for ffn in graph.ffns if ffn.can_be_split}
+
+
+def moe_layers(graph: Graph) -> dict[int, Ffn]:
+    """The FFNs whose experts the CPU can compute for a device, by layer."""
+    return {ffn.layer: ffn for ffn in graph.ffns if isinstance(ffn.select, Route)}
+
+
+class CpuWorker:
+    """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
+
+    layers: which neurons the *device* has of each layer, bool [n_ff]; the worker computes the others, and
+    never one of these. experts: layers whose FFN is an MoE layer; what is submitted says which experts the
+    device computes. sparse: as and whole: as in CpuBackend, of these layers. max_batch: tokens of a step, at
+    most. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
+    CpuBackend.
+
+    One thread drives a worker; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
+    layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
+    neuron.
+    """
+
+    _named = "the device"
+
+    def __init__(  # noqa: PLR0913
+        self,
+        weights: WeightSource,
+        graph: Graph,
+        layers: Mapping[int, np.ndarray],
+        *,
+        experts: Collection[int] = (),
+        sparse: bool = True,
+        max_batch: int,
+        n_threads: int | None = None,
+        runtime: _core.Runtime | None = None,
+        timeout: float = TIMEOUT,
+        isa: str | None = None,
+        whole: Collection[str] = (),
+    ) -> None:
+        self.max_batch = max_batch
+        self.layers = tuple(sorted({*layers, *experts}))
+        if not self.layers:
+            raise InvalidRequestError("no layer has neurons on the CPU")
+        ffns = _shared_ffns(graph, layers, experts)
+        self._width = ffns[self.layers[0]].out.width
+        self._index = {layer: i for i, layer in enumerate(self.layers)}
+        routes = [ffns[layer].route for layer in self.layers]
+        self._n_used = [0 if route is None else route.n_used for route in routes]
+        self._asks = [
+            ffns[i].mask is not None or n > 0 for i, n in zip(self.layers, self._n_used, strict=True)
+        ]
+        self._asked_bytes = [
+            4 * n or -(-ffns[i].n_ff // 8) for i, n in zip(self.layers, self._n_used, strict=True)
+        ]
+        max_rows = min(max(EXPERT_ROWS, max_batch), max_batch * max(self._n_used))
+        self._broken = ""
+        self._is_open = False
+        self._closing: list[Callable[[], None]] = []  # what is called in this order when it is closed
+        self._finalizer = weakref.finalize(self, _close_all, self._closing)
+        try:
+            if runtime is None:
+                runtime = new_runtime(n_threads)
+                self._closing.append(runtime.close)
+            self.n_threads = runtime.n_threads
+            plan = _core.Plan(max(max_rows, max_batch), 1, 1, runtime, isa)
+            self._native = _worker(
+                [ffns[layer] for layer in self.layers],
+                weights,
+                {layer: np.asarray(hot) for layer, hot in layers.items()},
+                plan,
+                max_batch=max_batch,
+                timeout=timeout,
+                sparse=sparse,
+                whole=whole,
+            )
+            self._closing.insert(0, self._native.close)
+            self._native.start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ValueError):
+                raise InvalidRequestError(str(error)) from None
+            raise
+
+    @property
+    def plan(self) -> _core.CpuWorkerPlan:
+        """For a device's side in native code (_core.VulkanExchange)."""
+        return self._native.plan
+
+    def index_of(self, layer: int) -> int:
+        """The number that a layer has among those that are shared."""
+        return self._index[layer]
+
+    # ---- one step
+
+    def begin_step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> None:
+        """Requests are served from now on, for the first n_tokens rows of what is submitted; thresholded: as
+        in Batch.
+
+        Raises DeviceError where the worker cannot: it was closed, or an earlier failure is not over.
+        """
+        if self._broken:
+            raise DeviceError(self._broken)
+        if reason := self._native.begin(
+            n_tokens, None if thresholded is None else thresholded.view(np.uint8)
+        ):
+            raise DeviceError(f"the hybrid step cannot begin: {reason}")
+        self._is_open = True
+
+    def synchronize(self) -> None:
+        """Waits for a device that submits and gathers by itself; none does here."""
+
+    def end_step(self) -> None:
+        """Waits for the device and ends the step. Raises DeviceError, in a sentence, if it was given up."""
+        try:
+            self.synchronize()
+        except BaseException as error:
+            self.abort(sentence_of(error))
+            raise
+        self._is_open = False
+        if reason := self._native.end():
+            raise DeviceError(f"the hybrid step was given up: {reason}")
+
+    def given_up(self) -> str:
+        """Why the step is given up; empty where it is not."""
+        return self._native.poisoned()
+
+    def cancel(self, reason: str) -> None:
+        """Gives the step up, from any thread: no thread waits any longer, and its owner's end_step raises."""
+        self._native.poison(reason)
+
+    def abort(self, reason: str) -> None:
+        """Ends a step whose device has failed: nothing waits any longer, and the next step begins clean."""
+        self._native.poison(reason)
+        try:
+            self.synchronize()
+        except Exception as error:
+            self._broken = f"{self._named} failed in an earlier step; start anew ({sentence_of(error)})"
+        finally:
+            self._is_open = False
+            self._native.end()
+
+    @contextmanager
+    def step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> Iterator[None]:
+        """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
+        self.begin_step(n_tokens, thresholded)
+        try:
+            yield
+        except BaseException as error:
+            if self._is_open:
+                self.abort(sentence_of(error))
+            raise
+        if self._is_open:
+            self.end_step()
+
+    # ---- beside the steps
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
+        return self._native.nbytes
+
+    def counts(self) -> np.ndarray:
+        """Of the latest step, after its end: int64 [len(layers), 5], the first of base.COUNTS."""
+        return self._native.counts()[:, 1:]
+
+    def seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [len(layers)]: from the request of a layer to its answer."""
+        return self._native.seconds()
+
+    def route(self, layer: int) -> np.ndarray:
+        """The experts of an MoE model as they were submitted in the latest step, int32 [n_tokens, n_used]."""
+        index = self._index[layer]
+        return self._native.route(index).reshape(-1, self._n_used[index])
+
+    def close(self) -> None:
+        """Ends the threads; those that wait for them get an error message. Safe to call twice."""
+        self._finalizer()
+
+
+def _close_all(closing: Sequence[Callable[[], None]]) -> None:
+    for close in closing:
+        close()
+
+
+def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
+    """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
+    split, mixed = split_ffns(graph), moe_layers(graph)
+    for layer in sorted(layers):
+        if layer not in split:
+            raise UnsupportedModelError(
+                f"the neurons of layer {layer} cannot be shared between devices: its activation leaves none "
+                "at zero, or its down projection has no row per neuron"
+            )
+    for layer in sorted(experts):
+        if layer not in mixed:
+            raise UnsupportedModelError(
+                f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
+                "alone; use --no-gpu"
+            )
+    return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
+
+
+def _cold_bits(ffn: Ffn, hot: np.ndarray) -> np.ndarray:
+    """Of each neuron of a split layer whether the CPU has it: uint8, bit i % 8 of byte i // 8."""
+    if hot.dtype != np.bool_ or hot.shape != (ffn.n_ff,):
+        raise InvalidRequestError(
+            f"the neurons of layer {ffn.layer} on a device are given by bool [{ffn.n_ff}], not {hot.dtype} "
+            f"{list(hot.shape)}"
+        )
+    if hot.all():
+        raise InvalidRequestError(f"layer {ffn.layer} has no neuron on the CPU")
+    return np.packbits(~hot, bitorder="little")
+
+
+def _worker(
+    ffns: Sequence[Ffn],
+    weights: WeightSource,
+    hot: Mapping[int, np.ndarray],
+    plan: _core.Plan,
+    *,
+    max_batch: int,
+    timeout: float,
+    sparse: bool,
+    whole: Collection[str],
+) -> _core.CpuWorker:
+    """The thread that computes cold neurons and experts on request, not started. plan: empty."""
+    cold = {ffn.layer: _cold_bits(ffn, hot[ffn.layer]) for ffn in ffns if ffn.layer in hot}
+    lowered = lower_ffns(ffns, weights, plan, sparse=sparse, whole=whole)
+    native = _core.CpuWorker(plan, ffns[0].out.width, max_batch, timeout)
+    for one in lowered:
+        ffn = one.ffn
+        at = ffn.layer, one.first_op, one.end_op
+        if ffn.route is None:
+            assert isinstance(ffn.down, TransposedLinear)
+            names = [one_matrix(op).weight for op in (ffn.gate, ffn.up) if op is not None]
+            n_bytes = sum(weights.tensors[name].row_bytes for name in (*names, ffn.down.weight))
+            native.layer(
+                *at, one.gates, one.ups, one.x, one.out, ffn.n_ff, n_bytes, cold[ffn.layer],
+                ffn.mask is not None, one.given,
+            )  # fmt: skip
+        else:
+            native.experts(*at, one.x, one.out, ffn.route.x.width, ffn.route.n_used, one.given)
+    return native
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an error says, or its name."""
+    return str(error) or type(error).__name__

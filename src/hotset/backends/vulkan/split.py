@@ -1,0 +1,199 @@
+"""Layers whose neurons a device shares with the CPU: what the device computes, and when the two meet.
+
+    Submit           what gate and up read, and a bit for each neuron that a predictor names, go to memory
+                     that the host sees; a cut follows, and the CPU worker computes the cold neurons
+    HotScores        a predictor's scores of the hot neurons, side by side
+    gate ... down    as in any FFN, but of the hot neurons alone: matrices have only their rows
+    Gather           that, with the bias, plus what the cold neurons add; then the residual
+
+What is between Submit and Gather is submitted at once and runs while the CPU computes
+(csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the
+same bits in every batch, chunk and run, but other last bits than where one side computes all neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.cpu.worker import CpuWorker, split_ffns
+from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
+from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.recurrent import Values
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model.graph import Graph
+from hotset.model.operations import Ffn, Mask, Operation, Value
+
+_ADD, _SCALE = 0, 2  # csrc/vulkan/shaders/elementwise.comp
+_WORD = 32  # neurons
+
+
+@dataclass(frozen=True)
+class Submit(Operation):
+    """x, which stays as it is, goes to the host, with what a predictor names: out is x. scores: of `mask`."""
+
+    out: Value
+    x: Value
+    scores: Value | None
+    mask: Mask | None
+
+
+@dataclass(frozen=True)
+class HotScores(Operation):
+    """out = the scores of the hot neurons; of those that have none the threshold of `mask`."""
+
+    out: Value
+    scores: Value
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Gather(Operation):
+    """out = x + what the cold neurons add."""
+
+    out: Value
+    x: Value
+
+
+Meeting = Submit | HotScores | Gather
+
+
+# -- what a device computes of an FFN ------------------------------------------------------------
+
+
+def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
+    """The same FFN of n_hot neurons, whose values are that wide. ids: of new values."""
+    names = "gate", "up", "gate_act", "gate_threshold", "up_act", "product", "down_threshold"
+    inside: dict[str, Operation] = {name: op for name in names if (op := getattr(ffn, name)) is not None}
+    if ffn.mask is not None:
+        inside["select"] = ffn.mask
+    replaced = [op.out for op in inside.values()]  # type: ignore[attr-defined]
+    replaced += [] if ffn.mask is None else [ffn.mask.scores]
+    values = {value: Value(next(ids), n_hot, value.name) for value in replaced}
+
+    def held(op: Any) -> Any:
+        named = {field.name: getattr(op, field.name) for field in fields(op)}
+        own = {name: values[v] for name, v in named.items() if isinstance(v, Value) and v in values}
+        return replace(op, **own, **({"first": 0} if isinstance(op, Mask) else {}))
+
+    down = replace(held(ffn.down), out=replace(ffn.down.out, id=next(ids)))
+    return replace(ffn, down=down, **{name: held(op) for name, op in inside.items()})
+
+
+def meetings_before(ffn: Ffn, hot: Ffn) -> list[Meeting]:
+    """What comes before the products of the hot part of an FFN."""
+    x, mask = ffn.up.x, ffn.mask
+    if mask is None or hot.mask is None:
+        return [Submit(x, x, None, None, layer=ffn.layer, part="ffn")]
+    return [
+        Submit(x, x, mask.scores, mask, layer=ffn.layer, part="ffn"),
+        HotScores(hot.mask.scores, mask.scores, mask, layer=ffn.layer, part="ffn"),
+    ]
+
+
+# -- how it is recorded --------------------------------------------------------------------------
+
+
+def exchange_bytes(width: int, n_ff: int, max_batch: int) -> tuple[int, int]:
+    """Bytes of rows that pass between the two sides, in one direction, and of bits beside them."""
+    return aligned(4 * max_batch * width), aligned(4 * max_batch * -(-n_ff // _WORD))
+
+
+class SharedLayers:
+    """The layers of a stage whose neurons are split, and the memory through which their rows pass.
+
+    hot: of each such layer bool [n_ff], the neurons of the device, one at least; worker: has the others.
+    neurons: the same as numbers. nbytes: of the device's memory. Raises UnsupportedModelError for a layer
+    that cannot be split, InvalidRequestError where a side has no neuron.
+    """
+
+    def __init__(
+        self, device: _core.VulkanDevice, graph: Graph, hot: Mapping[int, np.ndarray], worker: CpuWorker
+    ) -> None:
+        self._ffns = split_ffns(graph)
+        for layer, mask in hot.items():
+            if layer not in self._ffns:
+                raise UnsupportedModelError(
+                    f"the neurons of layer {layer} cannot be split between a Vulkan device and the CPU: its "
+                    "FFN has no zeros, or its down projection no row per neuron"
+                )
+            if not mask.any() or layer not in worker.layers:
+                raise InvalidRequestError(f"both sides of the split layer {layer} have a neuron at least")
+        self.neurons = {layer: np.flatnonzero(mask) for layer, mask in hot.items()}
+        self._worker, ffns = worker, [self._ffns[layer] for layer in hot]
+        of_rows, of_bits = exchange_bytes(ffns[0].out.width, max(ffn.n_ff for ffn in ffns), worker.max_batch)
+        asked = device.allocate(of_rows + of_bits, "from_device")
+        answers = device.allocate(of_rows, "to_device")
+        self._x, self._bits = Piece(asked, 0, of_rows), Piece(asked, of_rows, of_bits)
+        self._answers = Piece(answers, 0, of_rows)
+        self.nbytes = asked.reserved + answers.reserved
+        self.exchange = _core.VulkanExchange(worker.plan, asked, answers, of_rows)
+
+    def check_taps(self, taps: Collection[str]) -> None:
+        """Raises InvalidRequestError for values of a split FFN."""
+        for layer in self.neurons:
+            ffn = self._ffns[layer]
+            inside = {op.out.name for op in ffn.primitives if op is not ffn.down} - {ffn.up.x.name}
+            if found := inside.intersection(taps):
+                raise InvalidRequestError(
+                    f"{min(found)} cannot be tapped: the neurons of layer {layer} are split between the "
+                    "Vulkan device and the CPU; use --split layers"
+                )
+
+    def lower(self, op: Meeting, parts: Values) -> Record:
+        """The dispatches of one of the operations of this file."""
+        match op:
+            case Submit():
+                return self._submit(op, parts)
+            case HotScores():
+                return self._hot_scores(op, parts)
+            case Gather():
+                return self._gather(op, parts)
+
+    def _submit(self, op: Submit, parts: Values) -> Record:
+        width, mask, scores = op.x.width, op.mask, op.scores
+        push = width, stride_of(op.x), 0, width, width, 0, 1.0, 0.0, 0.0, 0.0
+
+        def record(to: Recorder, n: int) -> None:
+            x = parts.read(op.x, n)
+            copied = self._x.bound(4 * n * width, written=True)
+            to.add("elementwise", [_SCALE, 0], [x, x, copied], push, by_values(width, n))
+            if mask is not None and scores is not None:
+                n_words = -(-mask.x.width // _WORD)
+                read = parts.read(scores, n)
+                bits = self._bits.bound(4 * n * n_words, written=True)
+                of_bits = n_words, stride_of(scores), n_words, *_numbers(mask)
+                to.add("neurons", [1], [read, read, bits], of_bits, by_values(n_words, n))
+            to.program.cut()
+
+        return record
+
+    def _hot_scores(self, op: HotScores, parts: Values) -> Record:
+        neurons = self.neurons[op.layer]
+        numbers = parts.weights.made(("hot", op.layer), lambda: neurons)
+        push = len(neurons), stride_of(op.scores), stride_of(op.out), *_numbers(op.mask)
+
+        def record(to: Recorder, n: int) -> None:
+            bindings = [parts.read(op.scores, n), numbers.bound(), parts.written(op.out, n)]
+            to.add("neurons", [0], bindings, push, by_values(len(neurons), n))
+
+        return record
+
+    def _gather(self, op: Gather, parts: Values) -> Record:
+        width, index = op.x.width, self._worker.index_of(op.layer)
+        push = width, stride_of(op.x), width, stride_of(op.out), width, 0, 0.0, 0.0, 0.0, 0.0
+
+        def record(to: Recorder, n: int) -> None:
+            to.program.cut_for_host(index)
+            bindings = [parts.read(op.x, n), self._answers.bound(4 * n * width), parts.written(op.out, n)]
+            to.add("elementwise", [_ADD, 0], bindings, push, by_values(width, n))
+
+        return record
+
+
+def _numbers(mask: Mask) -> tuple[int, int, float]:
+    return mask.x.width, mask.first, mask.threshold

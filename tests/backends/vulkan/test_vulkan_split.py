@@ -1,0 +1,284 @@
+"""Layers whose neurons a Vulkan device shares with the CPU."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import batch, logits_of, tokens
+from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
+from cases import quick_are, quick_if
+from hybrid_runs import TOLERANCE, relative_error
+from sparse_runs import ACTIVATIONS, MODELS, N_FF, cpu, hot_neurons, prepared, write
+from vulkan_runs import stage_of, validated, vulkan
+
+import hotset
+from hotset import _core
+from hotset.backends.cpu.backend import CpuBackend
+from hotset.backends.cpu.worker import CpuWorker
+from hotset.backends.pipeline import ChainBackend
+from hotset.backends.vulkan import devices
+from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+from hotset.formats.quants import GGMLType as T
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.thresholds import LayerThresholds
+from hotset.placement import machine
+from hotset.placement import vulkan as planning
+
+__all__ = ["validated"]  # the fixture
+STEPS = [11, 12, 13, 30]  # a prompt, tokens one by one, more of a prompt
+SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16}
+# Of quantised weights both sides multiply the same rounded inputs; what is left are sums over neurons, whose
+# last bits now and then round an input of the next layer to another code, a step of 1/127.
+QUANTIZED_TOLERANCE = 0.02
+
+
+def shared(gguf: GGUFFile, mode: str, share: float, n_ff: int = N_FF, **options: Any) -> ChainBackend:
+    """A model of which a device has a share of each layer's neurons."""
+    ready, graph = prepared(gguf, mode)
+    hot = {i: hot_neurons(share, n_ff, i) for i in range(graph.n_layer)}
+    return vulkan(ready.weights, graph, hot=hot, **{"n_threads": 2, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "share"),
+    quick_if(
+        lambda model, mode, share: share == 0.5 and model == "bamboo",
+        MODELS, ["exact", "predicted"], [0.0, 0.25, 0.5, 0.75],
+    ),
+)  # fmt: skip
+def test_any_share_of_neurons_on_the_device(tmp_path: Path, model: str, mode: str, share: float) -> None:
+    """The CPU's logits, and the same bits with any number of threads, in any steps, beside any others."""
+    gguf, ids = write(tmp_path, model), tokens(40)
+    expected = logits_of(cpu(gguf, mode, kv_type="f32"), ids, STEPS, [2])
+    two = shared(gguf, mode, share)
+    found = logits_of(two, ids, STEPS, [2])
+    assert relative_error(found, expected) < TOLERANCE
+    assert two.cpu_worker_seconds().all()
+    one = shared(gguf, mode, share, n_threads=1)
+    np.testing.assert_array_equal(logits_of(one, ids, [*range(1, 9), 25], [1]), found)
+    beside = one.step(batch([(tokens(5, 7), 0, [4]), (ids[:12], 0, [6])])).logits
+    np.testing.assert_array_equal(beside[5:], found[:12])
+
+
+@pytest.mark.parametrize("type_", quick_are((T.Q4_0,), [T.F16, T.Q8_0, T.Q4_0]), ids=lambda t: t.name)
+@pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
+def test_quantised_weights(tmp_path: Path, type_: T, dialect: Any) -> None:
+    """Neuron-major matrices of PowerInfer's files, and copies in planes, with scales that neurons share."""
+    gguf, ids = write(tmp_path, "bamboo", type_, dialect=dialect), tokens(40)
+    expected = logits_of(cpu(gguf, "exact", kv_type="f32"), ids, STEPS, [2])
+    backend = shared(gguf, "exact", 0.4)
+    found = logits_of(backend, ids, STEPS, [2])
+    assert relative_error(found, expected) < (TOLERANCE if type_ == T.F16 else QUANTIZED_TOLERANCE)
+    np.testing.assert_array_equal(logits_of(backend, ids, [1, 2, 33], [5]), found)
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "relu2"])
+def test_other_activations_with_zeros(tmp_path: Path, activation: str) -> None:
+    keys = {"llama.hidden_activation": activation, **ACTIVATIONS[activation]}
+    gguf, ids = write(tmp_path, "llama", dialect="gguf", keys=keys), tokens(30)
+    expected = logits_of(cpu(gguf, "exact", kv_type="f32"), ids, STEPS[:3], [2])
+    found = logits_of(shared(gguf, "exact", 0.5), ids, STEPS[:3], [2])
+    assert relative_error(found, expected) < TOLERANCE
+
+
+def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
+    """Both sides leave out the same values, and only of tokens that are thresholded."""
+    gguf, ids = write(tmp_path, "llama"), tokens(30)
+    ready, _ = prepared(gguf, "exact")
+    found_of = LayerThresholds(gate=0.3, ffn_in=0.4, down_in=0.2)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
+    hot = {i: hot_neurons(0.5, seed=i) for i in range(2)}
+    split = vulkan(ready.weights, graph, hot=hot, n_threads=2)  # type: ignore[arg-type]
+    alone = CpuBackend(ready.weights, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    step = batch([(ids, 0, [0])])
+    plain = alone.step(step).logits.copy()
+    thresholded = replace(step, thresholded=np.arange(30) % 3 > 0)
+    expected = alone.step(thresholded).logits
+    assert relative_error(plain, expected) > 0.01
+    assert relative_error(split.step(thresholded).logits, expected) < TOLERANCE
+
+
+def test_layers_on_the_cpu_beside_split_ones(tmp_path: Path) -> None:
+    """Layers of the CPU, split ones and whole ones in a chain, whose CPU parts share one thread pool."""
+    gguf, ids = write(tmp_path, "llama", ranks=(32, 32, 32)), tokens(30)
+    ready, graph = prepared(gguf, "exact")
+    hot = {1: hot_neurons(0.5)}
+    chain = vulkan(ready.weights, graph, n_layers=2, hot=hot, n_threads=2)  # type: ignore[arg-type]
+    assert [stage.name == "cpu" for stage in chain.stages] == [True, False]
+    found = logits_of(chain, ids, STEPS[:3], [2])
+    expected = logits_of(cpu(gguf, "exact", kv_type="f32"), ids, STEPS[:3], [2])
+    assert relative_error(found, expected) < TOLERANCE
+    assert chain.cpu_worker_seconds().astype(bool).tolist() == [False, True, False]
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_what_is_inside_a_split_ffn_cannot_be_tapped(tmp_path: Path) -> None:
+    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
+    ffn = stage_of(backend).graph.ffns[1]
+    for value in (ffn.gate_act.out, ffn.selected):
+        with pytest.raises(InvalidRequestError, match="are split between the Vulkan device and the CPU"):
+            backend.step(batch([(tokens(3), 0, [0])], (value.name,)))
+    plain = backend.step(batch([(tokens(3), 0, [0])])).logits.copy()
+    tapped = backend.step(batch([(tokens(3), 0, [0])], (ffn.up.x.name, ffn.out.name)))
+    np.testing.assert_array_equal(tapped.logits, plain)
+    assert set(tapped.taps) == {ffn.up.x.name, ffn.out.name}
+
+
+def test_layers_without_zeros_are_not_split(tmp_path: Path) -> None:
+    gguf = open_gguf(write_model(tmp_path / "silu.gguf"))
+    with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
+        shared(gguf, "dense", 0.5, config_from_gguf(gguf).n_ff[0])
+
+
+def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
+    step = batch([(tokens(20), 0, [0])])
+    expected = backend.step(step).logits.copy()
+    begin = CpuWorker.begin_step
+
+    def poisoned(self: CpuWorker, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.cancel("the disk is gone")
+
+    monkeypatch.setattr(CpuWorker, "begin_step", poisoned)
+    with pytest.raises(DeviceError, match="given up: the disk is gone"):
+        backend.step(step)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+def test_a_submission_that_fails_between_the_two_sides(
+    tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
+    step = batch([(tokens(20), 0, [0])])
+    expected = backend.step(step).logits.copy()
+    _core.vulkan_fail("vkQueueSubmit", call, -4)
+    with pytest.raises(DeviceError, match="lost"):
+        backend.step(step)
+    _core.vulkan_fail("", 0, 0)
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
+    step = batch([(tokens(20), 0, [0])])
+    expected = backend.step(step).logits.copy()
+    begin = CpuWorker.begin_step
+
+    def cancelled(self: CpuWorker, *arguments: Any) -> None:
+        begin(self, *arguments)
+        other = threading.Thread(target=backend.cancel)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(CpuWorker, "begin_step", cancelled)
+    with pytest.raises(StepCancelledError):
+        backend.step(step)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which a tiny model is worth placing."""
+    slow = {"cpu_read": 1e7, "cpu_gather": 1e7, "cpu_read_busy": 1e7, "cpu_gather_busy": 1e7}
+    monkeypatch.setattr(machine, "STAND_IN", replace(machine.STAND_IN, sync=1e-6, launch=1e-9, **slow))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "model.gguf", n_ff=N_PLANTED, ranks=(32,) * PLANTED_LAYERS)
+
+
+def settings_of(mode: str) -> dict[str, Any]:
+    return {"device": "vulkan", "split": "neurons", "sparsity": mode, **SMALL}
+
+
+def budget_of(model: Path, share: float, mode: str) -> float:
+    """GiB with which a share of the FFNs is on the device."""
+    whole = hotset.plan(model, vram_budget=1.0, **settings_of(mode))
+    assert whole is not None
+    assert whole.budget is not None
+    assert whole.is_whole
+    [planned] = whole.budget.devices
+    return (planned.total - (1 - share) * planned.neurons + whole.budget.stream) / 2**30
+
+
+@pytest.mark.parametrize("share", quick_are((0.5,), [0.25, 0.5, 0.75]))
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str, share: float) -> None:
+    """What is planned is what is on the device, and never passed; the neurons that fire most are there."""
+    with hotset.load(model, backend="cpu", sparsity=mode, **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    gib = budget_of(model, share, mode)
+    with hotset.load(model, vram_budget=gib, **settings_of(mode)) as loaded:
+        placement = loaded.placement
+        assert placement is not None
+        assert placement.n_cpu_layers == 0
+        assert placement.hot_share == pytest.approx(share, abs=0.05)
+        assert placement.served_share is not None
+        assert placement.served_share > share + 0.02
+        assert relative_error(loaded.logits("Hello there"), expected) < 0.002
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total <= gib * 2**30
+        assert stage_of(loaded.backend)._device.allocated == memory.used  # type: ignore[arg-type]
+        assert any("share their neurons with the CPU" in note for note in loaded.backend.notes)
+
+
+def test_a_gpu_index_says_which_neurons_are_hot(model: Path, slow_cpu: None, tmp_path: Path) -> None:
+    masks = [hot_neurons(0.3, N_PLANTED, i) for i in range(PLANTED_LAYERS)]
+    masks[1][:], masks[2][:] = False, True
+    write_gpu_index(tmp_path / "index", GPUIndex(1 << 20, masks))
+    with hotset.load(model, backend="cpu", sparsity="predicted", **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    given: dict[str, Any] = {"device": "vulkan", "sparsity": "predicted", "gpu_index": tmp_path / "index"}
+    with hotset.load(model, **given, **SMALL) as loaded:
+        assert loaded.placement is not None
+        for place, mask in zip(loaded.placement.layers, masks, strict=True):
+            assert np.array_equal(np.ones(N_PLANTED, bool) if place.hot is None else place.hot, mask)
+        assert relative_error(loaded.logits("Hello there"), expected) < 0.002
+
+
+def test_what_is_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
+    gib = budget_of(model, 0.5, "exact")
+    for settings in ({"split": "layers"}, {"sparsity": "dense", "split": "auto"}):
+        found = hotset.plan(model, vram_budget=gib, **settings_of("exact") | settings)
+        assert found is not None
+        assert not any(place.is_split for place in found.layers)
+        assert found.n_cpu_layers > 0
+    silu = write_model(tmp_path / "silu.gguf")
+    with pytest.raises(UnsupportedModelError, match="no layer has neurons that a device could share"):
+        hotset.plan(silu, vram_budget=gib, device="vulkan", split="neurons", **SMALL)
+
+
+@pytest.mark.parametrize(("kind", "splits"), [("discrete", True), ("integrated", False)])
+def test_the_cost_of_meeting_decides(
+    model: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, splits: bool
+) -> None:
+    """Neurons are split where a round trip a layer costs little, and the CPU's memory is not the device's."""
+    gib, free = budget_of(model, 0.5, "exact"), settings_of("exact") | {"split": "auto"}
+    there = [replace(info, kind=kind) for info in devices.list_devices()]
+    monkeypatch.setattr(devices, "list_devices", lambda: there)
+    for sync, is_cheap in ((1e-6, True), (1.0, False)):
+        rates = replace(machine.STAND_IN, sync=sync)
+        monkeypatch.setattr(planning, "rates_beside", lambda *_, rates=rates: rates)
+        found = hotset.plan(model, vram_budget=gib, **free)
+        assert found is not None
+        assert any(place.is_split for place in found.layers) == (splits and is_cheap)
