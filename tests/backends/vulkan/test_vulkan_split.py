@@ -269,7 +269,7 @@ def test_what_is_not_split(model: Path, slow_cpu: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "splits"), [("discrete", True), ("integrated", False)])
-def test_the_cost_of_meeting_decides(
+def test_the_cost_of_a_submission_decides(
     model: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, splits: bool
 ) -> None:
     """Neurons are split where a round trip a layer costs little, and the CPU's memory is not the device's."""

@@ -20,7 +20,14 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
-from hotset.backends.vulkan.split import Gather, Meeting, SharedLayers, Submit, hot_part, meetings_before
+from hotset.backends.vulkan.split import (
+    Gather,
+    SharedLayers,
+    SplitOperation,
+    Submit,
+    hot_part,
+    operations_before,
+)
 from hotset.backends.vulkan.weights import FLOATS, DeviceMatrix, DeviceWeights, MatrixPart
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
@@ -135,7 +142,7 @@ class Step:
     is_hot: a product of the hot neurons of a split layer.
     """
 
-    op: Primitive | Meeting
+    op: Primitive | SplitOperation
     out: Value
     other: Value | None = None
     wanted: _Wanted = None
@@ -249,7 +256,7 @@ class Lowered:
     # ---- operations ----
 
     def _lower(self, step: Step) -> Record:  # noqa: C901 - a case for each operation
-        if isinstance(step.op, Meeting):
+        if isinstance(step.op, SplitOperation):
             assert self._shared is not None
             return self._shared.lower(step.op, self)
         if (what := missing_kernel(step.op)) is not None:
@@ -506,7 +513,7 @@ class Lowered:
 
         return record
 
-    def _bytes_of_low_rank(self, op: Primitive | Meeting) -> int:
+    def _bytes_of_low_rank(self, op: Primitive | SplitOperation) -> int:
         """Of memory for x times a, and that times the scales."""
         if not isinstance(op, LowRank) or self._adapters is None:
             return 0
@@ -851,7 +858,7 @@ def part_bytes(steps: list[Step], max_batch: int, n_pages: int) -> tuple[int, in
     return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
 
 
-def rounded_input(op: Primitive | Meeting, tensors: Mapping[str, TensorInfo]) -> Value | None:
+def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorInfo]) -> Value | None:
     """What an operation reads rounded to eight bits: the input of a product with quantised rows."""
     match op:
         case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
@@ -900,7 +907,7 @@ def _value_of(wanted: _Wanted) -> Value | None:
 
 def _with_hot(
     op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
-) -> Iterator[tuple[Primitive | Meeting, _Wanted, bool]]:
+) -> Iterator[tuple[Primitive | SplitOperation, _Wanted, bool]]:
     """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
     ids: of values that are none of the graph."""
     if shared is None or not isinstance(op, Ffn) or op.layer not in shared.neurons:
@@ -909,7 +916,7 @@ def _with_hot(
     hot = hot_part(op, len(shared.neurons[op.layer]), ids)
     for part, wanted in _opened(hot, taps):
         if part is hot.decides:
-            yield from ((meeting, None, False) for meeting in meetings_before(op, hot))
+            yield from ((added, None, False) for added in operations_before(op, hot))
         yield part, wanted, isinstance(part, Linear | TransposedLinear)
     yield Gather(op.down.out, hot.down.out, layer=op.layer, part=op.part), None, False
 

@@ -1,4 +1,4 @@
-"""Layers whose neurons a device shares with the CPU: what the device computes, and when the two meet.
+"""Layers whose neurons a device shares with the CPU: what the device computes, and where the two are joined.
 
     Submit           what gate and up read, and a bit for each neuron that a predictor names, go to memory
                      that the host sees; a cut follows, and the CPU worker computes the cold neurons
@@ -59,7 +59,7 @@ class Gather(Operation):
     x: Value
 
 
-Meeting = Submit | HotScores | Gather
+SplitOperation = Submit | HotScores | Gather
 
 
 # -- what a device computes of an FFN ------------------------------------------------------------
@@ -84,7 +84,7 @@ def hot_part(ffn: Ffn, n_hot: int, ids: Iterator[int]) -> Ffn:
     return replace(ffn, down=down, **{name: held(op) for name, op in inside.items()})
 
 
-def meetings_before(ffn: Ffn, hot: Ffn) -> list[Meeting]:
+def operations_before(ffn: Ffn, hot: Ffn) -> list[SplitOperation]:
     """What comes before the products of the hot part of an FFN."""
     x, mask = ffn.up.x, ffn.mask
     if mask is None or hot.mask is None:
@@ -144,7 +144,7 @@ class SharedLayers:
                     "Vulkan device and the CPU; use --split layers"
                 )
 
-    def lower(self, op: Meeting, parts: Values) -> Record:
+    def lower(self, op: SplitOperation, parts: Values) -> Record:
         """The dispatches of one of the operations of this file."""
         match op:
             case Submit():
