@@ -1,6 +1,6 @@
-"""Decode and prefill deep in the context: hotset, llama.cpp with flash attention, and ik_llama.cpp, in turn.
+"""Decode and prefill deep in the context: hotset beside llama.cpp with flash attention and ik_llama.cpp.
 
-usage: python bench/depths.py MODEL.gguf --llama BUILD/bin --ik BUILD/bin [--depths 4096] [--kv-types f16]
+usage: python bench/depths.py MODEL.gguf --llama BUILD/bin [--ik BUILD/bin] [--depths 4096] [--kv-types f16]
 
 At each depth a prompt of 512 tokens and 32 generated ones are timed, for each type of the KV cache. The
 roofline is printed first: what a token reads, weights, keys and values, over the rate at which the file is
@@ -24,16 +24,6 @@ from peers import Job, Program
 N_PROMPT, N_GEN = 512, 32
 TARGETS = {4096: 1.7, 16384: 2.4}  # decode in F16, least ratio to the better peer
 SHARE_TARGET = 0.8  # of the read rate
-HEADERS = [
-    "depth",
-    "cache",
-    "hotset t/s",
-    "llama.cpp",
-    "ik_llama.cpp",
-    "÷ the better one",
-    "of the read rate",
-]
-HEADERS += ["prefill t/s", "llama.cpp", "ik_llama.cpp", "÷ the better one"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +46,12 @@ class SweepBench:
         return {kind: {"samples_ts": [found[0][f"speed_{kind}"]]} for kind in ("pp", "tg")}
 
 
-def programs(llama: Path, ik: Path) -> list[Program | SweepBench]:
+def programs(llama: Path, ik: Path | None) -> list[Program | SweepBench]:
     with_flash_attention = replace(
         peers.llama_bench(llama), kv_flags=lambda type_: ["-ctk", type_, "-ctv", type_, "-fa", "1"]
     )
-    return [peers.hotset(), with_flash_attention, SweepBench(ik / "llama-sweep-bench")]
+    sweep = [] if ik is None else [SweepBench(ik / "llama-sweep-bench")]
+    return [peers.hotset(), with_flash_attention, *sweep]
 
 
 def measure(job: Job, all_programs: list[Program | SweepBench], rounds: int) -> dict[str, Any]:
@@ -109,20 +100,23 @@ def main() -> None:
     )
     peers.common_arguments(parser, rounds=3)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--ik", type=Path, required=True, help="bin folder of an ik_llama.cpp build")
+    parser.add_argument("--ik", type=Path, help="bin folder of an ik_llama.cpp build")
     parser.add_argument("--depths", default="4096,16384,32768", help="multiples of 512 (4096,16384,32768)")
     parser.add_argument("--kv-types", default="f16,q8_0,q4_0", help="f16,q8_0,q4_0")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     peers.wait_until_quiet(args.force)
     all_programs = programs(args.llama, args.ik)
+    names = [program.name for program in all_programs]
+    headers = ["depth", "cache", *names, "÷ the better peer", "of the read rate"]
+    headers += [f"prefill: {names[0]}", *names[1:], "÷ the better peer"]
+    print(f"{args.model.name}, {args.rounds} rounds\n\n| {' | '.join(headers)} |\n{'|---' * len(headers)}|")
     results = []
     for depth in map(int, args.depths.split(",")):
         for kv_type in args.kv_types.split(","):
             job = Job(args.model, N_PROMPT, N_GEN, depth, args.threads, kv_type, repetitions=1)
             results.append(measure(job, all_programs, args.rounds))
-    print(f"\n{args.model.name}, {args.rounds} rounds\n")
-    peers.print_table(HEADERS, [cells(found) for found in results])
+            print(f"| {' | '.join(cells(results[-1]))} |", flush=True)
     print()
     peers.print_json("depths", machine=peers.machine(), model=args.model.name, results=results)
 

@@ -27,7 +27,7 @@ from typing import Any
 import hotset
 
 ROOT = Path(__file__).resolve().parents[1]
-N_CTX = 2048
+N_CTX = 4096
 DRAFT_MAX = 8
 HEADERS = ("work", "t/s without", "with", "ratio", "tokens per step", "accepted")
 PEER_HEADERS = (
