@@ -3,8 +3,8 @@
 usage: python bench/depths.py MODEL.gguf --llama BUILD/bin [--ik BUILD/bin] [--depths 4096] [--kv-types f16]
 
 At each depth a prompt of 512 tokens and 32 generated ones are timed, for each type of the KV cache. The
-roofline is printed first: what a token reads, weights, keys and values, over the rate at which the file is
-read. Most of the time goes into filling the caches, which is not timed: two minutes at a depth of 16,384.
+roofline is printed beside: what a token reads, weights, keys and values, over the rate at which the file is
+read. Most of the time goes into filling the caches, which is not timed: minutes at a depth of 16,384.
 """
 
 from __future__ import annotations
