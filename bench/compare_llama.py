@@ -1,4 +1,4 @@
-"""hotset against llama.cpp: decode, prompts, and decode deep in the context, on the same file in turn.
+"""hotset against llama.cpp: decode and prompts, on the same file in turn.
 
 usage: python bench/compare_llama.py --llama BUILD/bin --model SmolLM2.gguf --model b7.gguf [--isa avx2]
 
@@ -19,16 +19,15 @@ LARGE = 1 << 30  # bytes of a file from which a token is bound by memory, and ta
 # Least ratio to llama.cpp, by size of the model and kind of test
 TARGETS = {"small": {"pp": 1.5, "tg": 1.8}, "large": {"pp": 1.0, "tg": 1.3}}
 LARGE_SHARE = 0.95  # of the read bandwidth: where decode reaches it, no ratio is asked for
-FORCED_ISA = DEEP = 1.0
+FORCED_ISA = 1.0
 
 
-def jobs(model: Path, threads: list[int], depth: int) -> list[Job]:
-    """What is measured of a model. Deep tests with the most threads, where the cache of a large one fits."""
-    most = max(threads)
+def jobs(model: Path, threads: list[int]) -> list[Job]:
+    """What is measured of a model."""
     if model.stat().st_size >= LARGE:
+        most = max(threads)
         return [Job(model, 256, 32, n_threads=n, repetitions=1 if n < most else 2) for n in threads]
-    deep = [Job(model, 0, 64, depth, most, kv_type) for kv_type in ("f16", "q8_0")] if depth else []
-    return [Job(model, 256, 64, n_threads=n) for n in threads] + deep
+    return [Job(model, 256, 64, n_threads=n) for n in threads]
 
 
 def set_target(row: Row, job: Job, kind: str, isa: str | None) -> None:
@@ -36,8 +35,6 @@ def set_target(row: Row, job: Job, kind: str, isa: str | None) -> None:
     large = job.model.stat().st_size >= LARGE
     if isa:
         row.target = FORCED_ISA
-    elif job.n_depth:
-        row.target = DEEP
     else:
         row.target = TARGETS["large" if large else "small"][kind]
         if large and kind == "tg":
@@ -51,7 +48,6 @@ def main() -> None:
     peers.common_arguments(parser, rounds=5)
     parser.add_argument("--model", type=Path, required=True, action="append", help="GGUF file; repeatable")
     parser.add_argument("--threads", default="2,1", help="numbers of threads (2,1)")
-    parser.add_argument("--depth", type=int, default=4096, help="of the deep tests; 0 for none (4096)")
     parser.add_argument("--isa", help="force hotset's kernels: avx2, avx512, scalar, ...")
     args = parser.parse_args()
     ours, llama = peers.hotset(args.isa), peers.llama_bench(args.llama)
@@ -60,7 +56,7 @@ def main() -> None:
     results = {}
     for model in args.model:
         rows = []
-        for job in jobs(model, [int(n) for n in args.threads.split(",")], args.depth):
+        for job in jobs(model, [int(n) for n in args.threads.split(",")]):
             measured = peers.compare(ours, llama, job, args.rounds)
             for row, (_, kind) in zip(measured, job.tests, strict=True):
                 set_target(row, job, kind, args.isa)

@@ -52,7 +52,7 @@ class Row:
 def default_kinds(model: Path) -> list[str]:
     with open_gguf(model) as file:
         published = "blk.0.fc1.weight" in file.tensors
-    kinds = ["mlp", "mlp:q8_0", "mlp:q4_0"] if published else []
+    kinds = ["mlp", "mlp:q8_0", "mlp:q4_0", "mlp:q3_k"] if published else []
     return [*kinds, "svd", *(f"svd:{rank}" for rank in SVD_RANKS)]
 
 

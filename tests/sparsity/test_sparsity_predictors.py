@@ -79,8 +79,9 @@ def test_what_the_option_says() -> None:
     assert parse_predictor("svd:64") == PredictorSpec("svd", rank=64)
     assert parse_predictor("svd:64:f16") == PredictorSpec("svd", rank=64, type=GGMLType.F16)
     assert str(parse_predictor("svd:64:f16")) == "svd:64:f16"
+    assert parse_predictor("mlp:q3_k") == PredictorSpec("mlp", type=GGMLType.Q3_K)
     for text in ("", "mlp:f16", "mlp:q8_0:1", "svd:0", "svd:x", "svd:8:q5_0", "svd:"):
-        with pytest.raises(InvalidRequestError, match="must be mlp, mlp:q8_0, mlp:q4_0, svd"):
+        with pytest.raises(InvalidRequestError, match=r"must be mlp, mlp:TYPE \(q8_0, q4_0, q3_k\), svd"):
             parse_predictor(text)
     for text in ("sign", "SIGN:-0.25", "sign:x"):
         with pytest.raises(InvalidRequestError, match=r"^the predictor sign was removed; use svd$"):
@@ -223,16 +224,18 @@ def test_an_odd_calibration_costs_a_sentence() -> None:
         Calibration(n_tokens=3)
 
 
-@pytest.mark.parametrize("type_", ["q8_0", "q4_0"])
-def test_a_published_predictor_in_fewer_bits(type_: str, tmp_path: Path) -> None:
-    gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, 64))
+@pytest.mark.parametrize(
+    ("type_", "width", "most"), [("q8_0", 64, 0.02), ("q4_0", 64, 0.3), ("q3_k", 256, 0.4)]
+)
+def test_a_published_predictor_in_fewer_bits(type_: str, width: int, most: float, tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, width), n_embd=width)
     ready = prepared(gguf, f"mlp:{type_}")
     asked = parse_predictor(f"mlp:{type_}").type
     types = {
         name: ready.weights.tensors[f"blk.{name}.weight"].type
         for name in ("0.fc1", "0.fc2", "1.fc1", "1.fc2")
     }
-    assert types.pop("0.fc2") == GGMLType.F32  # rows of 33 are no blocks of 32
+    assert types.pop("0.fc2") == GGMLType.F32  # rows of 33 are no blocks
     assert set(types.values()) == {asked}
     assert ready.predictor is not None
     assert ready.predictor.thresholds == (pytest.approx(0.1),) * 2
@@ -241,7 +244,14 @@ def test_a_published_predictor_in_fewer_bits(type_: str, tmp_path: Path) -> None
         for r in (prepared(gguf, "mlp"), ready)
     )
     error = np.abs(few - plain).max() / np.abs(plain).max()
-    assert 0 < error < (0.02 if type_ == "q8_0" else 0.3)
+    assert 0 < error < most
+
+
+def test_blocks_that_do_not_divide_rows_give_way_to_smaller_ones(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf")
+    tensors = prepared(gguf, "svd:16:q3_k").weights.tensors
+    assert tensors["blk.0.svd_a.weight"].type == GGMLType.Q4_0  # rows of 64 values
+    assert tensors["blk.0.svd_b.weight"].type == GGMLType.F16  # of 16
 
 
 def test_rows_that_no_blocks_divide_cost_a_sentence(tmp_path: Path) -> None:

@@ -234,8 +234,8 @@ def row_bytes(type: GGMLType, ne0: int) -> int:
 
 
 def fitting(type: GGMLType, width: int) -> GGMLType:
-    """The type for a matrix with rows of that width: F16 where blocks do not divide them."""
-    return GGMLType.F16 if width % TYPES[type].block_size else type
+    """The type for a matrix with rows of that width: where blocks do not divide them Q4_0, else F16."""
+    return next(t for t in (type, GGMLType.Q4_0, GGMLType.F16) if width % TYPES[t].block_size == 0)
 
 
 # ---- decoders: blocks (structured, [n]) → float32 [n, block_size] --------------------------------------

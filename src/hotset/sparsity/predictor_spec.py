@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
 # eighth of the width on, more rank costs as many bytes as it saves of the gate.
 DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
-_TYPES = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0, "f16": GGMLType.F16}
+_TYPES = {name: GGMLType[name.upper()] for name in ("q8_0", "q4_0", "q3_k", "f16")}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def parse_predictor(text: str) -> PredictorSpec:
         match kind, rest:
             case "mlp", []:
                 return PredictorSpec("mlp")
-            case "mlp", ["q8_0" | "q4_0" as type_]:
+            case "mlp", ["q8_0" | "q4_0" | "q3_k" as type_]:
                 return PredictorSpec("mlp", type=_TYPES[type_])
             case "svd", []:
                 return PredictorSpec("svd")
@@ -59,6 +59,6 @@ def parse_predictor(text: str) -> PredictorSpec:
     except (KeyError, ValueError):
         pass
     raise InvalidRequestError(
-        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, svd, "
-        "svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
+        f"the predictor {text!r} is not known; it must be mlp, mlp:TYPE (q8_0, q4_0, q3_k), svd, "
+        "svd:RANK or svd:RANK:TYPE (q8_0, q4_0, q3_k, f16)"
     )

@@ -1,6 +1,6 @@
 """Predictors: cheap guesses of which neurons fire, so that the others cost nothing.
 
-    mlp[:TYPE]         fc1 and fc2 of the file (PowerInfer), as stored or requantised to q8_0 or q4_0
+    mlp[:TYPE]         fc1 and fc2 of the file (PowerInfer), as stored or requantised (q8_0, q4_0, q3_k)
     svd[:RANK[:TYPE]]  the gate's product through a truncated singular value decomposition (arXiv 2603.14110)
 
 `svd` is built from the weights alone. In a model without a gate the up matrix is the one whose sign decides,
