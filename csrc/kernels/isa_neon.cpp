@@ -1031,7 +1031,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
             int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > kFewTokens) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
 #ifdef HOTSET_I8MM
-    neon_kernels()->linear[int(Format::kType)](w, row0, row1, x, t0, t1, out, ld, scratch);
+    return neon_kernels()->linear[int(Format::kType)](w, row0, row1, x, t0, t1, out, ld, scratch);
 #else
     if (t1 - t0 > 1) return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld);
     const Token token(x, t0);
