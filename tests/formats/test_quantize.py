@@ -14,8 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf.quants import dequantize as oracle_dequantize
 from file_kinds import needs_links
+from gguf.quants import dequantize as oracle_dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
