@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from byte_models import write_sparse
 from cli_runs import REFERENCE, TEXT, inside
+from file_kinds import needs_links, needs_pipes
 from killed import kill_while_it_writes, needs_unnamed_files
 from waiting import WATCHDOG
 
@@ -22,8 +23,6 @@ import hotset
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import appending, changing, check_folder, check_target, replacing, write_whole
 from hotset.formats.torch_file import write_torch
-
-needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 
 
 @pytest.fixture(params=["pipe", "socket", "folder", "link to a device", "link to a pipe"])
@@ -113,9 +112,16 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with appending(place) as file:
         file.write(b"er")
     assert place.read_bytes() == b"newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@needs_links
+def test_a_link_is_replaced_and_not_what_it_names(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    place.write_bytes(b"old")
     (tmp_path / "link").symlink_to(place)
     write_whole({tmp_path / "link": "ä"})
-    assert (place.read_bytes(), (tmp_path / "link").read_bytes()) == (b"newer", "ä".encode())
+    assert (place.read_bytes(), (tmp_path / "link").read_bytes()) == (b"old", "ä".encode())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]
 
 
@@ -150,6 +156,7 @@ def test_a_name_as_long_as_the_system_allows_has_room_for_its_temporary_one(tmp_
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@needs_links
 def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "..", Path("/")):
         with pytest.raises(InvalidRequestError, match="is a folder"):

@@ -1462,7 +1462,12 @@ constexpr int64_t kCachedBytes = 128 * 1024;
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
+#ifdef HOTSET_AVX_VNNI
+    if (t1 - t0 == 1)
+        return avx2_kernels()->linear[int(Format::kType)](w, row0, row1, x, t0, t1, out, ld, scratch);
+#else
     if (t1 - t0 == 1) return one_token<Format, true>(w, row0, row1, x, t0, out);
+#endif
     if constexpr (kSeveralFrom<Format> > 2)
         if (t1 - t0 < kSeveralFrom<Format>) {
             for (int t = t0; t < t1; t++) one_token<Format, false>(w, row0, row1, x, t, out + (t - t0) * ld);

@@ -5,6 +5,8 @@
 // Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that nothing is added across
 // lanes.
 //
+// With HOTSET_I8MM these are the kernels of I8MM: the products of a panel, two rows times two tokens at once.
+//
 // Compile with -ffp-contract=off: vmulq_f32 and vaddq_f32 are ordinary operators to the compiler.
 #include <arm_neon.h>
 
@@ -14,7 +16,11 @@
 #include "codebooks.h"
 #include "kernels.h"
 
+#ifdef HOTSET_I8MM  // isa_i8mm.cpp
+namespace hotset::i8mm {
+#else
 namespace hotset::neon {
+#endif
 
 #include "blocks.h"
 #include "simd_neon.h"
@@ -769,8 +775,8 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
 // ---- Many tokens
 // ------------------------------------------------------------------------------------------------
 
-// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes (four
-// bytes of each row), then the block's scales.
+// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes, a
+// half block in four as `interleave` leaves them, then the block's scales.
 struct Panel {
     int8_t* codes;       // [blocks][4][8][16]
     float* scale;        // [blocks][16]
@@ -789,6 +795,20 @@ inline void transpose(int32x4_t v[4]) {
     v[1] = vreinterpretq_s32_s64(vtrn1q_s64(ab_odd, cd_odd));
     v[2] = vreinterpretq_s32_s64(vtrn2q_s64(ab_even, cd_even));
     v[3] = vreinterpretq_s32_s64(vtrn2q_s64(ab_odd, cd_odd));
+}
+
+// The sixteen codes of each of four rows, as the products of a panel take them.
+inline void interleave(int32x4_t rows[4]) {
+#ifdef HOTSET_I8MM  // codes 0 to 7 of two rows a register, then codes 8 to 15
+    int64x2_t v[4];
+    for (int r = 0; r < 4; r++) v[r] = vreinterpretq_s64_s32(rows[r]);
+    rows[0] = vreinterpretq_s32_s64(vtrn1q_s64(v[0], v[1]));
+    rows[1] = vreinterpretq_s32_s64(vtrn1q_s64(v[2], v[3]));
+    rows[2] = vreinterpretq_s32_s64(vtrn2q_s64(v[0], v[1]));
+    rows[3] = vreinterpretq_s32_s64(vtrn2q_s64(v[2], v[3]));
+#else
+    transpose(rows);  // four codes of each row a register
+#endif
 }
 
 // Packs four rows (rows[i] is readable for sixteen blocks), the fours-th four of a panel, blocks b.. b + n.
@@ -812,7 +832,7 @@ inline void pack_four(const uint8_t* const rows[4], int four, int64_t b, int n, 
         for (int j = 0; j < count; j++)
             for (int half = 0; half < 2; half++) {
                 int8_t* out = panel.codes + ((first_block + j) * 4 + four) * 128 + half * 64;
-                transpose(words[j][half]);
+                interleave(words[j][half]);
                 for (int i = 0; i < 4; i++) vst1q_s8(out + 16 * i, vreinterpretq_s8_s32(words[j][half][i]));
             }
         int32x4_t lanes[4];
@@ -855,36 +875,81 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
 
 constexpr int kTokenTile = 4;
 
-// Four lanes (rows) of the dot product of 16 weights: codes[i] holds weights 4i..4i+3 of each row.
-inline int32x4_t dot_rows(int32x4_t acc, const int8x16_t codes[4], int8x16_t q) {
-    acc = vdotq_laneq_s32(acc, codes[0], q, 0);
-    acc = vdotq_laneq_s32(acc, codes[1], q, 1);
-    acc = vdotq_laneq_s32(acc, codes[2], q, 2);
-    return vdotq_laneq_s32(acc, codes[3], q, 3);
-}
+// Inputs of one block of T tokens, as products with codes of a panel take them.
+template <int T>
+class BlockInputs {
+  public:
+    BlockInputs(const Token* x, int64_t at) {
+        for (int half = 0; half < 2; half++)
+#ifdef HOTSET_I8MM
+            for (int pair = 0; pair < kPairs; pair++) {
+                const int8_t* const other = x[imin(2 * pair + 1, T - 1)].q;
+                const int64x2_t v = vreinterpretq_s64_s8(vld1q_s8(x[2 * pair].q + at + 64 * half)),
+                                u = vreinterpretq_s64_s8(vld1q_s8(other + at + 64 * half));
+                q_[pair][2 * half] = vreinterpretq_s8_s64(vtrn1q_s64(v, u));
+                q_[pair][2 * half + 1] = vreinterpretq_s8_s64(vtrn2q_s64(v, u));
+            }
+#else
+            for (int t = 0; t < T; t++) q_[t][half] = vld1q_s8(x[t].q + at + 64 * half);
+#endif
+    }
+
+    // The dot products with four rows, the lanes, of kCount halves of the block from kFirst on, for each
+    // token.
+    template <int kFirst, int kCount>
+    void multiply(const int8x16_t codes[8], int32x4_t dots[T]) const {
+#ifdef HOTSET_I8MM
+        for (int pair = 0; pair < kPairs; pair++) {
+            int64x2_t sums[2];  // two rows of the one token, then of the other
+            for (int rows = 0; rows < 2; rows++) {
+                int32x4_t sum = vdupq_n_s32(0);
+                for (int i = 2 * kFirst; i < 2 * (kFirst + kCount); i++)
+                    sum = vmmlaq_s32(sum, q_[pair][i], codes[2 * i + rows]);
+                sums[rows] = vreinterpretq_s64_s32(sum);
+            }
+            dots[2 * pair] = vreinterpretq_s32_s64(vtrn1q_s64(sums[0], sums[1]));
+            if (2 * pair + 1 < T) dots[2 * pair + 1] = vreinterpretq_s32_s64(vtrn2q_s64(sums[0], sums[1]));
+        }
+#else
+        for (int t = 0; t < T; t++) {
+            dots[t] = vdupq_n_s32(0);
+            for (int half = kFirst; half < kFirst + kCount; half++) {
+                dots[t] = vdotq_laneq_s32(dots[t], codes[4 * half], q_[t][half], 0);
+                dots[t] = vdotq_laneq_s32(dots[t], codes[4 * half + 1], q_[t][half], 1);
+                dots[t] = vdotq_laneq_s32(dots[t], codes[4 * half + 2], q_[t][half], 2);
+                dots[t] = vdotq_laneq_s32(dots[t], codes[4 * half + 3], q_[t][half], 3);
+            }
+        }
+#endif
+    }
+
+  private:
+#ifdef HOTSET_I8MM
+    static constexpr int kPairs = (T + 1) / 2;
+    int8x16_t q_[kPairs][4];  // of a pair of tokens, eight inputs each; an odd last one is its own partner
+#else
+    int8x16_t q_[T][2];
+#endif
+};
 
 template <class Format, int T>
 inline void panel_tile(const Panel& panel, int64_t blocks, const Token* x, float (*acc)[kTokenTile][16]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t at = half_at(kInterleaved, b, 0);
-        int8x16_t q[T][2];
-        for (int t = 0; t < T; t++) {
-            q[t][0] = vld1q_s8(x[t].q + at);
-            q[t][1] = vld1q_s8(x[t].q + at + 64);
-        }
+        const BlockInputs<T> inputs(x, at);
         for (int four = 0; four < 4; four++) {
             int8x16_t codes[8];
             for (int i = 0; i < 8; i++) codes[i] = vld1q_s8(panel.codes + (b * 4 + four) * 128 + i * 16);
             const float32x4_t scale = vld1q_f32(panel.scale + b * 16 + four * 4);
+            int32x4_t dots[T], second_dots[T];
+            inputs.template multiply<0, kSub ? 1 : 2>(codes, dots);
+            if constexpr (kSub) inputs.template multiply<1, 1>(codes, second_dots);
             for (int t = 0; t < T; t++) {
-                int32x4_t dot = dot_rows(vdupq_n_s32(0), codes, q[t][0]);
+                int32x4_t dot = dots[t];
                 if constexpr (kSub) {
-                    const int32x4_t dot1 = dot_rows(vdupq_n_s32(0), codes + 4, q[t][1]);
                     dot = vmulq_s32(dot, vld1q_s32(panel.sub_scale + b * 32 + four * 4));
-                    dot = vmlaq_s32(dot, dot1, vld1q_s32(panel.sub_scale + b * 32 + 16 + four * 4));
-                } else {
-                    dot = dot_rows(dot, codes + 4, q[t][1]);
+                    dot = vmlaq_s32(dot, second_dots[t], vld1q_s32(panel.sub_scale + b * 32 + 16 + four * 4));
                 }
                 float* lane = acc[b % 16][t] + 4 * four;
                 float32x4_t total =
@@ -965,10 +1030,14 @@ template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > kFewTokens) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+#ifdef HOTSET_I8MM
+    return neon_kernels()->linear[int(Format::kType)](w, row0, row1, x, t0, t1, out, ld, scratch);
+#else
     if (t1 - t0 > 1) return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld);
     const Token token(x, t0);
     for (int64_t r = row0; r < row1; r++)
         out[r - row0] = dot<Format>(w.row(r), nullptr, w.end(), x.k / 32, token);
+#endif
 }
 
 template <class Format>
@@ -989,10 +1058,22 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 #include "encode_kernels.h"
 #include "codebook_encoders.h"
 
-}  // namespace hotset::neon
+}  // namespace
 
 namespace hotset {
 
+#ifdef HOTSET_I8MM
+const Kernels* i8mm_kernels() {
+    static const Kernels table = [] {
+        using namespace i8mm;
+        Kernels t = *neon_kernels();
+        t.isa = "i8mm";
+        for_formats([&t]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; });
+        return t;
+    }();
+    return &table;
+}
+#else
 const Kernels* neon_kernels() {
     static const Kernels table = [] {
         using namespace neon;
@@ -1006,5 +1087,6 @@ const Kernels* neon_kernels() {
     }();
     return &table;
 }
+#endif
 
 }  // namespace hotset

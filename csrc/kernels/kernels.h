@@ -413,9 +413,10 @@ const Kernels* avx_vnni_kernels();  // those of AVX2 with other products of seve
 const Kernels* avx512_kernels();
 const Kernels* amx_kernels();  // those of AVX-512 with other products of many tokens
 const Kernels* neon_kernels();
+const Kernels* i8mm_kernels();  // those of NEON with other products of many tokens
 
-// The best table that this processor can run, or the one that `forced` names (scalar, avx2, avx512, amx,
-// neon). Null with a reason in `error` when that one is unknown or cannot run here, or when none can.
+// The best table that this processor can run, or the one that `forced` names (as in `isa`). Null with a
+// reason in `error` when that one is unknown or cannot run here, or when none can.
 const Kernels* select_kernels(const char* forced, const char** error);
 
 }  // namespace hotset

@@ -14,6 +14,8 @@
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #elif defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
@@ -70,24 +72,41 @@ bool has_avx512() {
 }
 #endif
 
-// NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2.
+// NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2, those of i8mm
+// with 8.6.
 #if defined(__aarch64__) && defined(__linux__)
 bool has_neon() {
     // isa_neon.cpp is compiled for both: HWCAP_ASIMDDP, which older headers lack, and HWCAP_ASIMDHP.
     constexpr unsigned long kDotProduct = 1ul << 20, kHalfPrecision = 1ul << 10;
     return (~getauxval(AT_HWCAP) & (kDotProduct | kHalfPrecision)) == 0;
 }
+bool has_i8mm() {
+    constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2_I8MM
+    return has_neon() && getauxval(AT_HWCAP2) & kI8mm;
+}
 #elif defined(__aarch64__) && defined(__APPLE__)
 bool has_neon() {
     return true;
+}
+bool has_i8mm() {  // from the M2 on
+    int found = 0;
+    size_t size = sizeof(found);
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found;
 }
 #elif defined(_WIN32) && (defined(_M_ARM64) || defined(__aarch64__))
 bool has_neon() {
     constexpr DWORD kDotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
     return IsProcessorFeaturePresent(kDotProduct);
 }
+bool has_i8mm() {
+    constexpr DWORD kI8mm = 66;  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+    return has_neon() && IsProcessorFeaturePresent(kI8mm);
+}
 #else
 bool has_neon() {
+    return false;
+}
+bool has_i8mm() {
     return false;
 }
 #endif
@@ -128,6 +147,11 @@ const Kernels* neon_kernels() {
     return nullptr;
 }
 #endif
+#if !defined(HOTSET_ARM64) || defined(_MSC_VER)
+const Kernels* i8mm_kernels() {
+    return nullptr;
+}
+#endif
 
 const Kernels* select_kernels(const char* forced, const char** error) {
 #ifdef HOTSET_X86
@@ -140,16 +164,17 @@ const Kernels* select_kernels(const char* forced, const char** error) {
     const Kernels* amx = has_avx512() && has_amx() ? amx_kernels() : nullptr;
     const Kernels* avx_vnni = has_avx_vnni() ? avx_vnni_kernels() : nullptr;
     const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
+    const Kernels* i8mm = has_i8mm() ? i8mm_kernels() : nullptr;
     const Kernels* neon = has_neon() ? neon_kernels() : nullptr;
-    const Kernels* choices[] = {amx, avx512, avx_vnni, avx2, neon, scalar_kernels()};
+    const Kernels* choices[] = {amx, avx512, avx_vnni, avx2, i8mm, neon, scalar_kernels()};
     for (const Kernels* table : choices)
         if (table && (!forced || !*forced || !std::strcmp(forced, table->isa))) return table;
-    for (const char* name : {"amx", "avx512", "avxvnni", "avx2", "neon"})
+    for (const char* name : {"amx", "avx512", "avxvnni", "avx2", "i8mm", "neon"})
         if (!std::strcmp(forced, name)) {
             *error = "this processor cannot run these instructions";
             return nullptr;
         }
-    *error = "it must be scalar, avx2, avxvnni, avx512, amx or neon";
+    *error = "it must be scalar, avx2, avxvnni, avx512, amx, neon or i8mm";
     return nullptr;
 }
 

@@ -52,13 +52,19 @@ class Buffer {
 
 #ifdef _WIN32
 
+namespace {
+std::string last_reason() {  // in the words of other systems, where it has one
+    return std::error_code(int(GetLastError()), std::system_category()).default_error_condition().message();
+}
+}  // namespace
+
 StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
     const std::filesystem::path named(std::u8string(path_.begin(), path_.end()));
     handle_ = CreateFileW(named.c_str(), GENERIC_READ, FILE_SHARE_READ, nullptr, OPEN_EXISTING,
                           FILE_FLAG_RANDOM_ACCESS, nullptr);
     LARGE_INTEGER size;
     if (handle_ == INVALID_HANDLE_VALUE || !GetFileSizeEx(handle_, &size))
-        throw ReadError(path_ + " cannot be read; check the path");
+        throw ReadError(path_ + " cannot be read: " + last_reason());
     bytes_ = uint64_t(size.QuadPart);
 }
 StoredFile::~StoredFile() {

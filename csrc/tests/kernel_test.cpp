@@ -823,7 +823,7 @@ void test_all(const Kernels& kernels) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    const Kernels* tables[] = {scalar_kernels(), nullptr, nullptr, nullptr, nullptr, nullptr};
+    const Kernels* tables[7] = {scalar_kernels()};
     int n_tables = 1;
     const char* reason = nullptr;
     const Kernels* selected = select_kernels(nullptr, &reason);
@@ -835,7 +835,7 @@ int main(int argc, char** argv) {
         std::printf("%s: selected\n", selected->isa);
         return 0;
     }
-    for (const char* isa : {"avx2", "avxvnni", "avx512", "amx", "neon"}) {
+    for (const char* isa : {"avx2", "avxvnni", "avx512", "amx", "neon", "i8mm"}) {
         const char* error = nullptr;
         if (const Kernels* kernels = select_kernels(isa, &error)) tables[n_tables++] = kernels;
     }

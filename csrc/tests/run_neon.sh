@@ -49,10 +49,11 @@ case $cxx in
 *) dotprod=-march=armv8.2-a+dotprod+fp16 ;;
 esac
 compile neon kernels/isa_neon.cpp "$dotprod"
+compile i8mm kernels/isa_i8mm.cpp "$dotprod+i8mm"
 compile scalar kernels/isa_scalar.cpp
 compile select kernels/select.cpp
 compile test tests/kernel_test.cpp
-$cxx -static "$build/neon.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
+$cxx -static "$build/neon.o" "$build/i8mm.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
 
 expect() {  # what it must print, processor, arguments
     line=$1
@@ -70,6 +71,7 @@ expect() {  # what it must print, processor, arguments
     grep -q "^$line" "$build/log" || { echo "FAIL: $cpu did not print '$line'"; exit 1; }
     keep "$build/log" "$log"
 }
-expect "neon: compared" max
+expect "i8mm: compared" max
+expect "neon: selected" cortex-a76 --selected
 expect "scalar: selected" cortex-a57 --selected
 [ $with_results = yes ] || expect "scalar: compared" cortex-a57  # the same code as on any other processor

@@ -26,8 +26,8 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PACKAGES = [f"python{PYTHON}", "libstdc++6"]
 MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 
-# Processors of qemu's: the Cortex-A76 is that of the Raspberry Pi 5, the A53 of the 3 and of many phones.
-PROCESSORS = {"cortex-a76": "neon", "cortex-a53": "scalar"}
+# Processors of qemu: all that it knows, the Cortex-A76 of the Raspberry Pi 5, the A53 of the 3.
+PROCESSORS = {"max": "i8mm", "cortex-a76": "neon", "cortex-a53": "scalar"}
 HASHES = ["dense/llama", "plain/llama/Q4_0"]  # of all, in which there is every tensor type
 
 # At most 20 minutes of an idle machine under qemu.

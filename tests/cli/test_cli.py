@@ -810,7 +810,7 @@ def test_kernels_that_cannot_be_used_are_a_sentence(home: Path, model: Path) -> 
     assert report["chosen"] is None
     assert (
         report["why"]
-        == "HOTSET_ISA=sse cannot be used: it must be scalar, avx2, avxvnni, avx512, amx or neon"
+        == "HOTSET_ISA=sse cannot be used: it must be scalar, avx2, avxvnni, avx512, amx, neon or i8mm"
     )
     assert "scalar" in report["available"]
     done = hotset("run", model, "Hello", "-n", 1, env=env)

@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from file_kinds import needs_pipes
 from fuzz.fuzz_gguf import exercise, mutate, seed_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -479,7 +480,7 @@ def test_what_is_opened_is_looked_at_and_not_its_name(
         open_gguf("/dev/zero")
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@needs_pipes
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(FormatError, match="not a regular file"):

@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from file_kinds import needs_links
 from gguf.quants import dequantize as oracle_dequantize
 from hypothesis import given
 from hypothesis import strategies as st
@@ -346,6 +347,7 @@ def test_nonsense_is_refused(
     assert [p.name for p in tmp_path.iterdir()] == ["f16.gguf"]
 
 
+@needs_links
 def test_the_model_that_is_read_is_not_written(f16: Path, tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(f16)
     before = f16.read_bytes()

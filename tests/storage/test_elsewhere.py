@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cli_runs import inside
+from file_kinds import needs_links, needs_pipes
 from tiny_server import write_model
 
 from hotset.errors import ModelNotFoundError, UnsupportedModelError
@@ -100,6 +101,7 @@ def test_a_hostile_manifest_is_no_model(home: Path, manifest: str):
     assert names() == {"good:latest": "Ollama"}
 
 
+@needs_pipes
 def test_hostile_names_and_blobs_are_no_models(home: Path):
     root = home / ".ollama" / "models"
     ollama(root, "registry.ollama.ai/library/\x1b[31mred/latest", (WEIGHTS, SMALL))
@@ -116,6 +118,7 @@ def test_hostile_names_and_blobs_are_no_models(home: Path):
     assert names() == {}
 
 
+@needs_links
 def test_models_of_lm_studio_and_the_hugging_face_cache(home: Path):
     studio, hub = home / ".lmstudio" / "models", home / ".cache" / "huggingface" / "hub"
     one = put(studio / "publisher" / "One-GGUF" / "one-q4.gguf")

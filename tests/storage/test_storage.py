@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from fake_hub import FakeHub
+from file_kinds import needs_links
 
 from hotset.errors import DownloadError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.reporter import Reporter
@@ -221,6 +222,7 @@ def test_sidecars_are_no_models_and_go_with_theirs(home: Path) -> None:
     assert (models / "m.Q4_0.down.hotset.gguf").exists()
 
 
+@needs_links
 def test_remove_never_leaves_the_store(home: Path, tmp_path: Path) -> None:
     outside = put(tmp_path / "outside.gguf")
     (home / "models").mkdir(parents=True)
@@ -284,6 +286,7 @@ def test_a_folder_that_a_person_made_loses_its_model_only(home: Path) -> None:
     assert not (models / "empty").exists()
 
 
+@needs_links
 def test_nothing_is_deleted_where_a_part_lies_outside_the_store(home: Path, tmp_path: Path) -> None:
     outside = put(tmp_path / "outside.pt")
     model = put(home / "models" / "o--r" / "a.gguf")
@@ -322,6 +325,7 @@ def test_what_can_be_no_path_is_a_name_that_is_not_known(home: Path, name: str) 
         resolve(name)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows gives any name of a user a home folder beside the own")
 def test_a_store_of_nobody_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HOME", "~nouser-here/x")
     with pytest.raises(HotsetError, match="~nouser-here/x begins with a user who has no home"):
@@ -819,7 +823,7 @@ def test_a_store_that_cannot_be_written_is_a_sentence(
             )  # nothing to write
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's disk that is always full")
 def test_a_disk_that_fills_is_a_sentence(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "m.gguf.part").symlink_to("/dev/full")
     with pytest.raises(DownloadError, match=r"cannot be written \(No space left.*make room"):

@@ -141,7 +141,7 @@ class CpuBackend:
 
     @property
     def isa(self) -> str:
-        """The instruction set whose kernels run: amx, avx512, avxvnni, avx2, neon or scalar."""
+        """The instruction set whose kernels run: amx, avx512, avxvnni, avx2, i8mm, neon or scalar."""
         return str(self._plan_for(frozenset()).plan.isa)
 
     def step(self, batch: Batch) -> StepResult:
