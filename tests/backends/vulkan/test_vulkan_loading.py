@@ -124,7 +124,6 @@ def test_a_budget_and_settings_that_do_not_fit(tmp_path: Path) -> None:
         ({"device": ("vulkan:0", "cuda:0")}, "leave out the others"),
         ({"device": ("auto", "vulkan")}, "is auto, or names devices"),
         ({"device": "vulkan", "ram_budget": 1.0}, "takes no budget of this machine's memory"),
-        ({"device": "vulkan", "gpu_index": "x"}, "takes no GPU index"),
         ({"device": "vulkan", "backend": "cpu"}, "computes on the CPU alone"),
     ):
         with pytest.raises(InvalidRequestError, match=sentence):
