@@ -39,7 +39,8 @@ class SweepBench:
         argv += ["-t", str(job.n_threads), "-ctk", job.kv_type, "-ctv", job.kv_type]
         argv += ["--sweep-stride", str(job.n_depth // job.n_prompt), "--output-format", "jsonl"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        output = done.stdout + done.stderr  # results are logged
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         found = [line for line in lines if line["n_kv"] == job.n_depth]
         if done.returncode or not found:
             sys.exit(f"{' '.join(argv)} failed:\n{done.stderr.strip()[-2000:]}")
