@@ -88,7 +88,7 @@ double measured_read_bandwidth(const Bytes& data, int n_threads) {
 
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
-    for (const char* name : {"amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"}) {
+    for (int i = 0; const char* name = isa_name(i); i++) {
         const char* error = nullptr;
         if (select_kernels(name, &error)) names.push_back(name);
     }

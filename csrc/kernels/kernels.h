@@ -419,4 +419,7 @@ const Kernels* i8mm_kernels();  // those of NEON with other products of many tok
 // reason in `error` when that one is unknown or cannot run here, or when none can.
 const Kernels* select_kernels(const char* forced, const char** error);
 
+// The i-th name that it knows, the fastest first; null behind the last.
+const char* isa_name(int i);
+
 }  // namespace hotset

@@ -153,6 +153,31 @@ const Kernels* i8mm_kernels() {
 }
 #endif
 
+namespace {
+
+struct Choice {
+    const char* isa;
+    bool (*runs)();
+    const Kernels* (*kernels)();  // null: they were not compiled
+};
+
+// The fastest first.
+constexpr Choice kChoices[] = {
+    {"amx", [] { return has_avx512() && has_amx(); }, amx_kernels},
+    {"avx512", has_avx512, avx512_kernels},
+    {"avxvnni", has_avx_vnni, avx_vnni_kernels},
+    {"avx2", has_avx2, avx2_kernels},
+    {"i8mm", has_i8mm, i8mm_kernels},
+    {"neon", has_neon, neon_kernels},
+    {"scalar", [] { return true; }, scalar_kernels},
+};
+
+}  // namespace
+
+const char* isa_name(int i) {
+    return i < int(sizeof(kChoices) / sizeof(*kChoices)) ? kChoices[i].isa : nullptr;
+}
+
 const Kernels* select_kernels(const char* forced, const char** error) {
 #ifdef HOTSET_X86
     if (!has_avx2()) {  // the scalar kernels are compiled for AVX2 and FMA as well
@@ -160,17 +185,11 @@ const Kernels* select_kernels(const char* forced, const char** error) {
         return nullptr;
     }
 #endif
-    const Kernels* avx512 = has_avx512() ? avx512_kernels() : nullptr;
-    const Kernels* amx = has_avx512() && has_amx() ? amx_kernels() : nullptr;
-    const Kernels* avx_vnni = has_avx_vnni() ? avx_vnni_kernels() : nullptr;
-    const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
-    const Kernels* i8mm = has_i8mm() ? i8mm_kernels() : nullptr;
-    const Kernels* neon = has_neon() ? neon_kernels() : nullptr;
-    const Kernels* choices[] = {amx, avx512, avx_vnni, avx2, i8mm, neon, scalar_kernels()};
-    for (const Kernels* table : choices)
-        if (table && (!forced || !*forced || !std::strcmp(forced, table->isa))) return table;
-    for (const char* name : {"amx", "avx512", "avxvnni", "avx2", "i8mm", "neon"})
-        if (!std::strcmp(forced, name)) {
+    for (const Choice& one : kChoices)
+        if (!forced || !*forced || !std::strcmp(forced, one.isa))
+            if (const Kernels* table = one.runs() ? one.kernels() : nullptr) return table;
+    for (const Choice& one : kChoices)
+        if (!std::strcmp(forced, one.isa)) {
             *error = "this processor cannot run these instructions";
             return nullptr;
         }

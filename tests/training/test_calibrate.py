@@ -166,7 +166,7 @@ def test_gradients_go_through_the_weights_of_experts(tmp_path: Path) -> None:
 def test_gradients_go_through_states_and_latent_vectors(run_folder: Path, name: str) -> None:
     tiny_models = pytest.importorskip("tiny_models")
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
-        # Where a function is steep, differences must be small: RWKV 6's decay is e to the power of -e to a power.
+        # Steep functions need small differences: RWKV 6's decay is e to the power of -e to a power.
         assert_gradient_of_attention(gguf, 1e-4 if name in ("rwkv6", "deepseek4") else 1e-3)
 
 

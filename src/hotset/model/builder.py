@@ -12,6 +12,7 @@ from hotset.model.operations import (
     Activate,
     ActivationKind,
     Add,
+    Heads,
     LayerNorm,
     Linear,
     Part,
@@ -77,6 +78,10 @@ class GraphBuilder:
         if factor == 1.0:
             return x
         return self.add(Scale(self.value(name, x.width), x, factor, **self.where))
+
+    def channels(self, x: Value, first: int, width: int, name: str) -> Value:
+        """So many channels of x, from the first-th on."""
+        return self.add(Heads(self.value(name, width), x, 1, first, **self.where))
 
     def shifted(self, h: Value, name: str) -> Value:
         """What the token before has more than the token itself."""

@@ -412,8 +412,7 @@ class _Decoder(GraphBuilder):
         width, rank = n * dim // sizes.n_groups, sizes.rank_out
         weight, joined = self.weights.matrix(f"{blk}.attn_output_a", width, sizes.n_groups * rank), None
         for j in range(sizes.n_groups):
-            part = self.value(f"{blk}.attn_back_{j}", width)
-            part = self.add(Heads(part, attn, 1, j * width, **self.where))
+            part = self.channels(attn, j * width, width, f"{blk}.attn_back_{j}")
             low = self.value(f"{blk}.attn_output_a_{j}", rank)
             low = self.add(Linear(low, part, weight, first_row=j * rank, **self.where))
             if joined is not None:

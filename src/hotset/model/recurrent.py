@@ -70,7 +70,7 @@ def delta_net(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Val
 
 
 def channel_deltas(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Value:
-    """As delta_net, where keys decay channel by channel (Kimi Delta Attention, arXiv 2510.26692)."""
+    """As delta_net, where keys decay per channel (Kimi Delta Attention, arXiv 2510.26692)."""
     n, width, joined = mixer.n_head, mixer.of_values, None
     for part in "qkv":
         x = model.linear(h, f"{blk}.attn_{part}", width)
@@ -197,7 +197,7 @@ class TimeMix:
         lerps = model.weights.numbers(f"{blk}.time_mix_lerp_fused", 5 * d)
         x = {}
         for j, name in enumerate("wkvrg"):
-            own = model.add(Heads(model.value(f"{blk}.time_mix_z{name}", n), z, 1, j * n, **model.where))
+            own = model.channels(z, j * n, n, f"{blk}.time_mix_z{name}")
             share = model.value(f"{blk}.time_mix_share_{name}", d)
             model.add(Linear(share, own, matrices, lerps, j * d, **model.where))
             share = self._multiplied(self._more, share, f"time_mix_more_{name}")

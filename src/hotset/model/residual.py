@@ -51,8 +51,7 @@ def gated_embedding(model: GraphBuilder, i: int, x: Value, embedded: Value) -> V
     act, kind = model.value(f"{blk}.inp_gate_act", width), model.config.layers[i].activation.gate
     gate = model.add(Activate(act, gate, kind, **model.where))
     out = model.value(f"{blk}.inp_gated", width)
-    part = model.value(f"{blk}.inp_embd", width)
-    part = model.add(Heads(part, embedded, 1, i * width, **model.where))
+    part = model.channels(embedded, i * width, width, f"{blk}.inp_embd")
     gated = model.add(Multiply(out, gate, part, **model.where))
     return model.norm(model.linear(gated, f"{blk}.proj", x.width), f"{blk}.post_norm")
 
@@ -67,7 +66,7 @@ class AltUpResidual:
     LEAST = 1e-5  # mean square, where a stream is made as large as another
 
     def __init__(self, model: GraphBuilder, facts: AltUp, x: Value) -> None:
-        self._model, self._n, self._width = model, facts.n_streams, facts.n_embd_layer
+        self._model, self._n = model, facts.n_streams
         d, n_others = x.width, facts.n_streams - 1
         self._embedded = layer_embeddings(model, x, facts.n_embd_layer)
         others = model.value("altup_others", n_others * d)
@@ -131,11 +130,8 @@ class AltUpResidual:
         return model.add(SoftCap(model.value(f"{out}_tanh", self._n), h, 1.0, **model.where))
 
     def _stream(self, x: Value, j: int, name: str) -> Value:
-        return self._part(x, j * self._model.config.n_embd, name, self._model.config.n_embd)
-
-    def _part(self, x: Value, first: int, name: str, width: int | None = None) -> Value:
-        out = self._model.value(name, width or self._width)
-        return self._model.add(Heads(out, x, 1, first, **self._model.where))
+        d = self._model.config.n_embd
+        return self._model.channels(x, j * d, d, name)
 
 
 class HyperResidual:
@@ -149,12 +145,13 @@ class HyperResidual:
 
     def read(self, i: int, part: Part) -> Value:
         """What a part of layer i reads."""
-        self._model.enter(i, part)
+        model = self._model
+        model.enter(i, part)
         n, name = self._facts.n_streams, "attn" if part == "attention" else part
         self._part = f"blk.{i}.hc_{name}"
         weights = self._weights(self.x, self._part, n * (n + 2))
-        read = self._first(weights, f"{self._part}_read", n)
-        self._write = self._first(weights, f"{self._part}_write", n * (n + 1), n)
+        read = model.channels(weights, 0, n, f"{self._part}_read")
+        self._write = model.channels(weights, n, n * (n + 1), f"{self._part}_write")
         return self._sum(self.x, read, f"{self._part}_inp")
 
     def add(self, y: Value) -> None:
@@ -182,9 +179,6 @@ class HyperResidual:
         )
         return model.add(op)
 
-    def _first(self, x: Value, name: str, width: int, first: int = 0) -> Value:
-        return self._model.add(Heads(self._model.value(name, width), x, 1, first, **self._model.where))
-
     def _sum(self, x: Value, weights: Value, name: str) -> Value:
         model, out = self._model, self._model.value(name, self._model.config.n_embd)
         return model.add(AddStreams(out, None, x, weights, 1, **model.where))
@@ -199,7 +193,7 @@ def residual_streams(model: GraphBuilder, x: Value) -> HyperResidual | GatedResi
 
 
 class GatedResidual:
-    """Residual streams of which a part of a layer reads the mean, normed and gated channel by channel, and to
+    """Residual streams of which a part of a layer reads the mean, normed and gated per channel, and to
     each of which its result is added with a weight. x: the embedding, with which each begins (Qwen4-Exp)."""
 
     def __init__(self, model: GraphBuilder, facts: GatedStreams, x: Value) -> None:
@@ -264,8 +258,8 @@ class GatedResidual:
         gates = model.linear(model.activated(low, "silu"), f"{name}_up", h.width)
         gates = model.activated(gates, "sigmoid")
         gated = model.add(Multiply(model.value(f"{name}_gated", h.width), gates, h, **model.where))
-        first = model.add(Heads(model.value(f"{name}_first", d), gated, 1, 0, **model.where))
-        others = model.add(Heads(model.value(f"{name}_others", (n - 1) * d), gated, 1, d, **model.where))
+        first = model.channels(gated, 0, d, f"{name}_first")
+        others = model.channels(gated, d, (n - 1) * d, f"{name}_others")
         total = model.value(f"{name}_total", d)
         total = model.add(AddStreams(total, first, others, None, 1, 1.0, **model.where))
         return model.scaled(total, 1 / n, out)

@@ -18,6 +18,7 @@ from vulkan_runs import stage_of, validated, vulkan
 
 import hotset
 from hotset import _core
+from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
@@ -140,12 +141,16 @@ def test_layers_without_zeros_are_not_split(tmp_path: Path) -> None:
         shared(gguf, "dense", 0.5, config_from_gguf(gguf).n_ff[0])
 
 
+def halved(tmp_path: Path) -> tuple[ChainBackend, Batch, np.ndarray]:
+    """A model of which a device has half of the neurons, a step, and its logits."""
+    backend, step = shared(write(tmp_path, "llama"), "exact", 0.5), batch([(tokens(20), 0, [0])])
+    return backend, step, backend.step(step).logits.copy()
+
+
 def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
-    step = batch([(tokens(20), 0, [0])])
-    expected = backend.step(step).logits.copy()
+    backend, step, expected = halved(tmp_path)
     begin = CpuWorker.begin_step
 
     def poisoned(self: CpuWorker, *arguments: Any) -> None:
@@ -163,9 +168,7 @@ def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(
 def test_a_submission_that_fails_between_the_two_sides(
     tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
-    step = batch([(tokens(20), 0, [0])])
-    expected = backend.step(step).logits.copy()
+    backend, step, expected = halved(tmp_path)
     _core.vulkan_fail("vkQueueSubmit", call, -4)
     with pytest.raises(DeviceError, match="lost"):
         backend.step(step)
@@ -174,9 +177,7 @@ def test_a_submission_that_fails_between_the_two_sides(
 
 
 def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = shared(write(tmp_path, "llama"), "exact", 0.5)
-    step = batch([(tokens(20), 0, [0])])
-    expected = backend.step(step).logits.copy()
+    backend, step, expected = halved(tmp_path)
     begin = CpuWorker.begin_step
 
     def cancelled(self: CpuWorker, *arguments: Any) -> None:
