@@ -330,13 +330,25 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
 // ---- Attention over pages
 // ---------------------------------------------------------------------------------------
 
-constexpr int kRowTile = 6;  // query rows that share one read of the keys, at most
+constexpr int kRowTile = V::kRegisters == 1 ? 8 : 6;  // query rows that share one read of the keys, at most
 
 // Vectors of positions or channels at once for R query rows: as many as there are registers for their sums.
 template <int R>
-constexpr int kColumns = V::kRegisters == 1 || R == 1 ? 4
-                         : R <= 3                     ? 2
-                                                      : 1;
+constexpr int kColumns = V::kRegisters == 1 ? (R <= 6 ? 4 : 2)
+                         : R == 1           ? 4
+                         : R <= 3           ? 2
+                                            : 1;
+
+// What is read next, fetched a piece at a time while something else is computed: slabs are too short, and
+// those of a head too far apart, for the processor to see by itself what comes.
+struct Upcoming {
+    const uint8_t* bytes = nullptr;
+    int64_t piece = 0;  // bytes; 0: nothing
+
+    void fetch(int64_t i) const {
+        for (int64_t at = 0; at < piece; at += 64) V::fetch(bytes + i * piece + at);
+    }
+};
 
 template <KvType kType>
 inline V load_kv(const uint8_t* p, int64_t i) {
@@ -364,12 +376,14 @@ inline void with_type(KvType type, F f) {
 // those of Q4_0 in pairs of the two halves of a block.
 template <KvType kType, int R, int C>
 inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales, const float* const* q,
-                        float (*scores)[kPageSize]) {
+                        const Upcoming& upcoming, float (*scores)[kPageSize]) {
+    int64_t n_done = 0;
     for (int position = 0; position < kPageSize; position += 16 * C) {
         V acc[R][C];
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) acc[r][c] = V::zero();
         auto add_channel = [&](int d, auto load) {
+            upcoming.fetch(n_done++);
             for (int c = 0; c < C; c++) {
                 const V key = load(position + c * 16);
                 for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
@@ -413,7 +427,8 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
 // channels wide.
 template <KvType kType, int R, int C>
 inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel,
-                        int first, int last, const float (*p)[kPageSize], float* out) {
+                        int first, int last, const float (*p)[kPageSize], const Upcoming& upcoming,
+                        float* out) {
     const int stride = kv.value_stride();
     V acc[R][C];
     for (int r = 0; r < R; r++)
@@ -427,6 +442,7 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
                 for (int r = 0; r < R; r++) (V::load(p[r] + slot) * scale).store(weights[b][r] + slot);
             }
         for (int slot = first; slot < last; slot++) {
+            upcoming.fetch(slot);
             const uint8_t* codes = values + (slot * (stride / 32) + block) * 16;
             for (int c = 0; c < C; c++) {
                 const V value = V::load_nibbles(codes + c / 2 * 16, (C == 1 ? half : c % 2) * 4);
@@ -436,6 +452,7 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
         }
     } else {
         for (int slot = first; slot < last; slot++) {
+            upcoming.fetch(slot);
             V value[C];
             for (int c = 0; c < C; c++) {
                 value[c] = load_kv<kType>(values, int64_t(slot) * stride + channel + c * 16);
@@ -456,10 +473,11 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
 
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+// fetches: the page's values and the keys of the next one (-1: there is none) are not on their way yet.
 template <int R>
-inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* slopes,
-                        const float* const* q, const int32_t* row_first, const int32_t* row_last,
-                        const int32_t* row_at, AttentionState* state, float* out) {
+inline void attend_page(const KvLayer& kv, int head, int page, int base, bool fetches, int next_page,
+                        float softcap, const float* slopes, const float* const* q, const int32_t* row_first,
+                        const int32_t* row_last, const int32_t* row_at, AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     int lowest = kPageSize, highest = 0;
     for (int r = 0; r < R; r++) {
@@ -473,8 +491,11 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
     const int64_t slab = int64_t(page) * kv.n_head_kv + head;
     alignas(64) float p[R][kPageSize];
     with_type(kv.k_type, [&]<KvType kType>() {
-        page_scores<kType, R, kColumns<R>>(kv, kv.k + slab * kv.k_slab_bytes(),
-                                           kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
+        constexpr int C = kColumns<R>;
+        const Upcoming values{kv.v + slab * kv.v_slab_bytes(),
+                              fetches ? int64_t(kv.v_slab_bytes()) / kv.head_dim * C * 16 / kPageSize : 0};
+        page_scores<kType, R, C>(kv, kv.k + slab * kv.k_slab_bytes(),
+                                 kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, values, p);
     });
     for (int r = 0; r < R; r++) {
         const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
@@ -514,11 +535,18 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, float s
     const uint8_t* values = kv.v + slab * kv.v_slab_bytes();
     const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
     with_type(kv.v_type, [&]<KvType kType>() {
+        constexpr int C = kColumns<R>;
+        const int64_t piece =
+            fetches && next_page >= 0 ? int64_t(kv.k_slab_bytes()) / kPageSize * C * 16 / stride : 0;
+        const int64_t next_slab = int64_t(imax(next_page, 0)) * kv.n_head_kv + head;
+        Upcoming keys{kv.k + next_slab * kv.k_slab_bytes(), piece};
         int channel = 0;
-        for (; channel + 16 * kColumns<R> <= stride; channel += 16 * kColumns<R>)
-            page_values<kType, R, kColumns<R>>(kv, values, value_scales, channel, lowest, highest, p, out);
+        for (; channel + 16 * C <= stride; channel += 16 * C) {
+            page_values<kType, R, C>(kv, values, value_scales, channel, lowest, highest, p, keys, out);
+            keys.bytes += piece * kPageSize;
+        }
         for (; channel < stride; channel += 16)
-            page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, out);
+            page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, {}, out);
     });
 }
 
@@ -531,34 +559,20 @@ void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int
         for (int c = 0; c < stride; c += 16) V::zero().store(out + r * stride + c);
     }
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
+        const int next = (index + 1) * kPageSize < last ? pages[index + 1] : -1;
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<R>(kv, head, pages[index], index * kPageSize, softcap, slopes ? slopes + r : nullptr,
-                           q + r, row_first + r, row_last + r, row_at + r, state + r, out + r * stride);
+            attend_page<R>(kv, head, pages[index], index * kPageSize, r == 0, next, softcap,
+                           slopes ? slopes + r : nullptr, q + r, row_first + r, row_last + r, row_at + r,
+                           state + r, out + r * stride);
             r += R;
         };
         while (r < n_rows) {
             const int passes = (n_rows - r + kRowTile - 1) / kRowTile;
-            switch ((n_rows - r + passes - 1) / passes) {  // alike: 7 rows are 4 and 3
-                case 6:
-                    rows.template operator()<6>();
-                    break;
-                case 5:
-                    rows.template operator()<5>();
-                    break;
-                case 4:
-                    rows.template operator()<4>();
-                    break;
-                case 3:
-                    rows.template operator()<3>();
-                    break;
-                case 2:
-                    rows.template operator()<2>();
-                    break;
-                case 1:
-                    rows.template operator()<1>();
-                    break;
-            }
+            const int alike = (n_rows - r + passes - 1) / passes;  // 9 rows are 5 and 4
+            [&]<int... R>(std::integer_sequence<int, R...>) {
+                ((R + 1 == alike && (rows.template operator()<R + 1>(), true)) || ...);
+            }(std::make_integer_sequence<int, kRowTile>());
         }
     }
 }
