@@ -345,7 +345,7 @@ struct Upcoming {
     const uint8_t* bytes = nullptr;
     int64_t piece = 0;  // bytes; 0: nothing
 
-    void fetch(int64_t i) const {
+    HOTSET_INLINE void fetch(int64_t i) const {
         for (int64_t at = 0; at < piece; at += 64) V::fetch(bytes + i * piece + at);
     }
 };
