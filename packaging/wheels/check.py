@@ -19,8 +19,12 @@ from pathlib import Path
 
 import lief
 
-ROOT = Path(__file__).resolve().parents[2]
-MAX_BYTES = 4 << 20
+from build import ROOT
+
+sys.path.insert(0, str(ROOT / "packaging"))
+
+from release_check import LARGEST
+
 LIBRARIES = {
     "manylinux": r"lib(m|c|pthread|dl|rt)\.so\.\d|ld-linux-(x86-64|aarch64)\.so\.\d",
     "musllinux": r"libc\.(musl-.*\.)?so(\.1)?",
@@ -49,8 +53,8 @@ def main() -> None:
 def _faults(wheel: Path) -> list[str]:
     _, abi, platform = wheel.stem.split("-")[2:]
     faults = []
-    if wheel.stat().st_size > MAX_BYTES:
-        faults.append(f"has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")
+    if wheel.stat().st_size >= LARGEST:
+        faults.append(f"has {wheel.stat().st_size:,} bytes, and less than {LARGEST:,} are meant")
     with zipfile.ZipFile(wheel) as files:
         (name,) = [
             one for one in files.namelist() if one.startswith("hotset/_core.") and not one.endswith(".pyi")
