@@ -5,7 +5,10 @@
 
 const std = @import("std");
 
-extern "kernel32" fn SetConsoleCtrlHandler(?*const fn (u32) callconv(.winapi) c_int, c_int) callconv(.winapi) c_int;
+const Handler = *const fn (u32) callconv(.winapi) c_int;
+extern "kernel32" fn SetConsoleCtrlHandler(Handler, c_int) callconv(.winapi) c_int;
+/// Zig's own rename and delete ask for what Wine 8 has not.
+extern "kernel32" fn MoveFileExW([*:0]const u16, [*:0]const u16, u32) callconv(.winapi) c_int;
 
 /// The console sends Ctrl-C to both programs: hotset's answer to it is the one that counts.
 fn keepWaiting(_: u32) callconv(.winapi) c_int {
@@ -47,11 +50,14 @@ fn unpacked(memory: std.mem.Allocator, io: std.Io, place: []const u8) ![]const u
     std.debug.print("Unpacking hotset into {s}, once.\n", .{home});
     const part = try std.fmt.allocPrint(memory, "{s}.{d}", .{ home, std.os.windows.GetCurrentProcessId() });
     defer here.deleteTree(io, part) catch {};
-    const folder = try here.createDirPathOpen(io, part, .{});
-    defer folder.close(io);
-    try std.zip.extract(folder, &archive, .{});
-    folder.rename(name, here, home, io) catch |fault| {
-        here.access(io, home, .{}) catch return fault; // else another process was first
-    };
+    {
+        const folder = try here.createDirPathOpen(io, part, .{});
+        defer folder.close(io);
+        try std.zip.extract(folder, &archive, .{});
+    }
+    const inner = try std.fs.path.join(memory, &.{ part, name });
+    const wide = std.unicode.wtf8ToWtf16LeAllocZ;
+    if (MoveFileExW(try wide(memory, inner), try wide(memory, home), 0) == 0)
+        try here.access(io, home, .{}); // another process was first
     return home;
 }

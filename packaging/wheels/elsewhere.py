@@ -22,7 +22,7 @@ NEEDS = [
     "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
     "huggingface-hub", "filelock", "psutil", "safetensors",
     "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
-    "pytest", "hypothesis", "httpx", "jsonschema", "gguf",
+    "pytest", "hypothesis", "httpx", "jsonschema", "gguf", "openai",
 ]  # fmt: skip
 """What hotset, its server and the tests need, but for NumPy, of which some platforms need an old one."""
 
