@@ -32,11 +32,12 @@ LIBRARIES = {
     "macosx": r"/usr/lib/lib(System\.B|c\+\+\.1)\.dylib",
 }
 
+NANOBIND = r"_ZT[ISV]N8nanobind4abi1(12python_error|17builtin_exception)E"
 ALSO_EXPORTED = {
-    "win": r"_ZTVN8nanobind4abi1(12python_error|17builtin_exception)E",
-    "macosx": r"_Z(n[aw]|d[al])\w+|_mh_dylib_header|__dso_handle",
+    "win": NANOBIND,
+    "macosx": rf"{NANOBIND}|_Z(n[aw]|d[al])\w+|_mh_dylib_header|__dso_handle",
 }
-"""Tables of two of nanobind's exceptions, which it exports itself: names of one DLL do not meet another's. On
+"""Tables and types of two of nanobind's exceptions, which it exports itself, for modules that share them. On
 macOS zig's linker has no list of exports: its own marks, and `operator new` and `delete` of zig's library, of
 which a process uses one each, whichever comes first: they call malloc and free like the system's."""
 
@@ -71,10 +72,12 @@ def _faults(wheel: Path) -> list[str]:
 
 
 def _libc_faults(wheel: Path, platform: str) -> list[str]:
-    done = _tool("auditwheel", "show", "--json", wheel)
+    # musl takes `libc.so` for itself; auditwheel would look for one here, and knows Alpine's name alone.
+    musl = platform.startswith("musllinux")
+    done = _tool("auditwheel", "show", "--json", *(["--ldpaths", "none"] if musl else []), wheel)
     if done.returncode:
         return [f"auditwheel: {(done.stdout + done.stderr).strip()}"]
-    needed = json.loads(done.stdout)["overall_tag"]
+    needed = json.loads(done.stdout)["sym_tag" if musl else "overall_tag"]
     if (
         (one := _libc(needed))
         and (other := _libc(platform))
