@@ -252,7 +252,7 @@ wheels-twice: $(VENV)/.wheels
 	$(BIN)/python packaging/wheels/build.py --twice $(WHEELS)
 
 $(VENV)/.wheels: pyproject.toml $(VENV)/.tools
-	$(BIN)/python -m pip install -q abi3audit auditwheel delvewheel lief pefile ziglang==0.17.1
+	$(BIN)/python -m pip install -q abi3audit auditwheel deflate==0.9.0 delvewheel lief pefile ziglang==0.17.1
 	touch $@
 
 # The wheel for Windows run by CPython for Windows under Wine: hashes of logits, run, serve and pull, parts of the suite.

@@ -3,8 +3,8 @@
     python packaging/manifests.py --homepage URL --publisher NAME --files dist -o dist/manifests
 
 Version, description and dependencies are those of pyproject.toml. --files: the folder of the release's
-files, as `HOMEPAGE/releases/download/vVERSION/` has them: the source archive, and for winget the program for
-Windows in `hotset-VERSION-windows-x64.zip`. Without that winget's manifests are left out.
+files, as `HOMEPAGE/releases/download/vVERSION/` has them: the source archive, and for winget the file for
+Windows (onefile.py) as `hotset-VERSION-windows-x64.exe`. Without that winget's manifests are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def filled(homepage: str, publisher: str, files: Path) -> dict[str, str]:
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text("utf-8"))["project"]
     version = project["version"]
     base = f"{homepage}/releases/download/v{version}"
-    sdist, windows = files / f"hotset-{version}.tar.gz", files / f"hotset-{version}-windows-x64.zip"
+    sdist, windows = files / f"hotset-{version}.tar.gz", files / f"hotset-{version}-windows-x64.exe"
     values = {
         "VERSION": version,
         "DESCRIPTION": project["description"],

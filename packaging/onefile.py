@@ -1,8 +1,12 @@
-"""Makes one file for Linux that needs no Python: it unpacks itself once, and then starts hotset.
+"""Makes one file for Linux or Windows that needs no Python: it unpacks itself once, and then starts hotset.
 
     python packaging/onefile.py --python PREFIX dist/hotset-*.whl -o dist/hotset-linux-x86_64
+    python packaging/onefile.py --python PREFIX dist/hotset-*-win_amd64.whl -o dist/hotset.exe
 
-PREFIX is a CPython that can be moved, of the wheel's version and with pip (python-build-standalone has such).
+PREFIX is a CPython that can be moved, of the wheel's version: with pip for Linux (python-build-standalone
+has such), for Windows the folder of `python.exe` (`make wheels` fetches one, build/wheels/windows-abi3). A
+file for Windows is made on any system, with ziglang of PyPI, which compiles the program in front
+(onefile.zig).
 Why it is no frozen program: docs/decisions/032-one-file.md.
 """
 
@@ -14,14 +18,17 @@ import hashlib
 import io
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 LEFT_OUT = (
     "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__", "*.pyc",
     "*.a", "config-*", "pip", "pip-*", "setuptools*", "_distutils_hack", "pkg_resources",
 )  # fmt: skip
+LEFT_OUT_FOR_WINDOWS = ("site-packages", "Scripts", "Doc", "include", "libs", "tcl", "*.pdb", "pythonw.exe")
 STUB = """#!/bin/sh
 # hotset, with a Python of its own. It unpacks itself once, into the folder below; delete that to remove it.
 home="${XDG_CACHE_HOME:-$HOME/.cache}/hotset-@NAME@"
@@ -40,8 +47,12 @@ def main() -> None:
     parser.add_argument("--python", type=Path, required=True, metavar="PREFIX")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
+    prefix, wheel, output = options.python, options.wheel.resolve(), options.output.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        write(options.output, packed(installed(options.python, options.wheel.resolve(), Path(folder))))
+        if (prefix / "python.exe").is_file():
+            write_for_windows(output, installed_for_windows(prefix, wheel, Path(folder, "tree")))
+        else:
+            write(output, packed(installed(prefix, wheel, Path(folder))))
     print(f"{options.output}: {options.output.stat().st_size:,} bytes")
 
 
@@ -56,11 +67,29 @@ def installed(prefix: Path, wheel: Path, folder: Path) -> Path:
     shutil.copy2((prefix / "bin" / "python3").resolve(), folder / "bin" / "python3")
     pip = [prefix / "bin" / "python3", "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]
     subprocess.run([*pip, "--target", target / "site-packages", f"{wheel}[serve]"], check=True)
-    shutil.rmtree(target / "site-packages" / "bin", ignore_errors=True)
-    for pattern in LEFT_OUT[:2]:
-        for path in (target / "site-packages").rglob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    _leave_out(target / "site-packages")
     return folder
+
+
+def installed_for_windows(prefix: Path, wheel: Path, folder: Path) -> Path:
+    """The same of a CPython for Windows, by the pip of the Python that runs this."""
+    ignored = shutil.ignore_patterns(*LEFT_OUT, *LEFT_OUT_FOR_WINDOWS)
+    shutil.copytree(prefix, folder, ignore=ignored)
+    [library] = prefix.glob("python3[0-9]*.dll")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]
+    pip += ["--platform", "win_amd64", "--python-version", library.stem.removeprefix("python")]
+    packages = folder / "Lib" / "site-packages"
+    # pip asks this system, and not the other, whether a package is for Windows alone.
+    subprocess.run([*pip, "--target", packages, f"{wheel}[serve]", "colorama"], check=True)
+    _leave_out(packages)
+    return folder
+
+
+def _leave_out(packages: Path) -> None:
+    shutil.rmtree(packages / "bin", ignore_errors=True)
+    for pattern in LEFT_OUT[:2]:
+        for path in packages.rglob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def packed(folder: Path) -> bytes:
@@ -87,6 +116,27 @@ def write(path: Path, archive: bytes) -> None:
     text = STUB.replace("@NAME@", name).replace("@LINE@", str(STUB.count("\n") + 1))
     path.write_bytes(text.encode() + archive)
     path.chmod(0o755)
+
+
+def write_for_windows(path: Path, folder: Path) -> None:
+    """A program with an archive behind it, whose only folder has a name of its own for what is in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = Path(__file__).with_suffix(".zig")
+    zig = [sys.executable, "-m", "ziglang", "build-exe", source, "-target", "x86_64-windows-gnu"]
+    subprocess.run([*zig, "-OReleaseSmall", "-fstrip", f"-femit-bin={path}"], check=True)
+    members = {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    name = hashlib.sha256()
+    for member, data in members.items():
+        name.update(f"{member} {len(data)} ".encode() + data)
+    with ZipFile(path, "a", ZIP_DEFLATED, compresslevel=9) as archive:
+        for member, data in members.items():
+            entry = ZipInfo(f"hotset-{name.hexdigest()[:16]}/{member}")
+            entry.compress_type = ZIP_DEFLATED
+            archive.writestr(entry, data, compresslevel=9)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def check_wheel(wheel: Path) -> None:
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     expect(f"\n## {version}" in changes, f"CHANGELOG.md has no section {version}")
     n_bytes = wheel.stat().st_size
-    expect(n_bytes < LARGEST, f"the wheel has {n_bytes:,} bytes, and at most {LARGEST:,} are meant")
+    expect(n_bytes < LARGEST, f"the wheel has {n_bytes:,} bytes, and less than {LARGEST:,} are meant")
     names = ZipFile(wheel).namelist()
     for notice in NOTICES:
         found = any(re.search(rf"dist-info/licenses/(.*/)?{re.escape(notice)}$", name) for name in names)

@@ -25,12 +25,15 @@ import sysconfig
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+import deflate
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "wheels"
@@ -266,14 +269,25 @@ def _wheel(common: Common, python: str, target: Target, extension: Path, dist: P
     members[record] = "".join([*_record(members), f"{record},,\n"]).encode()
     made = dist / f"{name}-{version}-{tag}.whl"
     part = made.with_suffix(".part")
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as files:
-        for one in sorted(members, key=lambda path: (path.startswith(information), path)):
-            entry = zipfile.ZipInfo(one, (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
-            entry.external_attr = (0o100755 if one.endswith((".so", ".pyd")) else 0o100644) << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            files.writestr(entry, members[one], compresslevel=9)
+    _write(part, {one: members[one] for one in sorted(members, key=lambda p: (p.startswith(information), p))})
     part.replace(made)
     return made
+
+
+def _write(path: Path, members: dict[str, bytes]) -> None:
+    """A wheel deflated by libdeflate: 3% smaller than by zlib, which `zipfile` has."""
+    with zipfile.ZipFile(path, "w") as files:
+        for one, data in members.items():
+            entry = zipfile.ZipInfo(one, (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
+            entry.external_attr = (0o100755 if one.endswith((".so", ".pyd")) else 0o100644) << 16
+            files.writestr(entry, bytes(deflate.deflate_compress(data, 12)))
+            # It was written as it stands; its header says now what it is.
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.CRC, entry.file_size = zlib.crc32(data), len(data)
+        assert files.fp is not None
+        for entry in files.filelist:
+            files.fp.seek(entry.header_offset)
+            files.fp.write(entry.FileHeader())
 
 
 def _record(members: dict[str, bytes]) -> Iterator[str]:

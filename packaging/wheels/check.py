@@ -19,8 +19,12 @@ from pathlib import Path
 
 import lief
 
-ROOT = Path(__file__).resolve().parents[2]
-MAX_BYTES = 4 << 20
+from build import ROOT
+
+sys.path.insert(0, str(ROOT / "packaging"))
+
+from release_check import LARGEST
+
 LIBRARIES = {
     "manylinux": r"lib(m|c|pthread|dl|rt)\.so\.\d|ld-linux-(x86-64|aarch64)\.so\.\d",
     "musllinux": r"libc\.(musl-.*\.)?so(\.1)?",
@@ -28,11 +32,12 @@ LIBRARIES = {
     "macosx": r"/usr/lib/lib(System\.B|c\+\+\.1)\.dylib",
 }
 
+NANOBIND = r"_ZT[ISV]N8nanobind4abi1(12python_error|17builtin_exception)E"
 ALSO_EXPORTED = {
-    "win": r"_ZTVN8nanobind4abi1(12python_error|17builtin_exception)E",
-    "macosx": r"_Z(n[aw]|d[al])\w+|_mh_dylib_header|__dso_handle",
+    "win": NANOBIND,
+    "macosx": rf"{NANOBIND}|_Z(n[aw]|d[al])\w+|_mh_dylib_header|__dso_handle",
 }
-"""Tables of two of nanobind's exceptions, which it exports itself: names of one DLL do not meet another's. On
+"""Tables and types of two of nanobind's exceptions, which it exports itself, for modules that share them. On
 macOS zig's linker has no list of exports: its own marks, and `operator new` and `delete` of zig's library, of
 which a process uses one each, whichever comes first: they call malloc and free like the system's."""
 
@@ -49,8 +54,8 @@ def main() -> None:
 def _faults(wheel: Path) -> list[str]:
     _, abi, platform = wheel.stem.split("-")[2:]
     faults = []
-    if wheel.stat().st_size > MAX_BYTES:
-        faults.append(f"has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")
+    if wheel.stat().st_size >= LARGEST:
+        faults.append(f"has {wheel.stat().st_size:,} bytes, and less than {LARGEST:,} are meant")
     with zipfile.ZipFile(wheel) as files:
         (name,) = [
             one for one in files.namelist() if one.startswith("hotset/_core.") and not one.endswith(".pyi")
@@ -67,10 +72,12 @@ def _faults(wheel: Path) -> list[str]:
 
 
 def _libc_faults(wheel: Path, platform: str) -> list[str]:
-    done = _tool("auditwheel", "show", "--json", wheel)
+    # musl takes `libc.so` for itself; auditwheel would look for one here, and knows Alpine's name alone.
+    musl = platform.startswith("musllinux")
+    done = _tool("auditwheel", "show", "--json", *(["--ldpaths", "none"] if musl else []), wheel)
     if done.returncode:
         return [f"auditwheel: {(done.stdout + done.stderr).strip()}"]
-    needed = json.loads(done.stdout)["overall_tag"]
+    needed = json.loads(done.stdout)["sym_tag" if musl else "overall_tag"]
     if (
         (one := _libc(needed))
         and (other := _libc(platform))

@@ -1,6 +1,7 @@
 """Debian 13 unpacked into a folder, for AArch64 under qemu or for x86-64; its Python runs hotset's wheel.
 
     python packaging/wheels/debian.py arm64             # sets it up; hashes, the program, a part of the suite
+    python packaging/wheels/debian.py arm64 formats     # parts with such words in their names
     python packaging/wheels/debian.py arm64 run -c "import hotset"
     python packaging/wheels/debian.py arm64 processors  # which kernels older processors get, and their hashes
     python packaging/wheels/debian.py amd64             # the same for x86-64, without an emulator
@@ -159,7 +160,7 @@ def main() -> None:
     if sys.argv[2:3] == ["processors"]:
         right = [_processor(debian, *one) for one in PROCESSORS.items()]
         sys.exit(not all(right))
-    sys.exit(not check(debian.run, SUITE))
+    sys.exit(not check(debian.run, SUITE, sys.argv[2:]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ NEEDS = [
     "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
     "huggingface-hub", "filelock", "psutil", "safetensors",
     "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
-    "pytest", "hypothesis", "httpx", "jsonschema", "gguf",
+    "pytest", "hypothesis", "httpx", "jsonschema", "gguf", "openai",
 ]  # fmt: skip
 """What hotset, its server and the tests need, but for NumPy, of which some platforms need an old one."""
 
@@ -41,19 +41,25 @@ Python = Callable[..., tuple[int, str]]
 """Runs the other platform's Python with words; its exit status and what it printed."""
 
 
-def check(python: Python, suite: dict[str, list[str]]) -> bool:
-    """Runs everything, prints a table, and says whether all went well. suite: words for pytest by name."""
+def check(python: Python, suite: dict[str, list[str]], words: list[str]) -> bool:
+    """Runs all, prints a table, and says whether all went well.
+
+    suite: words for pytest by name. words: of the names of those to run; without any, all.
+    """
     steps = {
         "hashes of logits": ["tests/platforms/hashes.py"],
         "the program": ["tests/platforms/program.py", str(_model()), PROMPT, _answer()],
     }
     pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
-    steps |= {name: [*pytest, *words] for name, words in suite.items()}
+    steps |= {name: [*pytest, *paths] for name, paths in suite.items()}
+    chosen = {name: step for name, step in steps.items() if not words or any(one in name for one in words)}
+    if not chosen:
+        sys.exit(f"no part has a name with {' or '.join(words)}: {', '.join(steps)}")
     parts = []
-    for name, words in steps.items():
+    for name, step in chosen.items():
         print(f"== {name}", flush=True)
         begin = time.monotonic()
-        status, printed = python(*words)
+        status, printed = python(*step)
         last = (printed.strip().splitlines() or ["nothing was printed"])[-1]
         parts.append(Part(name, time.monotonic() - begin, status == 0, last))
     for part in parts:

@@ -1,6 +1,7 @@
 """A Windows of this machine's own: CPython for Windows under Wine, with hotset's wheel and what it needs.
 
     python packaging/wheels/windows.py                 # sets it up; hashes, the program, parts of the suite
+    python packaging/wheels/windows.py program store   # parts with these words in their names
     python packaging/wheels/windows.py run -c "import hotset"
 
 Wine comes from the system (`make test-deps` has no need of it: `apt-get install wine64 wine`). Everything
@@ -109,7 +110,7 @@ def main() -> None:
     set_up()
     if sys.argv[1:2] == ["run"]:
         sys.exit(python(*sys.argv[2:])[0])
-    sys.exit(not check(python, SUITE))
+    sys.exit(not check(python, SUITE, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def manifests(tmp_path: Path) -> dict[str, str]:
     """As a release fills them in: packaging/manifests.py."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     (tmp_path / f"hotset-{version}.tar.gz").write_bytes(b"sources")
-    (tmp_path / f"hotset-{version}-windows-x64.zip").write_bytes(b"a program")
+    (tmp_path / f"hotset-{version}-windows-x64.exe").write_bytes(b"a program")
     words = ("--homepage", "https://forge.example/hotset/", "--publisher", "example", "--files", tmp_path)
     out = tmp_path / "out"
     script = PACKAGING / "manifests.py"

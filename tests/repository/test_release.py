@@ -113,6 +113,24 @@ def test_the_one_file_unpacks_once_and_hands_on_its_arguments(tmp_path: Path) ->
     assert [path.name for path in unpacked.rglob("*")] == ["bin", "python3"]
 
 
+@pytest.mark.slow
+def test_the_file_for_windows_is_a_program_with_one_folder_behind_it(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang")
+    packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
+    (tmp_path / "tree" / "Lib").mkdir(parents=True)
+    for name in ("python.exe", "Lib/os.py"):
+        (tmp_path / "tree" / name).write_text(name)
+    made = [tmp_path / "one.exe", tmp_path / "other.exe"]
+    for path in made:
+        packing["write_for_windows"](path, tmp_path / "tree")
+    assert made[0].read_bytes() == made[1].read_bytes()
+    assert made[0].read_bytes()[:2] == b"MZ"
+    with ZipFile(made[0]) as archive:
+        [folder] = {name.partition("/")[0] for name in archive.namelist()}
+        assert re.fullmatch("hotset-[0-9a-f]{16}", folder)
+        assert archive.read(f"{folder}/Lib/os.py") == b"Lib/os.py"
+
+
 def test_the_workflow_checks_what_it_releases() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     jobs = workflow["jobs"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import wine
 from cases import quick_are
 from waiting import until
 
@@ -379,7 +380,8 @@ def child(template: ChatTemplate) -> psutil.Process:
 
 def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     gc.collect()  # files that other tests left open
-    before, others = psutil.Process().num_fds(), psutil.Process().children()
+    n_open = getattr(psutil.Process(), "num_fds", lambda: 0)  # Windows does not number files alone
+    before, others = n_open(), psutil.Process().children()
     template = ChatTemplate(HELLO)
     process = child(template)
     assert [template.render(say(str(i))) for i in range(20)] == [str(i) for i in range(20)]
@@ -387,7 +389,7 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     template.close()
     template.close()
     assert not process.is_running()
-    assert psutil.Process().num_fds() == before
+    assert n_open() == before
     with ChatTemplate(HELLO) as left_alone:
         process = child(left_alone)
     assert not process.is_running()
@@ -397,10 +399,11 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     assert not process.is_running()
     with pytest.raises(TokenizerError, match="not valid Jinja"):
         ChatTemplate("{% if %}")
-    assert psutil.Process().num_fds() == before
+    assert n_open() == before
     assert set(psutil.Process().children()) <= set(others)  # those of other tests may end meanwhile
 
 
+@wine.lacks("the computing time of other processes")
 def test_after_a_bomb_the_next_conversation_is_rendered(template, monkeypatch):
     process, others = child(template), psutil.Process().children()
     with monkeypatch.context() as patch:
@@ -489,7 +492,8 @@ def test_an_interruption_leaves_no_answer_behind(template, monkeypatch):
 
 def test_the_process_ignores_ctrl_c_and_is_replaced_when_it_dies(template):
     process = child(template)
-    process.send_signal(signal.SIGINT)
+    if os.name == "posix":  # on Windows Ctrl-C is sent to all programs of a console
+        process.send_signal(signal.SIGINT)
     assert template.render(say("a")) == "a"
     assert child(template) == process
     process.kill()
@@ -544,8 +548,12 @@ def test_the_process_ends_with_its_parent(end):
 
 def test_no_python_to_render_with_is_a_sentence(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(TokenizerError, match=r"cannot be started \(/no/such/python: No such file"):
+    with pytest.raises(TokenizerError, match=r"cannot be started \(/no/such/python: \w"):
         ChatTemplate(HELLO)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no program that only fails")
+def test_a_python_that_ends_as_it_starts_is_a_sentence(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(TokenizerError, match=r"ended as it started \(exit code 1\)"):
         ChatTemplate(HELLO)
