@@ -10,7 +10,7 @@ block are zeros.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,9 +159,16 @@ class DeviceWeights:
         self, data: Sequence[np.ndarray], type_: GGMLType, n_cols: int, first: int, n_rows: int
     ) -> DeviceMatrix:
         """data: bytes of rows [n, rows, bytes of a row]; several arrays have experts one after the other."""
-        n_expert, row = sum(len(part) for part in data), data[0].shape[2]
+        matrix = self.empty(type_, sum(map(len, data)), n_rows, n_cols)
+        rows = (one[first : first + n_rows] for matrices in data for one in matrices)
+        for number, own in enumerate(rows):
+            write_all(placed(matrix, number, own))
+        return matrix
+
+    def empty(self, type_: GGMLType, n_expert: int, n_rows: int, n_cols: int) -> DeviceMatrix:
+        """Room for n_rows rows of each of so many experts; 1: of a matrix."""
         # The larger array of a tile of 32 rows, as far as bindings reach.
-        code_bytes, more_bytes = tile_bytes(type_, n_cols, row)
+        code_bytes, more_bytes = tile_bytes(type_, n_cols, row_bytes(type_, n_cols))
         largest = max(code_bytes, more_bytes) * n_expert
         n_tiles = -(-n_rows // TILE)
         tiles_of_part = min(self._max_range // largest, n_tiles)
@@ -174,27 +181,32 @@ class DeviceWeights:
             n = min(tiles_of_part, n_tiles - tile)
             codes = self.arena.piece(code_bytes * n * n_expert)
             more = self.arena.piece(more_bytes * n * n_expert) if more_bytes else None
-            start, end = first + tile * TILE, first + min((tile + n) * TILE, n_rows)
-            expert = 0
-            for matrices in data:
-                for matrix in matrices:
-                    self._write(matrix[start:end], type_, n_cols, (codes, more), expert * n)
-                    expert += 1
-            parts.append(MatrixPart(codes, more, tile * TILE, end - start))
+            parts.append(MatrixPart(codes, more, tile * TILE, min(n * TILE, n_rows - tile * TILE)))
         return DeviceMatrix(type_, n_rows, n_cols, tuple(parts))
 
-    def _write(
-        self, rows: np.ndarray, type_: GGMLType, n_cols: int, to: tuple[Piece, Piece | None], tile: int
-    ) -> None:
-        """Rows of a matrix to the tiles from `tile` on, some at a time."""
-        step = max(_SLICE_BYTES // rows.shape[1] // TILE, 1) * TILE
-        for at in range(0, len(rows), step):
-            for piece, array in zip(to, packed(rows[at : at + step], type_, n_cols), strict=True):
+
+Placed = tuple[Piece, int, np.ndarray]  # an offset in a piece, and what goes there, uint8
+
+
+def placed(matrix: DeviceMatrix, expert: int, rows: np.ndarray) -> Iterator[Placed]:
+    """What the rows of a matrix, or of one of its experts, are on the device, some at a time. rows: uint8
+    [n, bytes of a row], as in the file."""
+    step = max(_SLICE_BYTES // rows.shape[1] // TILE, 1) * TILE
+    for part in matrix.parts:
+        own, n_tiles = rows[part.first : part.first + part.n_rows], -(-part.n_rows // TILE)
+        for at in range(0, len(own), step):
+            some, tile = own[at : at + step], expert * n_tiles + at // TILE
+            arrays = packed(some, GGMLType(matrix.type), matrix.n_cols)
+            for piece, array in zip((part.codes, part.more), arrays, strict=True):
                 if piece is not None and array is not None:
-                    size = array.nbytes // (-(-len(rows[at : at + step]) // TILE))
-                    piece.buffer.write(
-                        piece.offset + (tile + at // TILE) * size, array.reshape(-1).view(np.uint8)
-                    )
+                    size = array.nbytes // (-(-len(some) // TILE))
+                    yield piece, tile * size, array.reshape(-1).view(np.uint8)
+
+
+def write_all(found: Iterable[Placed]) -> None:
+    """Copies to the device, while no program runs that reads there."""
+    for piece, offset, data in found:
+        piece.buffer.write(piece.offset + offset, data)
 
 
 @functools.cache
