@@ -235,12 +235,8 @@ def open_on_vulkan(  # noqa: PLR0913
                 limit = budgets[piece.device].limit if budgets else None
                 opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
             info, device = opened[piece.device]
-            # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
-            masks, worker = _hot_of(placement, piece), None
-            hot = {i: hot if hot.any() else np.arange(len(hot)) == 0 for i, hot in masks.items()}
-            cached = cached_layers(graph, weights.tensors)[0]
-            n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
-            experts = [i for i in piece.layers if i in cached and n_slots]
+            hot, experts, n_slots = _split_on_vulkan(placement, piece, weights, graph)
+            worker = None
             if hot or experts:
                 runtime = runtime or new_runtime(n_threads)
                 worker = CpuWorker(
@@ -250,7 +246,7 @@ def open_on_vulkan(  # noqa: PLR0913
                 stages.append(
                     VulkanStage(
                         weights, graph, info, opened=device, n_states=n_states, hot=hot, worker=worker,
-                        expert_slots=_share_of(n_slots, cached, piece, placement), **span, **given,
+                        expert_slots=n_slots, **span, **given,
                     )
                 )  # fmt: skip
             except BaseException:
@@ -270,6 +266,20 @@ def open_on_vulkan(  # noqa: PLR0913
         if runtime is not None:
             runtime.close()
         raise
+
+
+def _split_on_vulkan(
+    placement: Placement, piece: _Piece, weights: WeightSource, graph: Graph
+) -> tuple[dict[int, np.ndarray], list[int], int]:
+    """What the CPU computes of a Vulkan device's piece: all but the hot neurons of layers, and experts of
+    layers; and the slots for these on the device."""
+    # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
+    masks = _hot_of(placement, piece)
+    hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
+    n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
+    cached = cached_layers(graph, weights.tensors)[0] if n_slots else {}
+    experts = [i for i in piece.layers if i in cached]
+    return hot, experts, _share_of(n_slots, cached, piece, placement)
 
 
 def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> WeightSource:
