@@ -46,8 +46,7 @@ def solve(
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
     if whole is not None:
-        what = "all but the experts" if any(layer.n_experts for layer in facts.layers) else "all of the model"
-        return problem.placement(whole, f"{what} fits on one device")
+        return problem.placement(whole, "all of the model fits on one device")
     if any(problem.stays):
         if (around := problem.around()) is None:
             raise OutOfMemoryError(problem.refusal())

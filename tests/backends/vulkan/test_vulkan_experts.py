@@ -312,7 +312,9 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert device["experts"] > 0
     assert planned["expert_slots"][0] == pytest.approx(32, abs=3)
     assert any("of a token's about" in note for note in planned["notes"])
-    experts = json.loads(inside("run", "-m", *given, "Hi", "-n", "4").stdout)["experts"]
+    done = inside("run", "-m", *given, "Hi", "-n", "4", "--temp", "0")
+    assert done.returncode == 0, done.stderr
+    experts = json.loads(done.stdout)["experts"]
     assert experts["hits"] > 0
     assert experts["on_cpu"] > 0
     assert experts["hit_rate"] == experts["hits"] / (experts["hits"] + experts["on_cpu"])
