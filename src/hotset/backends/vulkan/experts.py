@@ -94,10 +94,10 @@ class VulkanExpertCache(ExpertCache):
             found += placed(matrix, slot, rows[first : first + matrix.n_rows])
             if biases is not None and op.bias is not None:
                 info = self._source.tensors[op.bias]
-                own = dequantize(self._source.data(op.bias), info.type, info.shape).reshape(op.n_expert, -1)[
-                    id
-                ]
-                own = np.ascontiguousarray(own[first : first + matrix.n_rows], np.float32)
+                of_all = dequantize(self._source.data(op.bias), info.type, info.shape).reshape(
+                    op.n_expert, -1
+                )
+                own = np.ascontiguousarray(of_all[id, first : first + matrix.n_rows], np.float32)
                 found.append((biases, slot * own.nbytes, own.view(np.uint8)))
         return partial(write_all, found)
 

@@ -219,7 +219,8 @@ def tile_bytes(type_: GGMLType, n_cols: int, row: int) -> tuple[int, int]:
 def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Bytes of rows, uint8 [n, bytes of a row], as codes, uint32 [tiles, blocks, vectors, 32, 4], and the
     rest, uint32 [tiles, blocks or groups of eight, words] or None."""
-    rows = np.concatenate([rows, np.zeros((-len(rows) % TILE, rows.shape[1]), np.uint8)])
+    if len(rows) % TILE:
+        rows = np.concatenate([rows, np.zeros((-len(rows) % TILE, rows.shape[1]), np.uint8)])
     if type_ == _T.F32 or type_ in _HALVES:
         width = TYPES[type_].block_bytes
         padded = np.zeros((len(rows), -(-n_cols // BLOCK) * BLOCK * width), np.uint8)
@@ -229,10 +230,10 @@ def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, 
     assert layout is not None, "a type with a kernel has a layout"
     blocks = np.ascontiguousarray(rows).view(layout).reshape(len(rows), -1)
     if type_ == _T.Q8_0:
-        return _codes(np.ascontiguousarray(blocks["qs"]), 2), _paired(blocks["d"])
+        return _codes(_field(blocks, "qs"), 2), _paired(blocks["d"])
     if type_ in _K_TYPES:
         return _packed_k(blocks, type_)
-    codes = _codes(np.ascontiguousarray(blocks["qs"]), 1)
+    codes = _codes(_field(blocks, "qs"), 1)
     if type_ == _T.MXFP4:
         return codes, np.ascontiguousarray(_tiled(blocks["e"])).view(np.uint32)
     scales = (
@@ -240,7 +241,7 @@ def packed(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, 
     )
     if "qh" not in (blocks.dtype.names or ()):
         return codes, scales
-    bits = np.unpackbits(np.ascontiguousarray(blocks["qh"]).view(np.uint8), bitorder="little")
+    bits = np.unpackbits(_field(blocks, "qh"), bitorder="little")
     high = _high_bits(bits.reshape(*blocks.shape, 32))
     return codes, np.concatenate([_words(high), scales], axis=-1)
 
@@ -249,14 +250,17 @@ def _packed_k(blocks: np.ndarray, type_: GGMLType) -> tuple[np.ndarray, np.ndarr
     """Of blocks of 256 columns; the rest is of each of them."""
     n_rows, n_blocks = blocks.shape
     own, codes = k_parts(blocks.reshape(-1), type_)  # [n, 8, 2], [n, 8, 32]
-    low = codes & np.uint8(15)
-    nibbles = low[:, :, :16] | low[:, :, 16:] << np.uint8(4)
+    low = (codes & np.uint8(15)).view(np.complex128)  # as in _codes
+    nibbles = np.ascontiguousarray(low[:, :, 0]).view(np.uint8)
+    nibbles |= np.ascontiguousarray(low[:, :, 1]).view(np.uint8) << np.uint8(4)
     scales = np.ascontiguousarray(own).reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 4)
     if type_ == _T.Q6_K:
-        high = (codes >> np.uint8(4)).reshape(-1, 16, 4, 4)  # of 16 columns a word: a byte of every fourth
-        of_four = high[:, :, 0] | high[:, :, 1] << np.uint8(2)
-        of_four |= high[:, :, 2] << np.uint8(4) | high[:, :, 3] << np.uint8(6)
-        bits = np.ascontiguousarray(of_four).reshape(-1).view(np.uint32).reshape(n_rows, n_blocks, 16)
+        # Of 16 columns a word: a byte of every fourth.
+        high = (codes >> np.uint8(4)).reshape(-1).view(np.uint32).reshape(-1, 4)
+        bits = (
+            high[:, 0] | high[:, 1] << np.uint32(2) | high[:, 2] << np.uint32(4) | high[:, 3] << np.uint32(6)
+        )
+        bits = bits.reshape(n_rows, n_blocks, 16)
         more = [_paired(blocks["d"]), *_columns(scales), *_columns(bits)]
     else:
         more = [_words(_halves(blocks, "d", "dmin")), *_columns(scales)]
@@ -274,12 +278,20 @@ def _high_bits(bits: np.ndarray) -> np.ndarray:
 
 def _codes(bytes_: np.ndarray, vectors: int) -> np.ndarray:
     """uint8 [rows, blocks * vectors * 16] in tiles."""
-    words = (
-        bytes_.reshape(len(bytes_), -1)
-        .view(np.uint32)
-        .reshape(-1, TILE, bytes_.size // len(bytes_) // 16 // vectors, vectors, 4)
-    )
-    return np.ascontiguousarray(words.transpose(0, 2, 3, 1, 4))
+    n_blocks = bytes_.size // len(bytes_) // 16 // vectors
+    of_16 = bytes_.reshape(len(bytes_), -1).view(
+        np.complex128
+    )  # NumPy moves its numbers whole: 15 times as fast
+    tiles = of_16.reshape(-1, TILE, n_blocks, vectors).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(tiles).view(np.uint32).reshape(-1, n_blocks, vectors, TILE, 4)
+
+
+def _field(blocks: np.ndarray, name: str) -> np.ndarray:
+    """A field of blocks that has bytes, uint8 [..., bytes], side by side; each is moved whole."""
+    kind, offset = blocks.dtype.fields[name][:2]  # type: ignore[index]
+    whole = np.dtype({"names": [name], "formats": [f"V{kind.itemsize}"], "offsets": [offset],
+                      "itemsize": blocks.dtype.itemsize})  # fmt: skip
+    return np.ascontiguousarray(blocks.view(whole)[name]).view(np.uint8).reshape(*blocks.shape, -1)
 
 
 def _tiled(values: np.ndarray) -> np.ndarray:
