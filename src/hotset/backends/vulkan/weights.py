@@ -23,7 +23,8 @@ from hotset.formats.quants import TYPES, GGMLType, dequantize, k_parts, row_byte
 from hotset.formats.source import WeightSource
 
 TILE = BLOCK = 32
-_SLICE_BYTES = 16 << 20  # of a file that are rearranged at a time
+_SLICE_BYTES = 16 << 20  # of a file that are copied to the device at a time
+_CACHED_BYTES = 128 << 10  # of a file that are rearranged at a time
 _T = GGMLType
 _HALVES = (_T.F16, _T.BF16)
 FLOATS = (_T.F32, *_HALVES)
@@ -196,7 +197,7 @@ def placed(matrix: DeviceMatrix, expert: int, rows: np.ndarray) -> Iterator[Plac
         own, n_tiles = rows[part.first : part.first + part.n_rows], -(-part.n_rows // TILE)
         for at in range(0, len(own), step):
             some, tile = own[at : at + step], expert * n_tiles + at // TILE
-            arrays = packed(some, GGMLType(matrix.type), matrix.n_cols)
+            arrays = rearranged(some, GGMLType(matrix.type), matrix.n_cols)
             for piece, array in zip((part.codes, part.more), arrays, strict=True):
                 if piece is not None and array is not None:
                     size = array.nbytes // (-(-len(some) // TILE))
@@ -207,6 +208,16 @@ def write_all(found: Iterable[Placed]) -> None:
     """Copies to the device, while no program runs that reads there."""
     for piece, offset, data in found:
         piece.buffer.write(piece.offset + offset, data)
+
+
+def rearranged(rows: np.ndarray, type_: GGMLType, n_cols: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """As `packed`, of rows that caches hold at a time: what is made on the way is then not fresh memory."""
+    step = max(_CACHED_BYTES // rows.shape[1] // TILE, 1) * TILE
+    parts = [packed(rows[at : at + step], type_, n_cols) for at in range(0, len(rows), step)]
+    if len(parts) == 1:
+        return parts[0]
+    codes, more = zip(*parts, strict=True)
+    return np.concatenate(codes), None if more[0] is None else np.concatenate(more)
 
 
 @functools.cache
