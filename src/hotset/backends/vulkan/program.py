@@ -7,7 +7,7 @@ tensor type or a setting without a kernel is refused by name: nothing is compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -134,6 +134,7 @@ class StageParts:
 
 
 _Wanted = Value | Mask | None
+_Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # whether it is a product of hot neurons
 
 
 @dataclass(frozen=True)
@@ -914,7 +915,7 @@ def _value_of(wanted: _Wanted) -> Value | None:
 
 def _with_hot(
     op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
-) -> Iterator[tuple[Primitive | SplitOperation, _Wanted, bool]]:
+) -> Iterator[_Opened]:
     """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
     ids: of values that are none of the graph."""
     if shared is None or not isinstance(op, Ffn) or op not in shared:
@@ -949,11 +950,22 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
     yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
+def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
+    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
+        at = ops.index(one)
+        to = next(i for i in range(at + 1, len(ops)) if one[0].out in ops[i][0].inputs)
+        ops = [*ops[:at], *ops[at + 1 : to], one, *ops[to:]]
+    return ops
+
+
 def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ids = count(len(graph.values))
     ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
+    if shared is not None and shared.experts is not None:
+        ops = _gathered_late(ops, shared.experts.layers)
     readers = Counter(value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value)
     at = 0
     while at < len(ops):
