@@ -27,12 +27,14 @@ from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
 from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.convert.hf import convert_hf
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.thresholds import LayerThresholds
 from hotset.placement import machine
 from hotset.placement import vulkan as planning
 
@@ -95,6 +97,40 @@ def test_batches_and_shared_prefixes(tmp_path: Path) -> None:
     found = backend.step(step).logits
     np.testing.assert_array_equal(found[9:21], expected[64:])
     np.testing.assert_array_equal(found[21:], expected[:3])
+
+
+def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
+    """Both sides leave out the same values, and only of tokens that are thresholded."""
+    gguf = model(tmp_path)
+    found_of = LayerThresholds(gate=0.3)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
+    plain = batch([(tokens(30), 0, [0])])
+    step = replace(plain, thresholded=np.arange(30) % 3 > 0)
+    expected = vulkan(gguf, graph).step(step).logits.copy()
+    backend = vulkan(gguf, graph, expert_slots=9, n_threads=2)
+    assert relative_error(backend.step(plain).logits, expected) > 0.01
+    for _ in range(2):
+        np.testing.assert_array_equal(backend.step(step).logits, expected)
+    assert backend.expert_counts().hits > 0
+
+
+def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = DeviceWeights.__init__
+
+    def small(self: DeviceWeights, *arguments: Any) -> None:
+        made(self, *arguments)
+        self._max_range = 200_000
+
+    gguf, ids = model(tmp_path, biased=True), tokens(24)
+    expected = logits_of(vulkan(gguf), ids, STEPS, [2])
+    monkeypatch.setattr(DeviceWeights, "__init__", small)
+    backend = vulkan(gguf, expert_slots=9, n_threads=2)
+    cache = stage_of(backend)._experts
+    assert cache is not None
+    up = stage_of(backend).graph.ffns[0].up
+    assert len(cache.slots_of(0, up.out)[0].parts) == 2
+    np.testing.assert_array_equal(logits_of(backend, ids, STEPS, [2]), expected)
+    assert backend.expert_counts().hits > 0
 
 
 def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

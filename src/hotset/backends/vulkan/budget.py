@@ -150,7 +150,7 @@ def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], m
     for layout, ffn in {layout_of(ffn, tensors): ffn for ffn in ffns}.items():
         n_pieces = 2 * len(layout.matrices) + len(layout.biases)
         n_bytes += expert_bytes(ffn, tensors) + n_pieces * planned_spare(OWN_FROM)
-    tables = sum(ALIGNMENT for _ in ffns) + PAGE
+    tables = ALIGNMENT * len(ffns) + PAGE
     routes = max(aligned(_NUMBER * max_batch * ffn.route.out.width) for ffn in ffns if ffn.route is not None)
     return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 
