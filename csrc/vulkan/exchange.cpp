@@ -47,8 +47,11 @@ bool Exchange::serve(int layer, int n_tokens, const std::function<bool()>& is_ca
     while ((waited = worker_.wait(layer, kTick)) == CpuWorkerPlan::Wait::TimedOut)
         if (is_cancelled()) return false;
     if (waited == CpuWorkerPlan::Wait::Poisoned) return false;
-    std::memcpy(to_device_->mapped(), memory + worker_.out_offset(),
-                n * worker_.answer_width(layer) * sizeof(float));
+    const std::vector<int32_t>& route = worker_.route(layer);
+    const size_t rows = route.empty() ? n : route.size(), row = worker_.width() * sizeof(float);
+    for (size_t i = 0; i < rows; i++)  // of experts those that the device asked for
+        if (route.empty() || route[i] >= 0)
+            std::memcpy(to_device_->mapped() + i * row, memory + worker_.out_offset() + i * row, row);
     return true;
 }
 

@@ -52,8 +52,9 @@ class LoadSettings:
     n_gpu_layers: that many of the last layers are on the device; None: the planner decides
     (placement/solver.py).
     gpu_index: a file in PowerInfer's format that says which neurons are.
-    split: "layers" keeps the neurons of a layer together; "neurons" puts all layers on devices, and of those
-    that have no room as a whole the neurons that fire most; "auto": what is predicted to be faster.
+    split: "layers" keeps the neurons of a layer together, on Vulkan its experts too; "neurons" puts all
+    layers on devices, and of those that have no room as a whole the neurons that fire most, or experts;
+    "auto": what is predicted to be faster.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
     ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:

@@ -86,10 +86,12 @@ def vulkan(
     budget: int | None = None,
     n_devices: int = 1,
     hot: Mapping[int, np.ndarray] | None = None,
+    expert_slots: int = 0,
     **options: Any,
 ) -> ChainBackend:
     """A model, or its last layers, on a device, or in turn on several, which are one driver's. budget: bytes
-    of each. hot: of layers whose neurons are split those of the device."""
+    of each. hot: of layers whose neurons are split those of the device. expert_slots: of each; 0: it has all
+    experts of its layers."""
     graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
     name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
     first = 0 if n_layers is None else n - n_layers
@@ -100,6 +102,7 @@ def vulkan(
         tuple(LayerPlacement(owner, (hot or {}).get(i)) for i, owner in enumerate(owners)),
         n_devices - 1,
         Budget(planned) if planned else None,
+        expert_slots=(expert_slots,) * n_devices,
     )
     given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", **options}
     return open_on_vulkan(placement, gguf, graph, **given)

@@ -24,6 +24,8 @@ float with_block(float sum, Raw raw, uint block, uint row, uint start) {
 
 void main() {
     const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
+    // An expert without a slot, which the CPU computes.
+    if (EXPERTS != 0u && routes[gl_WorkGroupID.y / n_used * route_stride + gl_WorkGroupID.y % n_used] < 0.0) return;
     const uint r = gl_WorkGroupID.x * ROWS + x, row = r % 32u, n_blocks = n_cols / 32u;
     const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_blocks);
     const uint tile = r / 32u + place.expert * ((n_rows + 31u) / 32u);

@@ -194,7 +194,7 @@ SplitOption = Annotated[
     str,
     _option(
         "--split",
-        "What devices and CPU share: layers, neurons (of each layer without room for all of them), or auto.",
+        "What devices and CPU share: layers, neurons (or experts, of layers without room for all), or auto.",
         _GPU,
     ),
 ]

@@ -243,8 +243,12 @@ def fitting(type: GGMLType, width: int) -> GGMLType:
 
 def _planes(packed: np.ndarray, bits: int) -> np.ndarray:
     """[..., m] bytes → [..., 8 // bits, m] values: plane j holds bits j*bits and up of every byte."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (packed[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+    packed, whole = np.ascontiguousarray(packed), np.dtype(f"V{packed.shape[-1]}")  # NumPy moves it whole
+    planes = np.empty((*packed.shape[:-1], 8 // bits), whole)
+    for j in range(8 // bits):
+        plane = (packed >> np.uint8(j * bits)) & np.uint8((1 << bits) - 1)
+        planes[..., j] = plane.view(whole)[..., 0]
+    return planes.view(np.uint8).reshape(*planes.shape, -1)
 
 
 def _scale(b: np.ndarray, field: str) -> np.ndarray:

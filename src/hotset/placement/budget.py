@@ -136,13 +136,15 @@ class ModelFacts:
     """A model in bytes; its embeddings are looked up on the host.
 
     output_bytes: final norm and output matrix (a tied one too). workspace_bytes: of every device that runs a
-    part of the model. stream_bytes: of workspace too, where some of its neurons are on the CPU.
+    part of the model. stream_bytes: of workspace too, where some of its neurons are on the CPU. least_slots:
+    of an expert cache, which are counted in workspace_bytes.
     """
 
     layers: tuple[LayerFacts, ...]
     output_bytes: int
     workspace_bytes: int
     stream_bytes: int
+    least_slots: int = 0
 
     @property
     def whole_bytes(self) -> int:

@@ -23,6 +23,7 @@ from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.devices import find_device as find_vulkan
+from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -234,17 +235,18 @@ def open_on_vulkan(  # noqa: PLR0913
                 limit = budgets[piece.device].limit if budgets else None
                 opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
             info, device = opened[piece.device]
-            # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
-            masks, worker = _hot_of(placement, piece), None
-            hot = {i: hot if hot.any() else np.arange(len(hot)) == 0 for i, hot in masks.items()}
-            if hot:
+            hot, experts, n_slots = _split_on_vulkan(placement, piece, weights, graph)
+            worker = None
+            if hot or experts:
                 runtime = runtime or new_runtime(n_threads)
-                worker = CpuWorker(weights, graph, hot, sparse=sparse, max_batch=max_batch, runtime=runtime)
+                worker = CpuWorker(
+                    weights, graph, hot, experts=experts, sparse=sparse, max_batch=max_batch, runtime=runtime
+                )
             try:
                 stages.append(
                     VulkanStage(
                         weights, graph, info, opened=device, n_states=n_states, hot=hot, worker=worker,
-                        **span, **given,
+                        expert_slots=n_slots, **span, **given,
                     )
                 )  # fmt: skip
             except BaseException:
@@ -266,6 +268,20 @@ def open_on_vulkan(  # noqa: PLR0913
         raise
 
 
+def _split_on_vulkan(
+    placement: Placement, piece: _Piece, weights: WeightSource, graph: Graph
+) -> tuple[dict[int, np.ndarray], list[int], int]:
+    """What the CPU computes of a Vulkan device's piece: all but the hot neurons of layers, and experts of
+    layers; and the slots for these on the device."""
+    # A kernel multiplies with a row at least: where no neuron pays on the device it has the first.
+    masks = _hot_of(placement, piece)
+    hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
+    n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
+    cached = cached_layers(graph, weights.tensors)[0] if n_slots else {}
+    experts = [i for i in piece.layers if i in cached]
+    return hot, experts, _share_of(n_slots, cached, piece, placement)
+
+
 def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> WeightSource:
     """Where devices find what is theirs. runtime: of the CPU's stages and services."""
     return Uploads(weights, runtime) if isinstance(weights, StoredWeights) else weights
@@ -274,6 +290,12 @@ def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> 
 def mixed_layers(graph: Graph) -> set[int]:
     """The MoE layers, whose experts a device requests of the CPU."""
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
+
+
+def _share_of(n: int, layers: Collection[int], piece: _Piece, placement: Placement) -> int:
+    """Of n slots for a device's experts, of these layers, those of a piece."""
+    on_device = set(layers).intersection(placement.layers_of(piece.device))
+    return n * len(on_device.intersection(piece.layers)) // max(len(on_device), 1)
 
 
 def _weight_bytes(planned: Sequence[MemoryBudget]) -> int:
@@ -346,11 +368,10 @@ def _device_stage(
         reason = chosen.reason if chosen else service.reason
         notes.append(f"{device}: {' and '.join(shared)} with the CPU; {reason}")
     if experts and placement.expert_slots:
-        on_device = mixed_layers(graph) & set(placement.layers_of(piece.device))
-        n_slots = placement.expert_slots[piece.device] * len(experts) // len(on_device)
-        options = {"expert_slots": n_slots} | options
+        mixed, n_slots = mixed_layers(graph), placement.expert_slots[piece.device]
+        options = {"expert_slots": _share_of(n_slots, mixed, piece, placement)} | options
         if placement.fetching and (fetching := placement.fetching[piece.device]) is not None:
-            n_spare = fetching.n_spare * len(experts) // len(on_device)
+            n_spare = _share_of(fetching.n_spare, mixed, piece, placement)
             options = {"fetching": replace(fetching, n_spare=n_spare)} | options
     try:
         source = _of_devices(weights, cpu_worker_options["runtime"])

@@ -30,6 +30,7 @@ from hotset.files import replacing
 from hotset.formats.powerinfer import activation_files, read_gpu_index
 from hotset.memory import free_memory
 from hotset.model.decoder import describe
+from hotset.offload.expert_cache import layout_numbers
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.cards import Card
 from hotset.placement.machine import force_misses, measure
@@ -105,7 +106,7 @@ def planned(  # noqa: PLR0913
     if settings.vram_budget in (None, -1):
         limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
         facts = replace(facts, devices=tuple(limits))
-    placement = _solved(facts, anew=settings.reset_gpu_index)
+    placement = _fastest(facts, anew=settings.reset_gpu_index)
     return _if_faster(placement, facts, settings) if on_vulkan and settings.is_auto else placement
 
 
@@ -163,21 +164,20 @@ def _with_caches(
     """The layers, those marked whose experts every device can compute."""
     if all(ffn.route is None for ffn in graph.ffns):
         return facts.layers
-    from hotset.backends.gpu.experts import can_hold, layout_of
+    from hotset.backends.gpu.experts import can_hold
 
     find_device("cpu")  # which says what to install
     import torch
 
     found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
-    held = {
-        ffn.layer
+    held = [
+        ffn
         for ffn in graph.ffns
         if ffn.route is not None and all(can_hold(ffn, weights.tensors, device) for device in found)
-    }
-    layouts = {ffn.layer: layout_of(ffn, weights.tensors) for ffn in graph.ffns if ffn.layer in held}
-    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
+    ]
+    layouts = layout_numbers(held, weights.tensors)
     return tuple(
-        replace(layer, is_cached=True, layout=numbers[layouts[i]]) if i in held else layer
+        replace(layer, is_cached=True, layout=layouts[i]) if i in layouts else layer
         for i, layer in enumerate(facts.layers)
     )
 
@@ -219,8 +219,9 @@ def _with_hotness(
 ) -> PlacementFacts:
     """With how often neurons fire, where they can be split. Raises UnsupportedModelError where that is asked
     for and there are none."""
-    if not facts.split_neurons or not any(layer.n_split for layer in facts.model.layers):
-        if settings.split == "neurons":
+    layers = facts.model.layers
+    if not facts.split_neurons or not any(layer.n_split for layer in layers):
+        if settings.split == "neurons" and not any(layer.is_cached for layer in layers):
             raise UnsupportedModelError(
                 "no layer has neurons that a device could share with the CPU: they leave none at zero, or no "
                 "down projection has a row per neuron; leave --split out, or take --sparsity exact"
@@ -296,6 +297,26 @@ def _run_builtin(
 
 
 # -- the solver's answer, kept -------------------------------------------------------------------
+
+
+def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
+    """The placement of the model as it is, or with its experts in an expert cache, where that is faster."""
+    if facts.with_cache is None:
+        return _solved(facts, anew=anew)
+    with_cache = replace(facts, model=facts.with_cache, with_cache=None)
+    try:
+        placement = _solved(facts, anew=anew)
+    except OutOfMemoryError:
+        return _solved(with_cache, anew=anew)
+    if placement.is_whole:
+        return placement
+    with contextlib.suppress(OutOfMemoryError):
+        other = _solved(with_cache, anew=anew)
+        assert placement.predicted is not None
+        assert other.predicted is not None
+        if other.predicted.total < placement.predicted.total:
+            return other
+    return placement
 
 
 def _solved(facts: PlacementFacts, *, anew: bool) -> Placement:

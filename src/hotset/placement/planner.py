@@ -27,7 +27,9 @@ class PlacementFacts:
     as a GPU index says; None: it is solved. split_neurons, n_gpu_layers: as in LoadSettings. pinnable: bytes
     of this machine's memory for experts that devices fetch; None: of no account. limited: that memory has a
     budget. It changes nothing of what is where, and so no bit, but that experts are not fetched, which are
-    in files then. notes: what a person should know of the facts, beside what follows from them.
+    in files then. with_cache: the model with its experts in an expert cache, where `model` has them as parts
+    of their layers; None: there is nothing to compare. notes: what a person should know of the facts, beside
+    what follows from them.
     """
 
     model: ModelFacts
@@ -41,6 +43,7 @@ class PlacementFacts:
     cards: tuple[str, ...] = ()
     pinnable: int | None = None
     limited: bool = False
+    with_cache: ModelFacts | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -118,7 +118,7 @@ class PlacementProblem:
         spare = spare if spare > 1 else 0
         n = max(int((room - spare * each - most) // mean), 0)
         used = int(n * mean) + (most if n else 0) + spare * each
-        return ExpertSlots(n, spare, used + beside if used else 0)
+        return ExpertSlots(max(n, self.facts.least_slots), spare, used + beside if used else 0)
 
     def budget_of(self, candidate: Candidate, d: int) -> MemoryBudget:
         """Planned bytes of a device."""

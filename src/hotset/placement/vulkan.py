@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices, validates
+from hotset.backends.vulkan.experts import cached_layers
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
@@ -45,6 +47,7 @@ from hotset.model.operations import (
     Recurrent,
     SelectOutputs,
 )
+from hotset.offload.expert_cache import layout_numbers
 from hotset.parameters import real_number
 from hotset.placement import machine
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, neuron_reads
@@ -72,6 +75,7 @@ _MOST = 16  # of these, more than caches hold
 _PASS = 0.02  # seconds that reading them shall take
 _SECONDS = 0.2  # of each measurement
 _N_LAUNCHES = 64
+_SUBMIT_KERNELS = 2  # of a layer with an expert cache (backends/vulkan/split.py)
 
 
 # -- how fast ------------------------------------------------------------------------------------
@@ -275,16 +279,18 @@ def placement_facts(
 ) -> PlacementFacts:
     """What is known of a model and of the Vulkan devices to place it on, but how often its neurons fire.
 
-    mode: of its FFNs; their neurons are split in no dense one, and, unless that is asked for, on no device
-    that shares the CPU's memory, since both would read it.
+    mode: of its FFNs; their neurons are split in no dense one. Unless that is asked for, neither these nor
+    experts are split on a device that shares the CPU's memory, since both would read it.
 
     Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
     kernel computes, or, where devices were asked for by name, any of its operations.
     """
     infos = [find_device(name) for name in names]
-    model = model_facts(
-        graph, tensors, settings.kv_type, n_pages, settings.max_batch, mode=mode, n_states=n_states
-    )
+    counted = partial(
+        model_facts, graph, tensors, settings.kv_type, n_pages, settings.max_batch, mode=mode,
+        n_states=n_states,
+    )  # fmt: skip
+    model = counted()
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
         is_split = graph.is_layered and len(missing) < len(model.layers)
         if not settings.is_auto or not is_split:
@@ -305,10 +311,18 @@ def placement_facts(
                 "more than one value crosses from layer to layer in this model: it is not split between the "
                 "CPU and a Vulkan device; leave -ngl out"
             )
+    cached, why = cached_layers(graph, tensors)
+    with_cache = None
+    if cached and is_apart and settings.split != "layers" and not settings.lora:
+        with_cache = counted(cached=cached)
+    if settings.split == "neurons":
+        if why and with_cache is None and not any(layer.n_split for layer in model.layers):
+            raise UnsupportedModelError(f"{why}; leave --split out, and layers stay whole")
+        model, with_cache = with_cache or model, None
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
         split_neurons=settings.split != "layers" and mode != "dense" and is_apart and not settings.lora,
-        n_gpu_layers=n_layers, notes=tuple(_notes(infos, missing)),
+        n_gpu_layers=n_layers, with_cache=with_cache, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
 
 
@@ -359,15 +373,21 @@ def model_facts(
     *,
     mode: FFNMode = "dense",
     n_states: int = 0,
+    cached: Mapping[int, Ffn] | None = None,
 ) -> ModelFacts:
     """Counts a model as a Vulkan device has it: layers with their experts, whole or, in a mode that leaves
-    out neurons, without some of these."""
+    out neurons, without some of these. cached: MoE layers whose experts are in an expert cache."""
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
     n_kernels = budget.dispatches(graph, tensors, n_pages)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
+    moe = list((cached or {}).values())
+    layouts = layout_numbers(moe, tensors)
+    for i in layouts:
+        parts[i] = [op for op in parts[i] if not isinstance(op, ExpertLinear | ExpertSum)]
+        n_kernels[i] += _SUBMIT_KERNELS
     layers = tuple(
         _with_neurons(
             _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i]),
@@ -375,17 +395,25 @@ def model_facts(
         )
         for i in range(graph.n_layer)
     )  # fmt: skip
+    layers = tuple(
+        replace(
+            layer, expert_bytes=budget.expert_bytes(cached[i], tensors), n_experts=up.n_expert,
+            n_used=up.n_used, is_cached=True, layout=layouts[i],
+        )
+        if cached and i in cached and isinstance(up := cached[i].up, ExpertLinear) else layer
+        for i, layer in enumerate(layers)
+    )  # fmt: skip
     shared = [split[i] for i, layer in enumerate(layers) if layer.n_split]
     output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
     for op in output:
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
+    workspace = budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states)
+    if moe:
+        workspace += budget.expert_cache_bytes(moe, tensors, max_batch)
     return ModelFacts(
-        layers,
-        weights,
-        budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states),
-        budget.split_bytes(shared, max_batch),
+        layers, weights, workspace, budget.split_bytes(shared, max_batch), len(set(layouts.values()))
     )
 
 

@@ -35,6 +35,7 @@ from hotset.backends.torch import functions
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
 from hotset.model.operations import Activate, Rope, Route, Value
+from hotset.offload import expert_cache
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -889,7 +890,7 @@ def test_expert_rows_are_exact(type_: GGMLType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_tokens"), [*((kind, 2) for kind in exact.ACTIVATIONS), ("silu", 9), ("relu2", 9)]
+    ("kind", "n_tokens"), [*((kind, 2) for kind in expert_cache.ACTIVATIONS), ("silu", 9), ("relu2", 9)]
 )
 def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
     n_embd, n_neurons = 64, 32

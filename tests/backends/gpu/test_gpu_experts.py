@@ -24,7 +24,7 @@ from waiting import within  # noqa: E402
 from hotset.backends.cpu.backend import CpuBackend  # noqa: E402
 from hotset.backends.gpu import fallback  # noqa: E402
 from hotset.backends.gpu.cpu_offload import CpuOffload  # noqa: E402
-from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
+from hotset.backends.gpu.experts import GpuExpertCache, can_hold  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.gpu.weights import DeviceWeights  # noqa: E402
 from hotset.backends.pipeline import ChainBackend  # noqa: E402
@@ -181,14 +181,14 @@ def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
 
 def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a thread copies: an expert is used once it has come, not while its slot changes."""
-    made, caches = ExpertCache.__init__, list[ExpertCache]()
+    made, caches = GpuExpertCache.__init__, list[GpuExpertCache]()
 
-    def with_thread(self: ExpertCache, *arguments: Any, **options: Any) -> None:
+    def with_thread(self: GpuExpertCache, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
         self._copies = ThreadPoolExecutor(1)
         caches.append(self)
 
-    monkeypatch.setattr(ExpertCache, "__init__", with_thread)
+    monkeypatch.setattr(GpuExpertCache, "__init__", with_thread)
     gguf = model(tmp_path)
     ids, splits = tokens(30), [18, *range(22, 30)]
     expected = logits_of(hybrid(gguf), ids, splits, [2])
@@ -204,7 +204,7 @@ def test_a_prompt_does_not_flush_what_decoding_needs(tmp_path: Path) -> None:
     gguf = model(tmp_path)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     weights = DeviceWeights(gguf, torch.device("cpu"))
-    cache = ExpertCache(weights, graph.ffns, 6, sparse=False)
+    cache = GpuExpertCache(weights, graph.ffns, 6, sparse=False)
     used = np.array([[0, 1, 2]], np.int32)
     for _ in range(3):
         cache.begin_step()
@@ -229,7 +229,7 @@ def test_layers_of_other_types_have_slots_of_their_own(tmp_path: Path) -> None:
     assert counted(backend).hits > 0
     backend.close()
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    cache = ExpertCache(DeviceWeights(gguf, torch.device("cpu")), graph.ffns, 9, sparse=False)
+    cache = GpuExpertCache(DeviceWeights(gguf, torch.device("cpu")), graph.ffns, 9, sparse=False)
     for _ in range(9):
         for id in range(9):
             cache.begin_step()
@@ -420,7 +420,7 @@ def test_experts_are_pinned_where_they_lie(tmp_path: Path, one_by_one: bool) -> 
     gguf = model(tmp_path, one_by_one=one_by_one, **({} if one_by_one else {"biased": True}))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     weights, registrar = DeviceWeights(gguf, torch.device("cpu")), Pinned()
-    cache = ExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=registrar)
+    cache = GpuExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=registrar)
     assert cache.host.n_pinned == sum(last - first for first, last in registrar.held) > 0
     for parts in cache.host.parts.values():
         for part in parts.values():
@@ -433,5 +433,5 @@ def test_experts_are_pinned_where_they_lie(tmp_path: Path, one_by_one: bool) -> 
     if not one_by_one:  # biases lie apart from the file
         broken = Pinned(fails_at=1)
         with pytest.raises(DeviceError, match="no more memory"):
-            ExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=broken)
+            GpuExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=broken)
         assert not broken.held

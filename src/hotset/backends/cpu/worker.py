@@ -122,6 +122,10 @@ class CpuWorker:
         """The number that a layer has among those that are shared."""
         return self._index[layer]
 
+    def answer_width(self, layer: int) -> int:
+        """Floats of an answer for a token: a row, of an MoE layer one for each of its experts."""
+        return self._width * max(self._n_used[self._index[layer]], 1)
+
     # ---- one step
 
     def begin_step(self, n_tokens: int, thresholded: np.ndarray | None = None) -> None:

@@ -22,10 +22,6 @@ from hotset.model.operations import ActivationKind
 
 LANES = 16
 RANGES, TILE = 8, 64  # of neurons in a neuron-major down projection (csrc/ops/experts.cpp)
-ACTIVATIONS: tuple[ActivationKind, ...] = (
-    "silu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one",
-)  # fmt: skip
-"""Those that need no function of a library."""
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -63,7 +59,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
-    """f(x), elementwise: of `ACTIVATIONS`."""
+    """f(x), elementwise: of those that need no function of a library (offload.expert_cache.ACTIVATIONS)."""
     bound = _f(threshold, x)
     match kind:
         case "silu":

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu.capture import MAX_CAPTURED
-from hotset.backends.gpu.experts import ExpertCache
+from hotset.backends.gpu.experts import GpuExpertCache
 from hotset.backends.gpu.fallback import TokenThreshold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.errors import DeviceError
@@ -122,7 +122,7 @@ class Fetcher:
 
     def __init__(
         self,
-        cache: ExpertCache,
+        cache: GpuExpertCache,
         kernels: Kernels,
         fetching: Fetching | None,
         beside: Beside | None = None,

@@ -44,9 +44,9 @@ class Registrar(Protocol):
 class HostExperts:
     """The parts of some MoE models: `parts[layer]`, by the name of the product, biases as gate_bias.
 
-    given: layer → products by name (experts.parts_of). registrar: None for a device that has the host's
-    memory, or does not read it by itself. n_pinned: bytes that are registered. Raises DeviceError where they
-    cannot be.
+    given: layer → products by name (offload.expert_cache.parts_of). registrar: None for a device that has
+    the host's memory, or does not read it by itself. n_pinned: bytes that are registered. Raises DeviceError
+    where they cannot be.
     """
 
     def __init__(

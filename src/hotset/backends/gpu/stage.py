@@ -24,7 +24,7 @@ from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.gpu.cpu_offload import CudaDriver
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
-from hotset.backends.gpu.experts import ExpertCache, can_hold
+from hotset.backends.gpu.experts import GpuExpertCache, can_hold
 from hotset.backends.gpu.experts_fetch import Fetcher
 from hotset.backends.gpu.fallback import N_COUNTS
 from hotset.backends.gpu.kernels import Kernels
@@ -99,7 +99,7 @@ class GpuStage:
         self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
         self._cold = self._checked(cold, stream_from)
-        self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
+        self._n_on_cpu = 0  # experts of tokens that the CPU computed, where there is no cache
         self._is_served = False  # whether the CPU worker took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
         self._input_major = frozenset(input_major)
@@ -109,7 +109,7 @@ class GpuStage:
         self._source = weights
         self._weights = DeviceWeights(weights, self.device, weight_bytes)
         self._copies = CopyStream(self.device)
-        self._expert_cache: ExpertCache | None = None
+        self._expert_cache: GpuExpertCache | None = None
         self._fetcher: Fetcher | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
@@ -220,12 +220,8 @@ class GpuStage:
 
     def expert_counts(self) -> CacheStats:
         """Of MoE models, since the stage was made."""
-        if (cache := self._expert_cache) is None:
-            return CacheStats(hits=self._n_hits, on_cpu=self._n_missed)
-        hits = self._n_hits - cache.n_streamed
-        return CacheStats(
-            hits=hits, on_cpu=self._n_missed, fetched=cache.n_fetched, streamed=cache.n_streamed
-        )
+        cache = self._expert_cache
+        return CacheStats(on_cpu=self._n_on_cpu) if cache is None else cache.stats
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: the active neurons of the CPU worker."""
@@ -296,21 +292,20 @@ class GpuStage:
         needs = n_spare and self.device.type == "cuda" and self.kernels.triton
         registrar = CudaDriver(self.device) if needs else None
         try:
-            cache = ExpertCache(
+            cache = GpuExpertCache(
                 self._weights, held, n_slots, sparse=self.sparse, n_spare=n_spare, registrar=registrar
             )
         except DeviceError as error:
             self.notes.append(f"experts are not fetched for the step that needs them: {error}")
-            cache = ExpertCache(self._weights, held, n_slots + n_spare, sparse=self.sparse)
+            cache = GpuExpertCache(self._weights, held, n_slots + n_spare, sparse=self.sparse)
         self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
         """Of the MoE models what a step asked for, as it was submitted."""
-        hits = sum(int((asked < 0).sum()) for asked in routes.values())
-        self._n_hits += hits
-        self._n_missed += sum(asked.size for asked in routes.values()) - hits
         if self._expert_cache is not None:
             self._expert_cache.learn(routes)
+        else:
+            self._n_on_cpu += sum(asked.size for asked in routes.values())
 
     # ---- one step ----
 

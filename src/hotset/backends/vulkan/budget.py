@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
 from hotset.backends.vulkan.kernels import stride_of
-from hotset.backends.vulkan.memory import PAGE, SPARE, aligned, planned_bytes, planned_spare
+from hotset.backends.vulkan.memory import (
+    ALIGNMENT,
+    OWN_FROM,
+    PAGE,
+    SPARE,
+    aligned,
+    planned_bytes,
+    planned_spare,
+)
 from hotset.backends.vulkan.program import (
     KV_CHANNELS,
     n_splits,
@@ -26,6 +34,7 @@ from hotset.backends.vulkan.program import missing_kernel as missing_operation
 from hotset.backends.vulkan.split import exchange_bytes
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -42,6 +51,7 @@ from hotset.model.operations import (
     TransposedLinear,
     Value,
 )
+from hotset.offload.expert_cache import layout_of
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -118,8 +128,31 @@ def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
     if not ffns:
         return 0
     width, n_ff = ffns[0].out.width, max(ffn.n_ff for ffn in ffns)
-    rows, bits = exchange_bytes(width, n_ff, max_batch)
-    return 2 * rows + bits + 2 * PAGE + aligned(_NUMBER * max_batch * (width + n_ff))
+    values = aligned(_NUMBER * max_batch * (width + n_ff))
+    return sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE + values
+
+
+def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
+    """Of a slot for an expert of an MoE layer; a 512th is for the ends of what is bound in parts."""
+    layout = layout_of(ffn, tensors)
+    n_bytes = _NUMBER * sum(layout.biases.values())
+    for number, n_rows, n_cols in layout.matrices.values():
+        type_ = GGMLType(number)
+        n_bytes += -(-n_rows // TILE) * sum(tile_bytes(type_, n_cols, row_bytes(type_, n_cols)))
+    return n_bytes + n_bytes // 512
+
+
+def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], max_batch: int) -> int:
+    """What a stage takes that has an expert cache for some of these layers, beside slots and tables: a slot
+    of each layout, which it has at least, the room that is left in blocks, what passes between it and the
+    CPU, and routes."""
+    n_bytes = SPARE
+    for layout, ffn in {layout_of(ffn, tensors): ffn for ffn in ffns}.items():
+        n_pieces = 2 * len(layout.matrices) + len(layout.biases)
+        n_bytes += expert_bytes(ffn, tensors) + n_pieces * planned_spare(OWN_FROM)
+    tables = ALIGNMENT * len(ffns) + PAGE
+    routes = max(aligned(_NUMBER * max_batch * ffn.route.out.width) for ffn in ffns if ffn.route is not None)
+    return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 
 
 def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:

@@ -7,7 +7,7 @@ tensor type or a setting without a kernel is refused by name: nothing is compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -26,6 +26,7 @@ from hotset.backends.vulkan.split import (
     SplitOperation,
     Submit,
     hot_part,
+    of_slots,
     operations_before,
 )
 from hotset.backends.vulkan.weights import FLOATS, DeviceMatrix, DeviceWeights, MatrixPart
@@ -133,6 +134,7 @@ class StageParts:
 
 
 _Wanted = Value | Mask | None
+_Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # whether it is a product of hot neurons
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Lowered:
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
         self.max_batch, self._n_pages, self._shared = parts.max_batch, parts.n_pages, parts.shared
         if parts.shared is not None:
-            parts.shared.check_taps(taps)
+            parts.shared.check_taps(graph.ffns, taps)
         steps, first_of_tail = steps_of(graph, taps, parts.shared)
         self._of_tail = {step.out.id for step in steps[first_of_tail:]}
         self.tapped = [value for value in graph.values if value.name in taps]
@@ -591,8 +593,10 @@ class Lowered:
 
         def record(to: Recorder, n: int) -> None:
             multiplied(to, n)
-            bindings = [parts.bound(4 * n * width), self.read(op.route, n), self.written(op.out, n)]
-            to.add("expert_sum", [], bindings, push, by_values(op.out.width, n))
+            own = parts.bound(4 * n * width)
+            of_cpu = None if self._shared is None else self._shared.gather_experts(to, op.layer, n)
+            bindings = [own, self.read(op.route, n), self.written(op.out, n), of_cpu or own]
+            to.add("expert_sum", [of_cpu is not None], bindings, push, by_values(op.out.width, n))
 
         return record
 
@@ -607,9 +611,13 @@ class Lowered:
         """Products of each token with the matrices of its experts. to_parts: where they go, instead of
         op.out."""
         n_cols = op.x.width // op.n_used if of_parts else op.x.width
-        matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
-        bias = None if op.bias is None else self.weights.vector(op.bias)
-        bias_rows = 0 if bias is None else bias.size // 4 // op.n_expert
+        cache = None if self._shared is None else self._shared.experts
+        if cache is not None and op.layer in cache:
+            (matrix, bias), bias_rows, first_bias = cache.slots_of(op.layer, op.out), n_rows, 0
+        else:
+            matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
+            bias = None if op.bias is None else self.weights.vector(op.bias)
+            bias_rows, first_bias = 0 if bias is None else bias.size // 4 // op.n_expert, first_row
         width = op.n_used * n_rows
         stride = stride_of(op.out) if to_parts is None else width
         strides = stride, n_rows, stride_of(op.route)
@@ -625,7 +633,7 @@ class Lowered:
                 ]  # fmt: skip
                 push = (
                     n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
-                    first_row + part.first, part.first, 0, 0.0,
+                    first_bias + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
                 self._few(to, matrix, part, 1, n * op.n_used, (bindings, push), 2 if of_parts else 1)
 
@@ -907,11 +915,14 @@ def _value_of(wanted: _Wanted) -> Value | None:
 
 def _with_hot(
     op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
-) -> Iterator[tuple[Primitive | SplitOperation, _Wanted, bool]]:
+) -> Iterator[_Opened]:
     """As _opened; of an FFN whose neurons are split the hot ones, and whether a product is one of theirs.
     ids: of values that are none of the graph."""
-    if shared is None or not isinstance(op, Ffn) or op.layer not in shared.neurons:
+    if shared is None or not isinstance(op, Ffn) or op not in shared:
         yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
+        return
+    if op.route is not None:
+        yield from ((part, None, False) for part in of_slots(op, ids))
         return
     hot = hot_part(op, len(shared.neurons[op.layer]), ids)
     for part, wanted in _opened(hot, taps):
@@ -939,11 +950,22 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
     yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
+def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
+    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
+        at = ops.index(one)
+        to = next(i for i in range(at + 1, len(ops)) if one[0].out in ops[i][0].inputs)
+        ops = [*ops[:at], *ops[at + 1 : to], one, *ops[to:]]
+    return ops
+
+
 def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[Step]:
     """The operations in order: a sum with what a product adds, a product with an activation, where nothing
     else reads the value between them."""
     ids = count(len(graph.values))
     ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
+    if shared is not None and shared.experts is not None:
+        ops = _gathered_late(ops, shared.experts.layers)
     readers = Counter(value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value)
     at = 0
     while at < len(ops):

@@ -1,4 +1,5 @@
-"""Layers whose neurons a device shares with the CPU: what the device computes, and where the two are joined.
+"""Layers whose neurons, or experts, a device shares with the CPU: what the device computes, and where the
+two are joined. Of neurons:
 
     Submit           what gate and up read, and a bit for each neuron that a predictor names, go to memory
                      that the host sees; a cut follows, and the CPU worker computes the cold neurons
@@ -9,24 +10,32 @@
 What is between Submit and Gather is submitted at once and runs while the CPU computes
 (csrc/vulkan/program.h). The two sums are added in this order, whatever the number of tokens: a token has the
 same bits in every batch, chunk and run, but other last bits than where one side computes all neurons.
+
+Of experts (experts.py):
+
+    SubmitExperts    what gate and up read goes to the host, with the experts of each token, as -1 - id those
+                     that have a slot; a cut follows, and the CPU worker computes the others
+    gate, up, down   of each token's experts those in slots, each by itself
+    ExpertSum        behind the second cut: each expert's row, from whichever side, in the order of the route
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from hotset import _core
-from hotset.backends.cpu.worker import CpuWorker, split_ffns
+from hotset.backends.cpu.worker import CpuWorker, moe_layers, split_ffns
+from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import Values
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import Graph
-from hotset.model.operations import Ffn, Mask, Operation, Value
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Mask, Operation, Primitive, Value
 
 _ADD, _SCALE = 0, 2  # csrc/vulkan/shaders/elementwise.comp
 _WORD = 32  # neurons
@@ -40,6 +49,16 @@ class Submit(Operation):
     x: Value
     scores: Value | None
     mask: Mask | None
+
+
+@dataclass(frozen=True)
+class SubmitExperts(Operation):
+    """x goes to the host, with the experts of a route. out = the route with slots in place of experts, -1:
+    none."""
+
+    out: Value
+    x: Value
+    route: Value
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ class Gather(Operation):
     x: Value
 
 
-SplitOperation = Submit | HotScores | Gather
+SplitOperation = Submit | SubmitExperts | HotScores | Gather
 
 
 # -- what a device computes of an FFN ------------------------------------------------------------
@@ -95,24 +114,44 @@ def operations_before(ffn: Ffn, hot: Ffn) -> list[SplitOperation]:
     ]
 
 
+def of_slots(ffn: Ffn, ids: Iterator[int]) -> Iterator[Primitive | SplitOperation]:
+    """What a device computes of an MoE layer, of which it has some experts in slots. ids: of new values."""
+    route = ffn.route
+    assert route is not None
+    slots = Value(next(ids), route.out.width, "slots")
+    for op in ffn.primitives:
+        yield replace(op, route=slots) if isinstance(op, ExpertLinear | ExpertSum) else op
+        if op is route:
+            yield SubmitExperts(slots, ffn.up.x, route.out, layer=ffn.layer, part="ffn")
+
+
 # -- how it is recorded --------------------------------------------------------------------------
 
 
-def exchange_bytes(width: int, n_ff: int, max_batch: int) -> tuple[int, int]:
-    """Bytes of rows that pass between the two sides, in one direction, and of bits beside them."""
-    return aligned(4 * max_batch * width), aligned(4 * max_batch * -(-n_ff // _WORD))
+def exchange_bytes(ffns: Sequence[Ffn], max_batch: int) -> tuple[int, int, int]:
+    """Bytes of what passes between the two sides: rows of inputs, what is asked for beside them (a bit for
+    each neuron, or an expert a word), and rows of answers."""
+    n_used = [0 if ffn.route is None else ffn.route.n_used for ffn in ffns]
+    words = [n or -(-ffn.n_ff // _WORD) for ffn, n in zip(ffns, n_used, strict=True)]
+    row = 4 * max_batch * ffns[0].out.width
+    return aligned(row), aligned(4 * max_batch * max(words)), aligned(row * max(*n_used, 1))
 
 
 class SharedLayers:
-    """The layers of a stage whose neurons are split, and the memory through which their rows pass.
+    """The layers of a stage whose neurons or experts are split, and the memory through which rows pass.
 
-    hot: of each such layer bool [n_ff], the neurons of the device, one at least; worker: has the others.
-    neurons: the same as numbers. nbytes: of the device's memory. Raises UnsupportedModelError for a layer
-    that cannot be split, InvalidRequestError where a side has no neuron.
+    hot: of layers bool [n_ff], the neurons of the device, one at least; experts: what it has of others;
+    worker: has the rest. neurons: hot as numbers. nbytes: of the device's memory. Raises
+    UnsupportedModelError for a layer that cannot be split, InvalidRequestError where a side has no neuron.
     """
 
     def __init__(
-        self, device: _core.VulkanDevice, graph: Graph, hot: Mapping[int, np.ndarray], worker: CpuWorker
+        self,
+        device: _core.VulkanDevice,
+        graph: Graph,
+        hot: Mapping[int, np.ndarray],
+        experts: VulkanExpertCache | None,
+        worker: CpuWorker,
     ) -> None:
         self._ffns = split_ffns(graph)
         for layer, mask in hot.items():
@@ -124,50 +163,86 @@ class SharedLayers:
             if not mask.any() or layer not in worker.layers:
                 raise InvalidRequestError(f"both sides of the split layer {layer} have a neuron at least")
         self.neurons = {layer: np.flatnonzero(mask) for layer, mask in hot.items()}
+        self.experts = experts
         self._worker, ffns = worker, [self._ffns[layer] for layer in hot]
-        of_rows, of_bits = exchange_bytes(ffns[0].out.width, max(ffn.n_ff for ffn in ffns), worker.max_batch)
-        asked = device.allocate(of_rows + of_bits, "from_device")
-        answers = device.allocate(of_rows, "to_device")
-        self._x, self._bits = Piece(asked, 0, of_rows), Piece(asked, of_rows, of_bits)
-        self._answers = Piece(answers, 0, of_rows)
+        ffns += [] if experts is None else [ffn for ffn in moe_layers(graph).values() if ffn.layer in experts]
+        of_rows, of_asked, of_answers = exchange_bytes(ffns, worker.max_batch)
+        asked = device.allocate(of_rows + of_asked, "from_device")
+        answers = device.allocate(of_answers, "to_device")
+        self._x, self._asked = Piece(asked, 0, of_rows), Piece(asked, of_rows, of_asked)
+        self._answers = Piece(answers, 0, of_answers)
         self.nbytes = asked.reserved + answers.reserved
         self.exchange = _core.VulkanExchange(worker.plan, asked, answers, of_rows)
 
-    def check_taps(self, taps: Collection[str]) -> None:
-        """Raises InvalidRequestError for values of a split FFN."""
-        for layer in self.neurons:
-            ffn = self._ffns[layer]
-            inside = {op.out.name for op in ffn.primitives if op is not ffn.down} - {ffn.up.x.name}
-            if found := inside.intersection(taps):
+    def __contains__(self, ffn: Ffn) -> bool:
+        """Whether its neurons or experts are split."""
+        if ffn.route is None:
+            return ffn.layer in self.neurons
+        return self.experts is not None and ffn.layer in self.experts
+
+    def check_taps(self, ffns: Iterable[Ffn], taps: Collection[str]) -> None:
+        """Raises InvalidRequestError for values inside those that are split."""
+        for ffn in ffns:
+            seen = {ffn.up.x.name} if ffn.route is None else {ffn.up.x.name, ffn.route.out.name}
+            inside = {op.out.name for op in ffn.primitives if op is not ffn.down} - seen
+            if ffn in self and (found := inside.intersection(taps)):
+                what = "neurons" if ffn.route is None else "experts"
                 raise InvalidRequestError(
-                    f"{min(found)} cannot be tapped: the neurons of layer {layer} are split between the "
+                    f"{min(found)} cannot be tapped: the {what} of layer {ffn.layer} are split between the "
                     "Vulkan device and the CPU; use --split layers"
                 )
+
+    def gather_experts(self, to: Recorder, layer: int, n: int) -> _core.VulkanBinding | None:
+        """Where the rows of experts are that the CPU computes for n tokens, float32 [n, n_used, width], for
+        dispatches from now on; None: the device has all experts of the layer."""
+        if self.experts is None or layer not in self.experts:
+            return None
+        to.program.cut_for_host(self._worker.index_of(layer))
+        return self._answers.bound(4 * n * self._worker.answer_width(layer))
 
     def lower(self, op: SplitOperation, parts: Values) -> Record:
         """The dispatches of one of the operations of this file."""
         match op:
             case Submit():
                 return self._submit(op, parts)
+            case SubmitExperts():
+                return self._submit_experts(op, parts)
             case HotScores():
                 return self._hot_scores(op, parts)
             case Gather():
                 return self._gather(op, parts)
 
     def _submit(self, op: Submit, parts: Values) -> Record:
-        width, mask, scores = op.x.width, op.mask, op.scores
-        push = width, stride_of(op.x), 0, width, width, 0, 1.0, 0.0, 0.0, 0.0
+        mask, scores = op.mask, op.scores
 
         def record(to: Recorder, n: int) -> None:
-            x = parts.read(op.x, n)
-            copied = self._x.bound(4 * n * width, written=True)
-            to.add("elementwise", [_SCALE, 0], [x, x, copied], push, by_values(width, n))
+            self._copy(op.x, parts, to, n)
             if mask is not None and scores is not None:
                 n_words = -(-mask.x.width // _WORD)
                 read = parts.read(scores, n)
-                bits = self._bits.bound(4 * n * n_words, written=True)
+                bits = self._asked.bound(4 * n * n_words, written=True)
                 of_bits = n_words, stride_of(scores), n_words, *_numbers(mask)
                 to.add("neurons", [1], [read, read, bits], of_bits, by_values(n_words, n))
+            to.program.cut()
+
+        return record
+
+    def _copy(self, x: Value, parts: Values, to: Recorder, n: int) -> None:
+        """n rows go to the host."""
+        rows, copied = parts.read(x, n), self._x.bound(4 * n * x.width, written=True)
+        push = x.width, stride_of(x), 0, x.width, x.width, 0, 1.0, 0.0, 0.0, 0.0
+        to.add("elementwise", [_SCALE, 0], [rows, rows, copied], push, by_values(x.width, n))
+
+    def _submit_experts(self, op: SubmitExperts, parts: Values) -> Record:
+        assert self.experts is not None
+        table, n_used = self.experts.table(op.layer), op.out.width // 2
+        push = n_used, stride_of(op.route), stride_of(op.out)
+
+        def record(to: Recorder, n: int) -> None:
+            self._copy(op.x, parts, to, n)
+            asked = self._asked.bound(4 * n * n_used, written=True)
+            bindings = [parts.read(op.route, n), table.bound(), parts.written(op.out, n), asked]
+            to.add("slots", [], bindings, push, by_values(op.out.width, n))
             to.program.cut()
 
         return record

@@ -16,13 +16,14 @@ from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.cpu.worker import CpuWorker
+from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
 from hotset.backends.vulkan.devices import VulkanInfo
+from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena
@@ -47,8 +48,9 @@ class VulkanStage:
     n_states: slots for recurrent states, where the graph has any; fewer where the device binds no more.
     staged: the host copies to the device even where it could write its memory (of tests). opened: the device,
     which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
-    those that the device has, one at least; worker: the CPU's half of these layers, for steps of max_batch
-    tokens, closed with the stage. nbytes: what the stage holds, by kind: weights, kv (with states),
+    those that the device has, one at least; expert_slots: of the MoE layers of the worker, experts that are
+    kept on the device (experts.py). worker: the CPU's half of these layers, for steps of max_batch tokens,
+    closed with the stage. nbytes: what the stage holds, by kind: weights, experts, kv (with states),
     workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and UnsupportedModelError
     for what no kernel computes.
     """
@@ -69,6 +71,7 @@ class VulkanStage:
         staged: bool = False,
         opened: _core.VulkanDevice | None = None,
         hot: Mapping[int, np.ndarray] | None = None,
+        expert_slots: int = 0,
         worker: CpuWorker | None = None,
     ) -> None:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
@@ -113,8 +116,14 @@ class VulkanStage:
         }
         self._worker = worker
         self._shared: SharedLayers | None = None
-        if hot and worker is not None:
-            self._shared = SharedLayers(self._device, self.graph, hot, worker)
+        self._experts: VulkanExpertCache | None = None
+        if worker is not None:
+            ffns = [ffn for ffn in moe_layers(self.graph).values() if ffn.layer in worker.layers]
+            if ffns:
+                self._experts = VulkanExpertCache(
+                    weights, self._device, ffns, expert_slots, beside=not device.is_software
+                )
+            self._shared = SharedLayers(self._device, self.graph, hot or {}, self._experts, worker)
         self._parts = StageParts(
             self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages,
             self._shared,
@@ -132,8 +141,10 @@ class VulkanStage:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of how it runs, a sentence each."""
         name = f"{self._info.name} (Vulkan {self._info.api})"
-        n_split = 0 if self._shared is None else len(self._shared.neurons)
-        split = (f"{n_split} layers share their neurons with the CPU",) if n_split else ()
+        shared = {} if self._shared is None else {"neurons": len(self._shared.neurons)}
+        if self._experts is not None:
+            shared["experts"] = len(self._experts.layers)
+        split = [f"{n} layers share their {what} with the CPU" for what, n in shared.items() if n]
         if self._info.kind == "software":
             return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster", *split)
         return (f"the model is on {name}", *split)
@@ -152,6 +163,7 @@ class VulkanStage:
         exchange = 0 if self._shared is None else self._shared.nbytes
         return {
             "weights": self._matrices.arena.nbytes + adapters,
+            "experts": 0 if self._experts is None else self._experts.nbytes,
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes + exchange,
         }
@@ -176,10 +188,14 @@ class VulkanStage:
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
         self._cancel.asked = False
+        if self._experts is not None:
+            self._experts.begin_step()
         self._inputs.fill(batch, slots, rows)
         if scales is not None and self._on_device is not None:
             self._on_device.fill(scales[batch.sequences])
         result = self._in_step(lowered, batch, rows)
+        if self._experts is not None and self._worker is not None:
+            self._experts.learn({layer: self._worker.route(layer) for layer in self._experts.layers})
         self.weights.check()
         return result
 
@@ -282,8 +298,8 @@ class VulkanStage:
         return seconds
 
     def expert_counts(self) -> CacheStats:
-        """The device has all experts."""
-        return CacheStats()
+        """As Stage.expert_counts: of the layers with an expert cache."""
+        return CacheStats() if self._experts is None else self._experts.stats
 
     def cancel(self) -> None:
         """Ends the step in flight after what was submitted, at most two layers of a prompt."""
@@ -299,6 +315,8 @@ class VulkanStage:
             backend.close()
         if self._worker is not None:
             self._worker.close()
+        if self._experts is not None:
+            self._experts.close()
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
@@ -306,6 +324,7 @@ class VulkanStage:
             "_lowered",
             "_parts",
             "_shared",
+            "_experts",
             "_on_device",
             "_cache",
             "_matrices",

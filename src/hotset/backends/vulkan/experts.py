@@ -1,0 +1,129 @@
+"""Experts of MoE layers in slots of a Vulkan device's memory (offload/expert_cache.py).
+
+The CPU computes those that have no slot (split.py). Both sides compute quantised products in the same order
+(docs/internals/numerics.md), so where an expert is computed shows in no bit. Each needs its rows in an order
+of its own: a thread rearranges those that are to come beside the steps, and they are written to the device
+between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.vulkan.memory import Piece, aligned
+from hotset.backends.vulkan.weights import (
+    COMPUTED,
+    FLOATS,
+    DeviceMatrix,
+    DeviceWeights,
+    Placed,
+    placed,
+    write_all,
+)
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import GGMLType, dequantize
+from hotset.formats.source import WeightSource
+from hotset.model.graph import Graph
+from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Route, Value
+from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, Group, parts_of
+
+
+class VulkanExpertCache(ExpertCache):
+    """The cache of a VulkanStage. beside: a thread rearranges; False: all is done between two steps.
+    nbytes: of the device's memory, all of it from the beginning."""
+
+    most_coming = 16  # which wait in this machine's memory, and are written before a step can begin
+
+    def __init__(
+        self,
+        source: WeightSource,
+        device: _core.VulkanDevice,
+        ffns: Sequence[Ffn],
+        n_slots: int,
+        *,
+        beside: bool,
+    ) -> None:
+        super().__init__(ffns, source.tensors, n_slots, beside=beside, least=1)
+        self._source, weights = source, DeviceWeights(source, device)
+        self._slots: list[dict[str, tuple[DeviceMatrix, Piece | None]]] = []
+        for group in self.groups:
+            n, widths = group.n_slots, group.layout.biases
+            self._slots.append({
+                name: (
+                    weights.empty(GGMLType(type_), n, n_rows, n_cols),
+                    weights.arena.piece(4 * n * widths[name]) if name in widths else None,
+                )
+                for name, (type_, n_rows, n_cols) in group.layout.matrices.items()
+            })  # fmt: skip
+        own = [ffn for group in self.groups for ffn in group.ffns.values()]
+        self._names = {op.out: name for ffn in own for name, op in parts_of(ffn).items()}
+        sizes = {layer: 4 * len(self.on_host(layer)) for layer in self.layers}
+        tables, at = device.allocate(sum(map(aligned, sizes.values())), "to_device"), 0
+        self._tables: dict[int, Piece] = {}
+        for layer, size in sizes.items():
+            self._tables[layer] = Piece(tables, at, size)
+            at += aligned(size)
+        self.nbytes = weights.arena.nbytes + tables.reserved
+
+    def table(self, layer: int) -> Piece:
+        """The slot of each expert of a layer, int32 [n_expert], -1: it has none."""
+        return self._tables[layer]
+
+    def slots_of(self, layer: int, product: Value) -> tuple[DeviceMatrix, Piece | None]:
+        """The matrices of all slots for the product that makes a value, and the biases, float32 [n_slots,
+        rows]."""
+        return self._slots[self.group_of(layer).number][self._names[product]]
+
+    def _publish(self, group: Group) -> None:
+        write_all(
+            (self._tables[layer], 0, group.table[i].view(np.uint8)) for i, layer in enumerate(group.layers)
+        )
+
+    def _fetch(self, group: Group, layer: int, id: int, slot: int) -> Callable[[], None]:
+        found: list[Placed] = []
+        for name, op in parts_of(group.ffns[layer]).items():
+            matrix, biases = self._slots[group.number][name]
+            of_each = op.n_expert // len(op.weights)
+            data = self._source.data(op.weights[id // of_each]).reshape(of_each, -1)[id % of_each]
+            first = op.first_row if isinstance(op, ExpertLinear) else 0
+            rows = data.reshape(-1, self._source.tensors[op.weights[0]].row_bytes)
+            found += placed(matrix, slot, rows[first : first + matrix.n_rows])
+            if biases is not None and op.bias is not None:
+                info = self._source.tensors[op.bias]
+                of_all = dequantize(self._source.data(op.bias), info.type, info.shape).reshape(
+                    op.n_expert, -1
+                )
+                own = np.ascontiguousarray(of_all[id, first : first + matrix.n_rows], np.float32)
+                found.append((biases, slot * own.nbytes, own.view(np.uint8)))
+        return partial(write_all, found)
+
+
+def cached_layers(graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[dict[int, Ffn], str]:
+    """The MoE layers whose experts a cache may hold, and why others are not among them, if there are any."""
+    held: dict[int, Ffn] = {}
+    why = ""
+    for ffn in graph.ffns:
+        if ffn.route is not None:
+            if what := why_not_cached(ffn, tensors):
+                why = why or f"blk.{ffn.layer}: no expert cache on Vulkan holds {what}"
+            else:
+                held[ffn.layer] = ffn
+    return held, why
+
+
+def why_not_cached(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> str:
+    """What of a layer's experts has other last bits on a device than on the CPU, in words; empty: nothing."""
+    parts = parts_of(ffn).values()
+    if not isinstance(ffn.select, Route) or ffn.top_k is not None or ffn.sub_norm is not None:
+        return "experts with predictors, or with a norm or a selection among their neurons"
+    if any(isinstance(op, ExpertSum) and op.neuron_major for op in parts):
+        return "neuron-major down projections"
+    types = {tensors[name].type for op in parts for name in op.weights}
+    if others := sorted(type_.name for type_ in types if type_ in FLOATS or type_ not in COMPUTED):
+        return f"experts of the type {others[0]}"
+    kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
+    return next((f"the activation {kind}" for kind in kinds if kind not in ACTIVATIONS), "")
