@@ -94,7 +94,7 @@ def test_what_is_planned_is_what_is_taken(tmp_path: Path, kv_type: Any, options:
         spare = 4 * (2 << 20)
         assert held <= facts.whole_bytes <= 1.34 * held + spare
         lowered = stage._program(frozenset())
-        n = [sum(lowered.recorded(part, 1).n_dispatches for part in ("body", "tail"))]
+        n = [sum(lowered.recorded(part, 1).n_dispatches for part in ("body", "candidates"))]
         assert n == [budget.dispatches(stage.graph, gguf.tensors, 12).total()]
         backend.close()
 

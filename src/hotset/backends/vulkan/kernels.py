@@ -29,6 +29,7 @@ class _Shape:
 
 KERNELS = {
     "attention": _Shape(10, "9I2f"),
+    "candidates": _Shape(2, "3I"),
     "combine": _Shape(4, "6I"),
     "conv": _Shape(6, "6I"),
     "elementwise": _Shape(3, "6I4f"),

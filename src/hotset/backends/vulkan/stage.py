@@ -14,7 +14,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import COUNTS, Batch, cache_slots
+from hotset.backends.base import COUNTS, N_CANDIDATES, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.embedding import lookup
@@ -124,6 +124,7 @@ class VulkanStage:
         self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
         self.largest = None  # of logits: it is not found here
+        self.candidates: np.ndarray | None = None  # of the latest step, as StepResult.candidates
         self._closed = False
         self._program(frozenset())
         pipelines.keep(device, self._device)
@@ -207,26 +208,33 @@ class VulkanStage:
         """rows: what the host has looked up, and what entered."""
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
+        tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
         found: dict[str, list[np.ndarray]] = {value.name: [] for value in taps}
         if not self.has_output:
             self._submit([body], n)
             logits = lowered.rows(result, n)
         else:
-            logits = np.empty((len(batch.outputs), result.width), np.float32)
+            width = N_CANDIDATES if tail == "candidates" else result.width
+            logits = np.empty((len(batch.outputs), width), np.float32)
+            tokens = np.empty(logits.shape, np.int32) if tail == "candidates" else None
             before = [body]
             for at in range(0, len(batch.outputs), OUTPUT_ROWS):
-                chosen = batch.outputs[at : at + OUTPUT_ROWS]
+                chosen, part = batch.outputs[at : at + OUTPUT_ROWS], slice(at, at + OUTPUT_ROWS)
                 self._inputs.choose(chosen)
                 if lowered.has_adapters and self._on_device is not None:
                     self._on_device.choose(chosen)
-                self._submit([*before, lowered.recorded("tail", len(chosen)).program], n)
-                logits[at : at + len(chosen)] = lowered.rows(result, len(chosen))
+                self._submit([*before, lowered.recorded(tail, len(chosen)).program], n)
+                if tokens is None:
+                    logits[part] = lowered.rows(result, len(chosen))
+                else:
+                    tokens[part], logits[part] = lowered.candidates(len(chosen))
                 for value in taps:
                     found[value.name].append(lowered.rows(value, len(chosen)))
                 before = []
             if before:
                 self._submit(before, n)
+            self.candidates = tokens
         self.tapped = {name: np.concatenate(parts) for name, parts in found.items() if parts}
         for value in lowered.tapped:
             if value in rows:
