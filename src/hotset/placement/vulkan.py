@@ -272,11 +272,12 @@ def placement_facts(
     mode: FFNMode = "dense",
     n_pages: int,
     n_states: int,
+    nextn: Graph | None = None,
 ) -> PlacementFacts:
     """What is known of a model and of the Vulkan devices to place it on, but how often its neurons fire.
 
     mode: of its FFNs; their neurons are split in no dense one, and, unless that is asked for, on no device
-    that shares the CPU's memory, since both would read it.
+    that shares the CPU's memory, since both would read it. nextn: of a layer that drafts there.
 
     Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
     kernel computes, or, where devices were asked for by name, any of its operations.
@@ -285,6 +286,11 @@ def placement_facts(
     model = model_facts(
         graph, tensors, settings.kv_type, n_pages, settings.max_batch, mode=mode, n_states=n_states
     )
+    if settings.drafter in ("self", "mtp"):  # values of two programs, and of the layer
+        beside = 0
+        if nextn is not None:
+            beside = model_facts(nextn, tensors, settings.kv_type, n_pages, settings.max_batch).whole_bytes
+        model = replace(model, workspace_bytes=2 * model.workspace_bytes + beside)
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
         is_split = graph.is_layered and len(missing) < len(model.layers)
         if not settings.is_auto or not is_split:
@@ -298,7 +304,7 @@ def placement_facts(
         or settings.gpu_index is not None
         or all(info.kind != "integrated" for info in infos)
     )
-    if not graph.is_layered or settings.lora:  # one device has all of it, or none
+    if not graph.is_layered or settings.undivided is not None:  # one device has all of it, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
             raise UnsupportedModelError(
@@ -307,7 +313,8 @@ def placement_facts(
             )
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
-        split_neurons=settings.split != "layers" and mode != "dense" and is_apart and not settings.lora,
+        split_neurons=settings.split != "layers" and mode != "dense" and is_apart
+        and settings.undivided is None,
         n_gpu_layers=n_layers, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
 

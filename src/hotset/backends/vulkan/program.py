@@ -698,9 +698,9 @@ class Lowered:
         names = "positions", "tables"
         positions, tables = (self.inputs[name].bound() for name in names)
         if op.causal:
-            visible = op.window - 1 if op.window else _ALL, 0
+            visible = op.window - 1 if op.window else _ALL, 0, op.first_seen
         else:
-            visible = (op.window // 2,) * 2 if op.window else (_ALL, _ALL)
+            visible = *((op.window // 2,) * 2 if op.window else (_ALL, _ALL)), op.first_seen
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         others = slopes is not None, op.softcap > 0
         push = (
@@ -818,8 +818,6 @@ def missing_kernel(op: Primitive) -> str | None:
             return "the rotation of blocks"
         case Route() if op.table is not None or op.scoring not in _SCORINGS:
             return "routes by a table, and scores that are roots"
-        case Attention() if op.first_seen:
-            return "layers for multi-token prediction"
         case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
             return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
         case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
