@@ -292,7 +292,7 @@ def placement_facts(
             beside = model_facts(nextn, tensors, settings.kv_type, n_pages, settings.max_batch).whole_bytes
         model = replace(model, workspace_bytes=2 * model.workspace_bytes + beside)
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
-        is_split = graph.is_layered and len(missing) < len(model.layers)
+        is_split = graph.is_layered and len(missing) < len(model.layers) and settings.undivided is None
         if not settings.is_auto or not is_split:
             layer, what = next(iter(missing.items()))
             raise refused(f"blk.{layer}", what, or_auto=is_split)

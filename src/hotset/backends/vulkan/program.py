@@ -228,7 +228,7 @@ class Lowered:
         result = self.graph.result
         return result.id in self._of_tail and result.width > N_CANDIDATES and result not in self.tapped
 
-    def candidates(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def candidate_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Of n rows after their tail: tokens and logits, as candidates_of."""
         data = np.frombuffer(self._on_host.read(n * candidates.CANDIDATE_BYTES), np.uint32)
         return candidates.candidates_of(data.reshape(n, N_CANDIDATES, 2))

@@ -263,7 +263,7 @@ class VulkanStage:
                 if tokens is None:
                     logits[part] = lowered.rows(result, len(chosen))
                 else:
-                    tokens[part], logits[part] = lowered.candidates(len(chosen))
+                    tokens[part], logits[part] = lowered.candidate_rows(len(chosen))
                 for value in taps:
                     found[value.name].append(lowered.rows(value, len(chosen)))
                 before = []
