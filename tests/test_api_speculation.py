@@ -6,23 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_models import vocabulary, write_model, write_sparse
-from drafters import Guesser
+from byte_models import vocabulary, write_model
+from drafters import Guesser, dense, experts, sparse, write_thresholds
 from tiny_gguf import write_llama
 
 import hotset
 from hotset.engine.draft_model import ModelDrafter
 from hotset.engine.speculation import Speculator, StepTimes
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
-from hotset.formats.gguf import open_gguf
 from hotset.generation import Completion
 from hotset.loader.build import open_model
 from hotset.loader.decide import ram_limit
 from hotset.loader.speculate import drafting_bytes
-from hotset.model.config import config_from_gguf
-from hotset.model.thresholds import LayerThresholds
 from hotset.settings import MOST_DRAFTED, LoadSettings
-from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -41,23 +37,6 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
     note = StepTimes.note
     monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
-
-
-def dense(folder: Path) -> Path:
-    return write_model(folder / "dense.gguf")
-
-
-def sparse(folder: Path) -> Path:
-    return write_sparse(folder / "sparse.gguf", ranks=(16, 16))
-
-
-def experts(folder: Path) -> Path:
-    return write_llama(
-        folder / "experts.gguf",
-        experts=(8, 2),
-        keys=(keys := vocabulary()),
-        n_vocab=len(keys["tokenizer.ggml.tokens"]),
-    )
 
 
 def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
@@ -118,13 +97,6 @@ def test_a_draft_model_need_not_fit_the_type_of_the_cache(tmp_path: Path) -> Non
         assert drafting.thread.counters().drafted_tokens > 0
 
 
-def write_thresholds(path: Path) -> None:
-    layer = LayerThresholds(gate=0.1, attn_in=0.3, attn_out=0.1, ffn_in=0.3, down_in=0.05)
-    with open_gguf(path) as gguf:
-        n_layer = config_from_gguf(gguf).n_layer
-        Thresholds(Calibrated.of(gguf), (layer,) * n_layer, "dense", True).save(thresholds_path(path))
-
-
 @pytest.mark.parametrize("make", [dense, sparse, experts])
 def test_a_model_that_drafts_for_itself_changes_nothing(tmp_path: Path, make: Any) -> None:
     """By thresholds beside the file, by its predictors, with fewer experts; the text is exact."""
@@ -142,6 +114,17 @@ def test_a_model_that_drafts_for_itself_changes_nothing(tmp_path: Path, make: An
         counted = drafting.thread.counters()
         assert counted.drafted_tokens > counted.accepted_tokens > 0
         assert any(note.startswith("drafts: ") for note in drafting.notes)
+
+
+def test_drafts_have_the_type_of_the_models_cache(tmp_path: Path) -> None:
+    keys = vocabulary()
+    n_vocab = len(keys["tokenizer.ggml.tokens"])
+    path = write_llama(tmp_path / "m.gguf", head_dim=32, keys=keys, n_vocab=n_vocab)
+    write_thresholds(path)
+    settings = {**SMALL, "kv_type": "q8_0"}
+    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="self", **settings) as drafting:
+        assert essence(answers(drafting, KINDS[0])) == essence(answers(plain, KINDS[0]))
+        assert drafting.thread.counters().accepted_tokens > 0
 
 
 def test_a_model_drafts_for_itself_in_the_mode_that_is_named(tmp_path: Path) -> None:

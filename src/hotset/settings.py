@@ -165,21 +165,33 @@ class LoadSettings:
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
             )
-        if self.cache_dir is not None and (self.on_vulkan or self.backend == "reference"):
-            raise InvalidRequestError(
-                "cache_dir keeps what the CPU has computed (backend auto or cpu); leave it out, or the device"
-            )
-        on_one = self.on_vulkan and self.n_gpu_layers is None
-        if self.lora and self.asks_for_a_device and not on_one:
-            raise InvalidRequestError(
-                "adapters (LoRA) are computed by the CPU alone, or by a Vulkan device that has the whole "
-                "model; leave out lora, or what is asked of a device"
-            )
+        self._check_undivided()
         self._check_speculation()
         self._check_vulkan()
         if self.ram_budget is not None and self.backend == "reference":
             raise InvalidRequestError(
                 "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
+            )
+
+    @property
+    def undivided(self) -> str | None:
+        """What needs a model that one processor computes; None: nothing does."""
+        if self.lora:
+            return "lora"
+        if self.cache_dir is not None:
+            return "cache_dir"
+        return f"speculate {self.drafter}" if self.drafter in ("self", "mtp") else None
+
+    def _check_undivided(self) -> None:
+        if self.cache_dir is not None and self.backend == "reference":
+            raise InvalidRequestError(
+                "cache_dir keeps what the CPU or a Vulkan device has computed; leave it out, or the reference"
+            )
+        on_one = self.on_vulkan and self.n_gpu_layers is None and self.split != "neurons"
+        if self.undivided is not None and self.asks_for_a_device and not on_one:
+            raise InvalidRequestError(
+                f"{self.undivided} needs a model that the CPU computes alone, or a Vulkan device that has "
+                "the whole model; leave it out, or what is asked of a device"
             )
 
     def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
@@ -211,11 +223,6 @@ class LoadSettings:
             )
         if asked == "self":
             self._check_self_drafts()
-        if asked in ("self", "mtp") and self.on_vulkan:
-            raise InvalidRequestError(
-                f"speculate {asked} drafts with layers of the model on the CPU, and these are on a Vulkan "
-                "device; use ngram or draft, or leave out the device"
-            )
         if asked != "off" and self.backend == "reference":
             raise InvalidRequestError(
                 "the reference computes with NumPy, whose results depend on the size of a step, so that "

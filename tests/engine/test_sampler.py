@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import quick_are
 
-from hotset.backends.base import LOGIT_GROUP
+from hotset.backends.base import LOGIT_GROUP, N_CANDIDATES
 from hotset.engine.filters import top_k
 from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp
 from hotset.engine.stop import StopMatcher
@@ -205,6 +205,66 @@ def test_the_largest_of_groups_change_no_token(options: dict[str, Any], kind: st
             except HotsetError as error:
                 drawn.append(str(error))
         assert drawn[0] == drawn[1]
+
+
+LOWERING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 1.0},
+    {"repetition_penalty": 4.0, "penalty_last_n": -1, "temperature": 0},
+    {"logit_bias": dict.fromkeys(range(80), -9.0)},
+    {"logit_bias": dict.fromkeys(range(99), -9.0), "top_k": 29},
+    {"top_k": 120, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0, "top_k": 0, "mirostat": 2, "top_n_sigma": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", [*PARAMS, *MORE, *LOWERING], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "recent"])
+def test_the_largest_logits_decide_where_they_are_said_to(options: dict[str, Any], kind: str):
+    """recent: the likeliest tokens are those that penalties lower, as far as they are counted."""
+    params = SamplingParams(seed=3, **options)
+    history = np.random.default_rng(1).integers(0, N_VOCAB, 30).tolist()
+    by_candidates, plain = (Sampler(params, N_VOCAB, history, [2, 70]) for _ in range(2))
+    n_taken = 0
+    for i in range(10):
+        logits = some_logits(i)
+        match kind:
+            case "ties":
+                logits = np.round(logits)
+            case "equal":
+                logits[:] = -0.5
+            case "recent":
+                logits[history] += 20
+        chosen = np.sort(np.argsort(-logits, kind="stable")[:N_CANDIDATES])
+        expected = plain.sample(logits)
+        if by_candidates.takes_candidates(1):
+            n_taken += 1
+            assert by_candidates.sample(logits[chosen], candidates=chosen) == expected
+        else:
+            by_candidates.sample(logits)
+        for sampler in (by_candidates, plain):
+            sampler.accept(expected)
+    assert n_taken in ((10,) if options in LOWERING else (0, 10))
+
+
+def test_what_all_logits_are_needed_for():
+    none = [
+        {"top_k": 0}, {"top_k": 0, "min_p": 0.5}, {"top_k": 129}, {"top_k": N_VOCAB}, {"mirostat": 1},
+        {"top_n_sigma": 1.0}, {"dry_multiplier": 0.5}, {"logprobs": 0}, {"logit_bias": {1: 0.5}},
+        {"repetition_penalty": 0.9}, {"frequency_penalty": -1}, {"presence_penalty": -1},
+        {"top_k": 120, "logit_bias": dict.fromkeys(range(9), -1.0)},
+    ]  # fmt: skip
+    for options in none:
+        assert not Sampler(SamplingParams(seed=1, **options), N_VOCAB).takes_candidates(1), options
+    constraint = Allowed([1], N_VOCAB)
+    assert not Sampler(SamplingParams(seed=1), N_VOCAB, constraint=constraint).takes_candidates(1)
+    penalised = Sampler(SamplingParams(seed=1, top_k=120, presence_penalty=1), N_VOCAB, range(7))
+    assert penalised.takes_candidates(2)
+    assert not penalised.takes_candidates(3)  # each token that is drawn may be lowered for the next row
+    assert Sampler(SamplingParams(seed=1, top_k=128), N_VOCAB).takes_candidates(17)
+    sampler = Sampler(SamplingParams(temperature=0), N_VOCAB)
+    logits = np.full(N_CANDIDATES, np.nan, np.float32)
+    with pytest.raises(HotsetError, match="not numbers"):
+        sampler.sample(logits, candidates=np.arange(N_CANDIDATES))
 
 
 @pytest.mark.parametrize(

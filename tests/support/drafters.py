@@ -1,13 +1,21 @@
-"""Drafters for tests: their drafts are partly right, by a die that is theirs alone."""
+"""Drafters for tests, whose drafts are partly right, by a die that is theirs alone; models with drafts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from pathlib import Path
+
+from byte_models import vocabulary, write_model, write_sparse
+from tiny_gguf import write_llama
 
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.thresholds import LayerThresholds
+from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
 
 
 class Guesser:
@@ -45,3 +53,27 @@ class Guesser:
 
     def close(self) -> None:
         pass
+
+
+def dense(folder: Path) -> Path:
+    return write_model(folder / "dense.gguf")
+
+
+def sparse(folder: Path) -> Path:
+    return write_sparse(folder / "sparse.gguf", ranks=(16, 16))
+
+
+def experts(folder: Path) -> Path:
+    return write_llama(
+        folder / "experts.gguf",
+        experts=(8, 2),
+        keys=(keys := vocabulary()),
+        n_vocab=len(keys["tokenizer.ggml.tokens"]),
+    )
+
+
+def write_thresholds(path: Path) -> None:
+    layer = LayerThresholds(gate=0.1, attn_in=0.3, attn_out=0.1, ffn_in=0.3, down_in=0.05)
+    with open_gguf(path) as gguf:
+        n_layer = config_from_gguf(gguf).n_layer
+        Thresholds(Calibrated.of(gguf), (layer,) * n_layer, "dense", True).save(thresholds_path(path))

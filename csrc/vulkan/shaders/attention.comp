@@ -23,7 +23,7 @@ layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
 layout(push_constant) uniform Push {
-    uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, behind, ahead, n_splits;
+    uint n_head, n_head_kv, in_stride, out_stride, n_pages, max_tokens, behind, ahead, least, n_splits;
     float scale, cap;
 };
 

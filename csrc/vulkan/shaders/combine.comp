@@ -9,7 +9,7 @@ layout(set = 0, binding = 0) readonly buffer Parts { float parts[]; };
 layout(set = 0, binding = 1) readonly buffer Positions { uint positions[]; };
 layout(set = 0, binding = 2) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
-layout(push_constant) uniform Push { uint n_head, out_stride, max_tokens, behind, ahead, n_splits; };
+layout(push_constant) uniform Push { uint n_head, out_stride, max_tokens, behind, ahead, least, n_splits; };
 
 const uint SPLIT = 512, LANES = 64, OWN = (DIM_V + LANES - 1u) / LANES;
 

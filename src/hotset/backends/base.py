@@ -18,6 +18,7 @@ from hotset.errors import InvalidRequestError
 PAGE_SIZE = 64  # tokens per page of the KV cache
 SAVED_TOKENS = 17  # of a sequence in a step, the last ones, behind which a recurrent state can be saved
 LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
+N_CANDIDATES = 128  # logits of a row, the largest, that a backend hands out where these are enough
 
 AdapterScales = tuple[tuple[str, float], ...]
 """Which adapters (LoRA) a sequence has, by digest (formats/lora.py), and how much of each; in that order."""
@@ -37,6 +38,8 @@ class Batch:
     (operations.Threshold);
     None: of no token.
     adapter_scales: of each sequence, a row of page_tables each; None: those of the backend by default.
+    wants_candidates: of each output the N_CANDIDATES largest logits are enough, equal ones by rising token; a
+    backend may hand out all the same.
 
     Where the graph has operations with a state (operations.Recurrent; else both are ignored), positions of a
     sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
@@ -55,6 +58,7 @@ class Batch:
     states: np.ndarray | None = None
     saves: np.ndarray | None = None
     adapter_scales: Sequence[AdapterScales] | None = None
+    wants_candidates: bool = False
 
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
         """The same for callers that keep no states: each row of the page tables has two slots in turn.
@@ -183,11 +187,15 @@ class StepResult:
     largest: float32 [n_outputs, n_vocab / LOGIT_GROUP], the largest logit of each group of a row, NaN where
     one is not finite, valid as long; None: it was not found. A row of logits lies in no cache of the core
     that draws from it; with this it looks at a few groups alone.
+
+    candidates: int32 [n_outputs, N_CANDIDATES], rising in each row: the tokens with the largest logits, where
+    the batch wanted no others; logits then are theirs, [n_outputs, N_CANDIDATES]. None: logits are of all.
     """
 
     logits: np.ndarray
     taps: Mapping[str, np.ndarray] = field(default_factory=dict)
     largest: np.ndarray | None = None
+    candidates: np.ndarray | None = None
 
 
 class CacheMemory(Protocol):

@@ -110,7 +110,7 @@ class ChainBackend:
         assert rows is not None
         logits = on_host(rows)
         self._latest = len(batch.tokens), time.perf_counter() - began
-        return StepResult(logits, taps, self.stages[-1].largest)
+        return StepResult(logits, taps, self.stages[-1].largest, self.stages[-1].candidates)
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None where FFNs have no zeros and the graph has no thresholds.

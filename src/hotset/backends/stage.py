@@ -73,12 +73,17 @@ class Stage(Protocol):
         """Of the logits of the latest step, as StepResult.largest."""
         ...
 
+    @property
+    def candidates(self) -> np.ndarray | None:
+        """Of the logits of the latest step, as StepResult.candidates."""
+        ...
+
     def run(self, batch: Batch, x: Rows | None = None) -> Rows:
         """One step of a batch that was checked (base.cache_slots); all its taps are values of this stage.
 
         x: what enters, [n_tokens, width], from any place; None where the stage begins with the tokens.
-        Returns the residual stream, [n_tokens, width], or logits, [n_outputs, n_vocab], where the stage has
-        them; valid until the next step. Raises InvalidRequestError for rows that it does not take, and
+        Returns the residual stream, [n_tokens, width], or logits, as StepResult, where the stage has them;
+        valid until the next step. Raises InvalidRequestError for rows that it does not take, and
         StepCancelledError, as Backend.step.
         """
         ...

@@ -41,6 +41,7 @@ class BatchBuilder:
         max_pages], by slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
+        wants_candidates = True
         scales: list[AdapterScales] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
         for sequence, n in chunks:
             start = sequence.n_computed
@@ -65,6 +66,9 @@ class BatchBuilder:
             if self.has_adapters:
                 scales[sequence.slot] = sequence.adapter_scales
             n_rows = sequence.n_rows(n)
+            if n_rows and wants_candidates:
+                sampler = None if sequence.on_logits else sequence.sampler
+                wants_candidates = sampler is not None and sampler.takes_candidates(n_rows)
             if n_rows == 1:
                 outputs[n_outputs] = n_tokens + n - 1
             else:
@@ -82,4 +86,5 @@ class BatchBuilder:
             self._states if self._has_states else None,
             self._saves[:n_tokens] if self._has_states else None,
             scales if self.has_adapters else None,
+            wants_candidates,
         )

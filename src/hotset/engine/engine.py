@@ -476,7 +476,6 @@ class Engine:
             start, end = sequence.n_computed, sequence.n_computed + n - len(sequence.draft)
             n_rows = sequence.n_rows(n)
             rows, first = result.logits[row : row + n_rows], token
-            largest = None if result.largest is None else result.largest[row : row + n_rows]
             row, token = row + n_rows, token + n
             is_last = end == len(sequence.tokens)
             if is_last and self._lacks_mask(sequence, until):
@@ -493,8 +492,7 @@ class Engine:
                     sequence.first_output = end
                 if sequence.sampler and is_last:
                     n_answer = len(sequence.draft) + 1
-                    largest = None if largest is None else largest[-n_answer:]
-                    self._append_tokens(sequence, rows[-n_answer:], largest, now, until)
+                    self._append_tokens(sequence, result, range(row - n_answer, row), now, until)
                     end = len(sequence.tokens) - 1
             except Exception as error:
                 self._fail(sequence, error)
@@ -537,10 +535,10 @@ class Engine:
                 all_wait = False
 
     def _append_tokens(
-        self, sequence: Sequence, rows: np.ndarray, largest: np.ndarray | None, now: float, until: float
+        self, sequence: Sequence, result: StepResult, rows: range, now: float, until: float
     ) -> None:
-        """Draws the next token from the first of the rows, and from each further one while the token that was
-        drawn before is the drafted one."""
+        """Draws the next token from the first of some rows of logits, and from each further one while the
+        token that was drawn before is the drafted one."""
         draft, sequence.draft = sequence.draft, []
         sequence.n_steps += 1
         self._counted.answer_steps += 1
@@ -548,7 +546,7 @@ class Engine:
         for i, row in enumerate(rows):
             if i and self._lacks_next_mask(sequence, until):
                 break
-            self._append_token(sequence, row, None if largest is None else largest[i], now)
+            self._append_token(sequence, result, row, now)
             if i == len(draft):
                 break
             n_verified += 1
@@ -569,14 +567,13 @@ class Engine:
             sequence.sampler.look_ahead()
         return self._lacks_mask(sequence, until)
 
-    def _append_token(
-        self, sequence: Sequence, logits: np.ndarray, largest: np.ndarray | None, now: float
-    ) -> None:
+    def _append_token(self, sequence: Sequence, result: StepResult, row: int, now: float) -> None:
         sampler = sequence.sampler
         assert sampler is not None
-        token = sampler.sample(logits, largest)
+        found = (None if rows is None else rows[row] for rows in (result.largest, result.candidates))
+        token = sampler.sample(result.logits[row], *found)
         if sampler.params.logprobs is not None:
-            sequence.logprobs.append(sampler.logprobs(logits, token))
+            sequence.logprobs.append(sampler.logprobs(result.logits[row], token))
         sampler.accept(token)
         sequence.tokens.append(token)
         self._counted.generated_tokens += 1

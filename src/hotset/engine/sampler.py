@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import LOGIT_GROUP
+from hotset.backends.base import LOGIT_GROUP, N_CANDIDATES
 from hotset.engine.filters import Mirostat, drawn, dynamic_temperature, top_k, top_n_sigma, typical, xtc
 from hotset.engine.repetitions import Repetitions
 from hotset.errors import HotsetError, InvalidRequestError
@@ -379,6 +379,7 @@ class Sampler:
             Repetitions(tokens, params.dry_penalty_last_n, breakers) if params.is_dry else None
         )
         self._adjusts = bool(bias) or params.penalizes or params.is_dry
+        self._n_needed = self._needed(bias)
         has_copy = self._adjusts or constraint is not None
         self._scratch = np.empty(n_vocab if has_copy else 0, np.float32)
         self._draw = self._new_draw()
@@ -406,6 +407,32 @@ class Sampler:
             n_vocab, params.temperature, min(params.top_k, n_vocab), params.top_p, params.min_p, penalties,
             list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
         )  # fmt: skip
+
+    def _needed(self, bias: Mapping[int, float]) -> int | None:
+        """How many of the largest logits decide the next token, if no penalty changes them; None: all may.
+
+        Bias and penalties that only lower logits bring no token among the largest but those that were next.
+        Whatever looks at all logits needs them: a constraint, logprobs, DRY, mirostat, top-n-sigma, and top-p
+        or min-p without top-k.
+        """
+        params = self.params
+        lowers = (
+            all(value <= 0 for value in bias.values())
+            and params.repetition_penalty >= 1
+            and min(params.frequency_penalty, params.presence_penalty) >= 0
+        )
+        is_greedy = params.temperature == 0
+        if not lowers or params.is_dry or self.constraint is not None or params.logprobs is not None:
+            return None
+        if not is_greedy and (not params.top_k or params.mirostat or params.top_n_sigma > 0):
+            return None
+        return len(bias) + (1 if is_greedy else params.top_k)
+
+    def takes_candidates(self, n_rows: int) -> bool:
+        """Whether the N_CANDIDATES largest logits of a row decide the next token, the same as all logits do,
+        in each of so many rows one after the other."""
+        n_penalised = len(self._counts) + n_rows - 1 if self.params.penalizes else 0
+        return self._n_needed is not None and self._n_needed + n_penalised <= N_CANDIDATES
 
     def clone(self) -> Sampler:
         """A sampler that will draw as this one, with the same random numbers and penalties, and leaves it as
@@ -440,10 +467,13 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.look_ahead()
 
-    def sample(self, logits: np.ndarray, largest: np.ndarray | None = None) -> int:
+    def sample(
+        self, logits: np.ndarray, largest: np.ndarray | None = None, candidates: np.ndarray | None = None
+    ) -> int:
         """The next token, from float32 logits [n_vocab], which are left as they are.
 
-        largest: as StepResult.largest, of this row; the token is the same without.
+        largest: as StepResult.largest, of this row; the token is the same without. candidates: as
+        StepResult.candidates, of this row, where `takes_candidates` said so.
         """
         params = self.params
         u = self._generator.random() if params.temperature else 0.0
@@ -452,10 +482,12 @@ class Sampler:
             token = self._draw.token(logits, largest, self._counts, u)
             if token >= 0:
                 return token
-        allowed: np.ndarray | None = None  # the ids of the logits that are left; None: all of them are
+        allowed = candidates  # the ids of the logits that are left; None: all of them are
         # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none.
         with np.errstate(over="ignore"):
-            logits = self.adjusted(logits)
+            logits = self.adjusted(logits, candidates)
+            if candidates is not None:
+                self._check_largest(float(logits.max()))  # of those that are no numbers one is here
             if self.constraint is not None:
                 logits, allowed = self._constrained(logits, self.constraint.mask())
             if params.temperature == 0:
@@ -487,21 +519,25 @@ class Sampler:
         """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
         return token_logprobs(logits, token, self.params.logprobs or 0)
 
-    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+    def adjusted(self, logits: np.ndarray, candidates: np.ndarray | None = None) -> np.ndarray:
         """Logits with bias and penalties, float32 [n_vocab]: in a buffer that the next call renews; the same
-        logits where there are neither."""
+        logits where there are neither. candidates: as of `sample`."""
         if not self._adjusts:
             return logits
         params = self.params
-        adjusted = self._scratch
+        adjusted = self._scratch[: len(logits)]
         np.copyto(adjusted, logits)
         if len(self._bias):
-            biased = _bounded(adjusted[self._bias_ids] + self._bias)
-            biased[self._bias == -math.inf] = -math.inf
-            adjusted[self._bias_ids] = biased
+            ids, bias = _among(candidates, self._bias_ids, self._bias)
+            biased = _bounded(adjusted[ids] + bias)
+            biased[bias == -math.inf] = -math.inf
+            adjusted[ids] = biased
         if self._counts:
-            ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            ids, counts = _among(
+                candidates,
+                np.fromiter(self._counts.keys(), np.int64, len(self._counts)),
+                np.fromiter(self._counts.values(), np.float32, len(self._counts)),
+            )
             values = adjusted[ids]
             is_out = np.isneginf(values)
             penalty = np.float32(max(_SMALLEST, min(params.repetition_penalty, _LARGEST)))
@@ -621,6 +657,17 @@ def log_sum_exp(logits: np.ndarray) -> float:
     with np.errstate(over="ignore"):  # the distance of two finite floats may be none
         relative = logits - np.float32(largest)
     return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
+
+
+def _among(
+    candidates: np.ndarray | None, ids: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where tokens are among candidates, and what was said of those that are; None: every token is."""
+    if candidates is None:
+        return ids, values
+    at = np.minimum(candidates.searchsorted(ids), len(candidates) - 1)
+    found = candidates[at] == ids
+    return at[found], values[found]
 
 
 def _float32(value: float) -> np.float32:

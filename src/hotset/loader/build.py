@@ -119,14 +119,16 @@ def _with_created(settings: LoadSettings, made: Created) -> LoadSettings:
     )
 
 
-def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOTHING_RESERVED) -> Decided:
+def plan_model(
+    opened: Opened, *, mapped: bool = False, for_device: bool = False, reserved: Reserved = NOTHING_RESERVED
+) -> Decided:
     """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
     context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
 
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
     the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
-    reserved: memory for what is loaded beside it.
+    for_device: a device of another model computes it. reserved: memory for what is loaded beside it.
     """
     if opened.on_vulkan and opened.settings.is_auto:
         try:
@@ -137,10 +139,10 @@ def plan_model(opened: Opened, *, mapped: bool = False, reserved: Reserved = NOT
             decided = _planned(opened.on_cpu(), mapped=mapped, reserved=reserved)
             decided.notes.append(f"the Vulkan device is not used: {error}")
             return decided
-    return _planned(opened, mapped=mapped, reserved=reserved)
+    return _planned(opened, mapped=mapped, reserved=reserved, for_device=for_device)
 
 
-def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
+def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bool = False) -> Decided:
     """As plan_model; of --device auto with a Vulkan device it raises what says that this is not used."""
     gguf, config = opened.gguf, opened.config
     settings = opened.settings.verifying(config.has_zeros)
@@ -155,7 +157,7 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
     machine = MachineFacts(math.inf if mapped else _free(opened), own_memory(), reserved)
     prepared = prepare(
         gguf, config, choice, profile=counted, progress=settings.progress, input_major=False,
-        computes=_computes(opened, machine.free - reserved.total),
+        computes="device" if for_device else _computes(opened, machine.free - reserved.total),
     )  # fmt: skip
     try:
         decided = decide(opened, choice, prepared, machine)
@@ -165,7 +167,8 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved) -> Decided:
         unused = thresholds_path(gguf.path)
         if opened.settings.drafter != "self" and thresholds is None and unused.is_file():
             decided.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
-        return _with_channels(_shared_out(decided, opened.devices, profile))
+        placed = _shared_out(decided, opened.devices, profile)
+        return placed if for_device else _with_channels(placed)
     except BaseException:
         prepared.weights.close()
         raise

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
 from hotset.backends.cpu.backend import CpuBackend, native_code
+from hotset.backends.vulkan.backend import WholeVulkan
+from hotset.backends.vulkan.devices import find_device
+from hotset.backends.vulkan.kernels import shaders_digest
 from hotset.engine.blocks import VERSION, Identity
 from hotset.engine.driver import EngineThread
 from hotset.engine.mtp import CacheWithMtp, MtpDrafter
@@ -39,6 +42,9 @@ def identity_of(decided: Decided) -> Identity:
     facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
     if decided.settings.drafter == "mtp":  # whose layer has a part of each page
         facts.append("mtp")
+    if decided.placement is not None and decided.placement.on_vulkan:  # in whose order and memory they are
+        info = find_device(decided.placement.devices[0])
+        facts += ["vulkan", info.name, info.driver, shaders_digest()]
     digest.update(repr([*facts, fingerprint(decided.gguf), decided.graph.ops]).encode())
     digest.update(native_code())
     if decided.predictor is not None:
@@ -57,13 +63,15 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
     """
     if decided.graph.is_encoder:
         raise UnsupportedModelError(f"an embedding model has no cache that could be kept; leave out {asked}")
-    if not isinstance(backend, CpuBackend):
+    if not isinstance(backend, CpuBackend | WholeVulkan):
         raise UnsupportedModelError(
-            f"{asked} needs a model that this machine's CPU computes alone, and the keys and values of this "
-            f"one are kept by {backend.name!r}; leave it out, or use --no-gpu (backend='cpu') and no --stages"
+            f"{asked} needs a model that this machine's CPU computes alone, or one Vulkan device, and the "
+            f"keys and values of this one are kept by {backend.name!r}; leave it out, or use --no-gpu "
+            "(backend='cpu') and no --stages"
         )
+    memory: CacheMemory = backend if isinstance(backend, CpuBackend) else backend.stage
     drafter = None if speculator is None else speculator.drafter
-    return CacheWithMtp(backend, drafter) if isinstance(drafter, MtpDrafter) else backend
+    return CacheWithMtp(memory, drafter) if isinstance(drafter, MtpDrafter) else memory
 
 
 def open_prompt_cache(

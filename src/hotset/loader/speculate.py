@@ -11,9 +11,11 @@ from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.lowering import decoded_vector
 from hotset.backends.reference import normalised
+from hotset.backends.vulkan.backend import WholeVulkan
+from hotset.backends.vulkan.stage import VulkanStage
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter
 from hotset.engine.lookup import LookupDrafter, LookupText
-from hotset.engine.mtp import MtpDrafter
+from hotset.engine.mtp import MtpDrafter, MtpLayer
 from hotset.engine.speculation import Drafter, Speculator
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import read_small_text
@@ -84,11 +86,13 @@ def _n_bytes(draft: Decided) -> int:
     return draft.gguf.nbytes + cache_bytes(draft.settings, draft.cost, draft.n_ctx) + _WORKSPACE
 
 
-def _plan_draft(model: ModelPath, settings: LoadSettings, closing: ExitStack, **changes: Any) -> Decided:
+def _plan_draft(
+    model: ModelPath, settings: LoadSettings, closing: ExitStack, *, for_device: bool = False, **changes: Any
+) -> Decided:
     """A model that drafts, planned: on the CPU, its file mapped.
 
     settings: of the model that it drafts for, but for its type of cache, which need not fit; changes: fields
-    of its own. closing: closes its files.
+    of its own. closing: closes its files. for_device: a device computes it, as plan_model has it.
     """
     same = ("n_ctx", "n_threads", "n_seqs", "max_sequences", "progress")
     own = LoadSettings(backend="cpu", **{name: getattr(settings, name) for name in same} | changes)
@@ -97,7 +101,7 @@ def _plan_draft(model: ModelPath, settings: LoadSettings, closing: ExitStack, **
     if "n_ctx" not in changes and opened.config.n_ctx_train < (own.n_ctx or 0):
         # What is longer gets no drafts.
         opened = opened.with_settings(n_ctx=opened.config.n_ctx_train)
-    decided = plan_model(opened, mapped=True)
+    decided = plan_model(opened, mapped=True, for_device=for_device)
     closing.callback(decided.weights.close)
     return decided
 
@@ -124,10 +128,10 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
     """The model in a sparser mode: the one that its settings name, else with the thresholds beside the file,
     else with the predictors in it, else with half of the experts."""
     settings, path = decided.settings, decided.gguf.path
-    if not isinstance(backend, CpuBackend) or decided.ram is not None:
+    if not isinstance(backend, CpuBackend | WholeVulkan) or decided.ram is not None:
         raise InvalidRequestError(
-            "speculate self needs the whole model in this machine's memory, mapped, and computed by one "
-            "process on the CPU; leave it out"
+            "speculate self needs the whole model in memory, computed by one process on the CPU, or by one "
+            "Vulkan device; leave it out, or what divides the model"
         )
     if decided.n_states:
         raise UnsupportedModelError(
@@ -137,16 +141,26 @@ def _open_self(decided: Decided, backend: Backend) -> SelfDrafter:
     if asked == (None, None, None) and thresholds_path(path).is_file():
         mode = "threshold"
     changes = {
-        "n_ctx": decided.n_ctx, "max_batch": settings.max_sequences, "activation": settings.activation,
-        "sparsity": mode, "predictor": settings.predictor, "thresholds": settings.thresholds,
-        "profile": settings.profile,
+        "n_ctx": decided.n_ctx, "max_batch": settings.max_sequences, "kv_type": settings.kv_type,
+        "activation": settings.activation, "sparsity": mode, "predictor": settings.predictor,
+        "thresholds": settings.thresholds, "profile": settings.profile,
     }  # fmt: skip
+    on_vulkan = isinstance(backend, WholeVulkan)
     with ExitStack() as closing:
-        draft = _plan_draft(path, settings, closing, **changes)
+        draft = _plan_draft(path, settings, closing, for_device=on_vulkan, **changes)
         if draft.choice.mode == decided.choice.mode:
             draft = _with_fewer_experts(draft)
         decided.notes.extend(f"drafts: {note}" for note in (draft.choice.reason, *draft.notes))
-        draft, own = build(draft, runtime=backend.runtime, cache_of=backend)
+        own: Backend
+        if isinstance(backend, WholeVulkan):
+            stage = VulkanStage(
+                draft.weights, draft.graph, backend.stage.info, n_pages=backend.n_pages,
+                max_batch=settings.max_sequences, kv_type=settings.kv_type, beside=backend.stage,
+                cache_of=backend.stage,
+            )  # fmt: skip
+            own = WholeVulkan("vulkan", [stage], [0], n_pages=stage.n_pages, max_batch=stage.max_batch)
+        else:
+            draft, own = build(draft, runtime=backend.runtime, cache_of=backend)
         closing.callback(own.close)
         return SelfDrafter(own, draft.thresholded != "none", closing.pop_all().close)
 
@@ -189,16 +203,21 @@ def _mtp_bytes(opened: Opened) -> int:
 
 
 def _open_mtp(decided: Decided, backend: Backend) -> MtpDrafter:
-    if not isinstance(backend, CpuBackend):
+    if not isinstance(backend, CpuBackend | WholeVulkan):
         raise InvalidRequestError(
-            "speculate mtp needs the whole model computed by one process on the CPU; leave it out, or what "
-            "divides the model"
+            "speculate mtp needs the whole model computed by one process on the CPU, or by one Vulkan "
+            "device; leave it out, or what divides the model"
         )
-    layer = CpuBackend(
-        decided.weights, _mtp_graph(decided, decided.weights.tensors), n_pages=decided.n_pages,
-        max_batch=backend.max_batch, kv_type=decided.settings.kv_type, sparse=decided.is_sparse,
-        runtime=backend.runtime,
-    )  # fmt: skip
+    graph = _mtp_graph(decided, decided.weights.tensors)
+    layer: MtpLayer
+    given: dict[str, Any] = {
+        "n_pages": decided.n_pages, "max_batch": backend.max_batch, "kv_type": decided.settings.kv_type,
+    }  # fmt: skip
+    if isinstance(backend, WholeVulkan):
+        stage = backend.stage
+        layer = VulkanStage(decided.weights, graph, stage.info, beside=stage, **given)
+    else:
+        layer = CpuBackend(decided.weights, graph, sparse=decided.is_sparse, runtime=backend.runtime, **given)
     ops = decided.graph.ops
     reads = next(op.x.name for op in ops if isinstance(op, SelectOutputs))
     norm = next(op for op in ops if op.out.name == NEXTN_INPUT)

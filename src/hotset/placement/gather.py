@@ -29,7 +29,7 @@ from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, Unsupporte
 from hotset.files import replacing
 from hotset.formats.powerinfer import activation_files, read_gpu_index
 from hotset.memory import free_memory
-from hotset.model.decoder import describe
+from hotset.model.decoder import describe, describe_nextn
 from hotset.offload.expert_cache import layout_numbers
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.cards import Card
@@ -94,6 +94,7 @@ def planned(  # noqa: PLR0913
         facts = vulkan.placement_facts(
             graph, weights.tensors, settings, list(map(str, devices)), mode=mode, n_pages=n_pages,
             n_states=n_states,
+            nextn=describe_nextn(config, weights.tensors) if settings.drafter == "mtp" else None,
         )  # fmt: skip
     else:
         check_placeable(config, graph)

@@ -276,11 +276,13 @@ def placement_facts(
     mode: FFNMode = "dense",
     n_pages: int,
     n_states: int,
+    nextn: Graph | None = None,
 ) -> PlacementFacts:
     """What is known of a model and of the Vulkan devices to place it on, but how often its neurons fire.
 
     mode: of its FFNs; their neurons are split in no dense one. Unless that is asked for, neither these nor
-    experts are split on a device that shares the CPU's memory, since both would read it.
+    experts are split on a device that shares the CPU's memory, since both would read it. nextn: of a layer
+    that drafts there.
 
     Raises OutOfMemoryError for a budget above what is free, UnsupportedModelError for a model whose output no
     kernel computes, or, where devices were asked for by name, any of its operations.
@@ -291,8 +293,13 @@ def placement_facts(
         n_states=n_states,
     )  # fmt: skip
     model = counted()
+    if settings.drafter in ("self", "mtp"):  # values of two programs, and of the layer
+        beside = 0
+        if nextn is not None:
+            beside = model_facts(nextn, tensors, settings.kv_type, n_pages, settings.max_batch).whole_bytes
+        model = replace(model, workspace_bytes=2 * model.workspace_bytes + beside)
     if missing := {i: layer.missing for i, layer in enumerate(model.layers) if layer.missing}:
-        is_split = graph.is_layered and len(missing) < len(model.layers)
+        is_split = graph.is_layered and len(missing) < len(model.layers) and settings.undivided is None
         if not settings.is_auto or not is_split:
             layer, what = next(iter(missing.items()))
             raise refused(f"blk.{layer}", what, or_auto=is_split)
@@ -304,7 +311,7 @@ def placement_facts(
         or settings.gpu_index is not None
         or all(info.kind != "integrated" for info in infos)
     )
-    if not graph.is_layered or settings.lora:  # one device has all of it, or none
+    if not graph.is_layered or settings.undivided is not None:  # one device has all of it, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)
         if settings.n_gpu_layers is not None and settings.n_gpu_layers < n_layers:
             raise UnsupportedModelError(
@@ -313,7 +320,8 @@ def placement_facts(
             )
     cached, why = cached_layers(graph, tensors)
     with_cache = None
-    if cached and is_apart and settings.split != "layers" and not settings.lora:
+    may_split = settings.split != "layers" and is_apart and settings.undivided is None
+    if cached and may_split:
         with_cache = counted(cached=cached)
     if settings.split == "neurons":
         if why and with_cache is None and not any(layer.n_split for layer in model.layers):
@@ -321,7 +329,7 @@ def placement_facts(
         model, with_cache = with_cache or model, None
     return PlacementFacts(
         model, tuple(limits), rates, tuple(np.zeros(layer.n_ff) for layer in model.layers),
-        split_neurons=settings.split != "layers" and mode != "dense" and is_apart and not settings.lora,
+        split_neurons=may_split and mode != "dense",
         n_gpu_layers=n_layers, with_cache=with_cache, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
 

@@ -16,9 +16,13 @@ from tiny_gguf import write_llama
 from vulkan_runs import VulkanOracle, stage_of, validated, vulkan
 
 from hotset import _core
+from hotset.backends.base import N_CANDIDATES
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import find_device, list_devices
+from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.memory import Arena, Piece
 from hotset.errors import (
     DeviceError,
     InvalidRequestError,
@@ -77,6 +81,60 @@ def test_chosen_outputs_and_taps(gguf: GGUFFile) -> None:
     assert np.array_equal(few.logits, logits[[3, 74]])
     with pytest.raises(InvalidRequestError, match="no value named"):
         backend.step(batch([(ids, 0, [0, 1])], ("nothing",)))
+
+
+@pytest.mark.parametrize(("width", "n"), [(129, 3), (1024, 1), (1030, 64), (70_000, 2)])
+@pytest.mark.parametrize("staged", [False, True])
+def test_the_largest_of_each_row(width: int, n: int, staged: bool) -> None:
+    """Equal ones by their place, zeros of both signs equal, what is no number before all."""
+    draw = np.random.default_rng(width)
+    rows = np.full((n, width + 3), 99, np.float32)  # with spare numbers behind each
+    rows[:, :width] = np.round(draw.standard_normal((n, width)) * 30).astype(np.float32)
+    rows[0, :width] *= np.where(draw.random(width) < 0.5, np.float32(0), np.float32(-0.0))
+    rows[-1, 5:99] = -np.inf
+    rows[-1, [7, 120, width - 1]] = np.nan, np.inf, -np.nan
+    device = _core.VulkanDevice(find_device("vulkan").index, staged)
+    given = Arena(device).piece(rows.nbytes)
+    given.buffer.write(given.offset, rows.reshape(-1).view(np.uint8))
+    scratch = Arena(device).piece(candidates.scratch_bytes(width, n) or 4)
+    size = n * candidates.CANDIDATE_BYTES
+    found = Piece(device.allocate(size, "from_device"), 0, size)
+    recorder = Recorder(Kernels(device))
+    candidates.record(recorder, given.bound(), (width, width + 3), n, scratch, found)
+    recorder.program.finish()
+    _core.vulkan_run([recorder.program], _core.VulkanCancel())
+    pairs = np.frombuffer(found.read(), np.uint32).reshape(n, N_CANDIDATES, 2)
+    ids, values = candidates.candidates_of(pairs)
+    of_all = np.where(np.isnan(rows), np.float32(1e38), np.where(rows == np.inf, np.float32(1e37), rows))
+    expected = np.sort(np.argsort(-of_all[:, :width], axis=1, kind="stable")[:, :N_CANDIDATES], axis=1)
+    assert np.array_equal(ids, expected)
+    assert np.array_equal(values, np.take_along_axis(rows, expected, 1), equal_nan=True)
+
+
+def test_candidates_are_the_largest_logits(tmp_path: Path) -> None:
+    """Of more rows than are computed at a time, and of none; not of a vocabulary that is hardly larger."""
+    path, ids = write_llama(tmp_path / "m.gguf", n_vocab=1500), tokens(75)
+    with open_gguf(path) as gguf:
+        backend = vulkan(gguf, max_batch=80)
+        step = replace(batch([(ids, 0, [0, 1])]), wants_candidates=True)
+        logits = backend.step(replace(step, wants_candidates=False)).logits.copy()
+        found = backend.step(step)
+        expected = np.sort(np.argsort(-logits, axis=1, kind="stable")[:, :N_CANDIDATES], axis=1)
+        assert found.candidates is not None
+        assert np.array_equal(found.candidates, expected)
+        assert np.array_equal(found.logits, np.take_along_axis(logits, expected, 1))
+        none = backend.step(replace(step, outputs=step.outputs[:0]))
+        assert none.logits.shape == (0, N_CANDIDATES)
+        tapped = backend.step(replace(step, taps=(stage_of(backend).graph.result.name,)))
+        assert tapped.candidates is None
+        assert np.array_equal(tapped.logits, logits)
+        assert all(np.array_equal(rows, logits) for rows in tapped.taps.values())
+
+
+def test_few_logits_are_all_handed_out(gguf: GGUFFile) -> None:
+    found = vulkan(gguf).step(replace(batch([(tokens(3), 0, [0])]), wants_candidates=True))
+    assert found.candidates is None
+    assert found.logits.shape == (3, 96)
 
 
 @pytest.mark.parametrize("type_", quick_are((GGMLType.F16,), (GGMLType.F32, GGMLType.F16, GGMLType.BF16)))

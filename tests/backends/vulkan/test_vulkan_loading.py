@@ -18,6 +18,8 @@ from tiny_adapters import random_pairs, write_adapter
 from vulkan_runs import validated
 
 import hotset
+from hotset.backends.base import N_CANDIDATES
+from hotset.engine.sampler import Sampler
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.settings import LoadSettings
 
@@ -38,6 +40,31 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         assert any("Vulkan" in note for note in model.backend.notes)
 
 
+def test_texts_are_the_same_with_and_without_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side with one that needs all logits, too."""
+    path, prompts = write_model(tmp_path / "model.gguf"), ["Hello there", "A longer prompt"]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0}, {"seed": 1}, {"seed": 2, "repetition_penalty": 1.3, "top_p": 1.0},
+        {"seed": 3, "typical_p": 0.7, "xtc_probability": 0.5, "ignore_eos": True},
+    ]  # fmt: skip
+    found = []
+    with hotset.load(path, device="vulkan", n_seqs=2, **SMALL) as model:
+        stage = model.backend.stages[0]
+        assert model.backend.n_vocab > 2 * N_CANDIDATES
+        for allowed in (True, False):
+            if not allowed:
+                monkeypatch.setattr(Sampler, "takes_candidates", lambda *_: False)
+            for way in ways:
+                found.append([one.tokens for one in model.generate_many(prompts, max_tokens=12, **way)])
+                assert (stage.candidates is not None) == allowed
+            one, other = (model.generate(prompts[0], max_tokens=5, seed=1, logprobs=n) for n in (None, 3))
+            assert one.tokens == other.tokens
+            assert stage.candidates is None
+    assert found[: len(ways)] == found[len(ways) :]
+
+
 def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path) -> None:
     """Drafted tokens change no bit; with an adapter the text is the CPU's."""
     path, params = write_model(tmp_path / "model.gguf"), {"max_tokens": 20, "temperature": 0, "logprobs": 1}
@@ -48,8 +75,6 @@ def test_drafts_and_adapters_change_nothing_that_they_should_not(tmp_path: Path)
         found = model.generate("one two one two one", **params)
         assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
         assert model.engine.counters().accepted_tokens > 0
-    with pytest.raises(InvalidRequestError, match="use ngram or draft"):
-        LoadSettings(device="vulkan", speculate="self")
     lora, texts = write_adapter(tmp_path / "lora.gguf", pairs), []
     for how in ({"backend": "cpu"}, {"device": "vulkan"}):
         with hotset.load(path, lora=lora, **SMALL, **how) as model:

@@ -124,6 +124,7 @@ class CpuBackend:
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
+        self.candidates = None  # all logits are in this memory
         self.notes: tuple[str, ...] = ()
         self._closes_runtime = runtime is None
         self._runtime: _core.Runtime | None = runtime or new_runtime(n_threads)

@@ -119,6 +119,7 @@ class GpuStage:
         self.notes: list[str] = []
         self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
         self.largest: np.ndarray | None = None  # of the latest step, as StepResult.largest
+        self.candidates = None  # all logits of a step are copied to the host
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
         self.n_layer = graph.n_layer
         self._seconds = np.zeros((self.n_layer, len(PARTS)))

@@ -13,7 +13,8 @@ class WholeVulkan(ChainBackend):
     """A whole model on a Vulkan device, which takes adapters too (backends/adapters.py)."""
 
     @property
-    def _stage(self) -> VulkanStage:
+    def stage(self) -> VulkanStage:
+        """That has all of it."""
         (stage,) = self.stages
         assert isinstance(stage, VulkanStage)
         return stage
@@ -21,19 +22,19 @@ class WholeVulkan(ChainBackend):
     @property
     def graph(self) -> Graph:
         """Of the model, without adapters."""
-        return self._stage.graph
+        return self.stage.graph
 
     @property
     def weights(self) -> WeightSource:
         """Of the model."""
-        return self._stage.weights
+        return self.stage.weights
 
     @property
     def adapters(self) -> AdapterSet:
         """Those that sequences may have. Set between two steps."""
-        return self._stage.adapters
+        return self.stage.adapters
 
     @adapters.setter
     def adapters(self, adapters: AdapterSet) -> None:
-        self._stage.adapters = adapters
+        self.stage.adapters = adapters
         self._values = [frozenset(op.out.name for op in adapters.graph.primitives)]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import (
@@ -38,6 +39,7 @@ from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
+    NO_LAYER,
     Attention,
     Embed,
     ExpertLinear,
@@ -193,6 +195,7 @@ def workspace_bytes(
         InputShape.of(graph, residual, max_batch=max_batch, n_pages=n_pages, n_states=n_states).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # which leaves, of a part without the output
+        candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),
         *part_bytes(steps, max_batch, n_pages),
         rounded_bytes(steps, first_of_tail, max_batch, tensors),
     ]
@@ -200,8 +203,8 @@ def workspace_bytes(
 
 
 def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) -> Counter[int]:
-    """Dispatches of a token of each layer, and of what is in none."""
-    counts: Counter[int] = Counter()
+    """Dispatches of a token of each layer, and of what is in none, with candidates."""
+    counts: Counter[int] = Counter({NO_LAYER: len(candidates.n_chunks(graph.result.width))})
     rounded: Value | None = None
     for step in steps_of(graph)[0]:
         match step.op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ class _Shape:
 
 
 KERNELS = {
-    "attention": _Shape(10, "9I2f"),
-    "combine": _Shape(4, "6I"),
+    "attention": _Shape(10, "10I2f"),
+    "candidates": _Shape(2, "3I"),
+    "combine": _Shape(4, "7I"),
     "conv": _Shape(6, "6I"),
     "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(4, "5I"),
@@ -108,6 +110,11 @@ class Kernels:
                 [*enumerate(constants), (_FUSED, int(self.is_fused))],
             )
         return self._compiled[key]
+
+
+def shaders_digest() -> str:
+    """Of the sources of all kernels."""
+    return hashlib.sha256(_SPIRV.joinpath("sources.json").read_bytes()).hexdigest()
 
 
 class Recorder:

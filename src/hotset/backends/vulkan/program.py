@@ -14,7 +14,8 @@ from itertools import count
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import N_CANDIDATES, PAGE_SIZE
+from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
@@ -154,9 +155,9 @@ class Step:
 class Lowered:
     """The dispatches of a graph with a set of taps.
 
-    body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time. logits: where the host reads
-    them, float32 [OUTPUT_ROWS, stride]. adapters: of a graph with what they add. Raises UnsupportedModelError
-    for what no kernel computes.
+    body: for every token; tail: for the rows with logits, OUTPUT_ROWS at a time, of which the host reads all
+    logits or candidates. adapters: of a graph with what they add. Raises UnsupportedModelError for what no
+    kernel computes.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class Lowered:
     # ---- recordings ----
 
     def recorded(self, part: str, n: int) -> Recorder:
-        """The "body" for n tokens, or the "tail" for n rows, recorded when it is first asked for."""
+        """The "body" for n tokens, or the tail for n rows, which ends with "logits" or "candidates" for the
+        host; recorded when it is first asked for."""
         key = part, n
         if key not in self._recorded:
             while len(self._recorded) >= _KEPT:
@@ -198,15 +200,40 @@ class Lowered:
                     recorder.program.cut()
                 before = layer
                 record(recorder, n)
+            if part != "body" and self.graph.result.id in self._of_tail:
+                self._hand_over(recorder, part, n)
             recorder.program.finish()
             self._recorded[key] = recorder
         return self._recorded[key]
 
+    def _hand_over(self, to: Recorder, part: str, n: int) -> None:
+        """Copies what the host reads of n rows of a tail to where it reads it."""
+        result = self.graph.result
+        x, width, stride = self.read(result, n), result.width, stride_of(result)
+        if part == "candidates":
+            candidates.record(to, x, (width, stride), n, self.scratch, self._on_host)
+            return
+        bindings = [x, x, self._on_host.bound(4 * n * stride, written=True)]
+        push = width, stride, 0, stride, width, 0, 1.0, 0.0, 0.0, 0.0
+        to.add("elementwise", [_SCALE, 0], bindings, push, by_values(width, n))
+
     def rows(self, value: Value, n: int) -> np.ndarray:
-        """Rows of a value that is kept, copied: float32 [n, width]."""
+        """Rows of a value that is kept, copied: float32 [n, width]. Of logits after their tail."""
         stride = stride_of(value)
-        data = np.frombuffer(self._piece(value).read(4 * n * stride), np.float32)
+        piece = self._on_host if value == self.graph.result else self._piece(value)
+        data = np.frombuffer(piece.read(4 * n * stride), np.float32)
         return data.reshape(n, stride)[:, : value.width].copy()
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether the largest logits may be handed out without the others."""
+        result = self.graph.result
+        return result.id in self._of_tail and result.width > N_CANDIDATES and result not in self.tapped
+
+    def candidate_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of n rows after their tail: tokens and logits, as candidates_of."""
+        data = np.frombuffer(self._on_host.read(n * candidates.CANDIDATE_BYTES), np.uint32)
+        return candidates.candidates_of(data.reshape(n, N_CANDIDATES, 2))
 
     @property
     def has_adapters(self) -> bool:
@@ -228,9 +255,11 @@ class Lowered:
         n_rows = OUTPUT_ROWS if result.id in self._of_tail else self.max_batch
         n_logits = 4 * n_rows * stride_of(result)
         logits = self._kernels.device.allocate(n_logits, "from_device")
-        self._pieces[result.id] = Piece(logits, 0, n_logits)
+        self._on_host = Piece(logits, 0, n_logits)
+        self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are handed over later
         of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
-        n_bytes = max(of_operations, *(self._bytes_of_low_rank(step.op) for step in steps))
+        of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
+        n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
         device = self._kernels.device
         self._parts = Piece(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
         self.scratch = Piece(device.allocate(n_bytes, "device"), 0, n_bytes)
@@ -677,9 +706,9 @@ class Lowered:
         names = "positions", "tables"
         positions, tables = (self.inputs[name].bound() for name in names)
         if op.causal:
-            visible = op.window - 1 if op.window else _ALL, 0
+            visible = op.window - 1 if op.window else _ALL, 0, op.first_seen
         else:
-            visible = (op.window // 2,) * 2 if op.window else (_ALL, _ALL)
+            visible = *((op.window // 2,) * 2 if op.window else (_ALL, _ALL)), op.first_seen
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         others = slopes is not None, op.softcap > 0
         push = (
@@ -797,8 +826,6 @@ def missing_kernel(op: Primitive) -> str | None:
             return "the rotation of blocks"
         case Route() if op.table is not None or op.scoring not in _SCORINGS:
             return "routes by a table, and scores that are roots"
-        case Attention() if op.first_seen:
-            return "layers for multi-token prediction"
         case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
             return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
         case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
@@ -824,21 +851,23 @@ def places_of(
     steps: list[Step], first_of_tail: int, kept: set[int], result: Value, max_batch: int
 ) -> tuple[dict[int, tuple[int, int]], int]:
     """A place in one buffer, offset and bytes, for each value while it is read, and the bytes of that buffer;
-    values alive at the same time lie apart. kept: ids of values that stay. The result has its own buffer."""
+    values alive at the same time lie apart. kept: ids of values that stay. A result that is no row of a tail
+    is where the host reads it."""
     of_tail = {step.out.id for step in steps[first_of_tail:]}
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         for value in (*_read(step), step.out):
             last[value.id] = i
     for id in last:
-        if id in kept or (id not in of_tail and last[id] >= first_of_tail):
+        if id in kept or id == result.id or (id not in of_tail and last[id] >= first_of_tail):
             last[id] = len(steps)  # the tail runs once for each of its parts
     alive: list[tuple[int, int, int]] = []  # begin, end, id
     places: dict[int, tuple[int, int]] = {}
     size = 0
     for i, step in enumerate(steps):
         alive = [one for one in alive if last[one[2]] >= i]
-        if step.out == result or isinstance(step.op, (*ON_HOST, Submit)):
+        is_on_host = step.out == result and result.id not in of_tail
+        if is_on_host or isinstance(step.op, (*ON_HOST, Submit)):
             continue
         n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
         n_bytes = aligned(4 * n_rows * stride_of(step.out))

@@ -6,15 +6,16 @@ recorded for a token. The host writes the numbers of a batch (inputs.py), submit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
-from hotset.backends.base import COUNTS, Batch, cache_slots
+from hotset.backends.base import COUNTS, N_CANDIDATES, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.embedding import lookup
@@ -26,7 +27,7 @@ from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
-from hotset.backends.vulkan.memory import Arena
+from hotset.backends.vulkan.memory import Arena, Piece
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
 from hotset.backends.vulkan.split import SharedLayers
 from hotset.backends.vulkan.weights import DeviceWeights
@@ -41,6 +42,17 @@ from hotset.units import human_size
 _PLAIN = frozenset[str](), False  # the program without taps and adapters
 
 
+@dataclass
+class Shared:
+    """A device, and what its stages of one model share: kernels, and one thread at a time, for that of a
+    prompt cache copies from it. stages: the model's, and those that draft for it."""
+
+    device: _core.VulkanDevice
+    kernels: Kernels
+    in_use: threading.RLock = field(default_factory=threading.RLock)
+    stages: list[VulkanStage] = field(default_factory=list)
+
+
 class VulkanStage:
     """The Stage protocol over graph.ops[first_op:last_op] on a Vulkan device.
 
@@ -50,9 +62,12 @@ class VulkanStage:
     which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
     those that the device has, one at least; expert_slots: of the MoE layers of the worker, experts that are
     kept on the device (experts.py). worker: the CPU's half of these layers, for steps of max_batch tokens,
-    closed with the stage. nbytes: what the stage holds, by kind: weights, experts, kv (with states),
-    workspace. Raises DeviceError, OutOfMemoryError where the model does not fit, and UnsupportedModelError
-    for what no kernel computes.
+    closed with the stage. beside: a stage of the same model whose device and weights it uses too; cache_of:
+    of the same layers and pages, whose keys and values it reads and writes.
+
+    nbytes: what the stage holds, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
+    too (backends/base.py). Raises DeviceError, OutOfMemoryError where the model does not fit, and
+    UnsupportedModelError for what no kernel computes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -73,6 +88,8 @@ class VulkanStage:
         hot: Mapping[int, np.ndarray] | None = None,
         expert_slots: int = 0,
         worker: CpuWorker | None = None,
+        beside: VulkanStage | None = None,
+        cache_of: VulkanStage | None = None,
     ) -> None:
         self.graph, self.entering = graph.split(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
@@ -83,10 +100,17 @@ class VulkanStage:
                 "CPU computes"
             )
         self.name = device.name
-        self.weights, self._info = weights, device
-        self._device = opened or pipelines.open_device(device, budget=budget, staged=staged)
-        self._kernels = Kernels(self._device)
-        self._matrices = DeviceWeights(weights, self._device)
+        self.weights = weights
+        self.info = device
+        if beside is None:
+            opened = opened or pipelines.open_device(device, budget=budget, staged=staged)
+            self.shared = Shared(opened, Kernels(opened))
+        else:
+            self.shared = beside.shared
+        self.shared.stages.append(self)
+        self._device, self._kernels = self.shared.device, self.shared.kernels
+        loaded = None if beside is None else beside.matrices
+        self.matrices: DeviceWeights = DeviceWeights(weights, self._device, loaded)
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -103,13 +127,13 @@ class VulkanStage:
                     weights, Graph([op], graph.values), n_pages=n_pages, n_states=self.n_states,
                     max_batch=max_batch, n_threads=1,
                 )  # fmt: skip
-        self._cache: dict[int, CacheOfLayer] = {}
+        self.cache: dict[int, CacheOfLayer] = {} if cache_of is None else cache_of.cache
         for op in attention:
-            if op.source is None:
+            if op.source is None and op.layer not in self.cache:
                 # An encoder needs keys and values while a layer is computed: its layers share them.
-                shared = None if op.causal else next(iter(self._cache.values()), None)
-                self._cache[op.layer] = shared or self._new_cache(op)
-        states = {
+                shared = None if op.causal else next(iter(self.cache.values()), None)
+                self.cache[op.layer] = shared or self._new_cache(op)
+        self._states = {
             op.out.id: self._kv.piece(self.n_states * state_bytes(op))
             for op in self.graph.recurrent
             if not isinstance(op, NgramEmbed)
@@ -125,27 +149,31 @@ class VulkanStage:
                 )
             self._shared = SharedLayers(self._device, self.graph, hot or {}, self._experts, worker)
         self._parts = StageParts(
-            self._matrices, self._kernels, self._inputs, self._cache, states, kv_type, max_batch, n_pages,
-            self._shared,
+            self.matrices, self._kernels, self._inputs, self.cache, self._states, kv_type, max_batch,
+            n_pages, self._shared,
         )  # fmt: skip
         self._lowered: dict[tuple[frozenset[str], bool], Lowered] = {}  # by taps, and whether with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
         self._on_device: DeviceAdapters | None = None
         self.tapped: dict[str, np.ndarray] = {}
         self.largest = None  # of logits: it is not found here
+        self.candidates: np.ndarray | None = None  # of the latest step, as StepResult.candidates
         self._closed = False
+        self.page_nbytes = sum(part.size for part in self._page_parts()) // n_pages
+        of_device = sum(part.size for part in self._states.values()) // max(self.n_states, 1)
+        self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
         self._program(frozenset())
         pipelines.keep(device, self._device)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know of how it runs, a sentence each."""
-        name = f"{self._info.name} (Vulkan {self._info.api})"
+        name = f"{self.info.name} (Vulkan {self.info.api})"
         shared = {} if self._shared is None else {"neurons": len(self._shared.neurons)}
         if self._experts is not None:
             shared["experts"] = len(self._experts.layers)
         split = [f"{n} layers share their {what} with the CPU" for what, n in shared.items() if n]
-        if self._info.kind == "software":
+        if self.info.kind == "software":
             return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster", *split)
         return (f"the model is on {name}", *split)
 
@@ -156,20 +184,28 @@ class VulkanStage:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the device's memory that the stage holds; workspace: values and inputs of the plain
-        steps."""
-        values = self._lowered[_PLAIN].nbytes if self._lowered else 0
+        """Bytes of the device's memory that the stage holds, with those of stages beside it; workspace:
+        values and inputs of steps."""
+        values = sum(lowered.nbytes for lowered in self._lowered.values())
         adapters = 0 if self._on_device is None else self._on_device.nbytes
         exchange = 0 if self._shared is None else self._shared.nbytes
-        return {
-            "weights": self._matrices.arena.nbytes + adapters,
+        own = {
+            "weights": self.matrices.arena.nbytes + adapters,
             "experts": 0 if self._experts is None else self._experts.nbytes,
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes + exchange,
         }
+        if self is self.shared.stages[0]:
+            for other in self.shared.stages[1:]:
+                own = {kind: n + other.nbytes[kind] for kind, n in own.items()}
+        return own
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run."""
+        with self.shared.in_use:
+            return self._checked_run(batch, x)
+
+    def _checked_run(self, batch: Batch, x: Rows | None) -> np.ndarray:
         n = len(batch.tokens)
         scales = self._adapters.scales(batch)
         lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
@@ -223,26 +259,33 @@ class VulkanStage:
         """rows: what the host has looked up, and what entered."""
         n, result = len(batch.tokens), self.graph.result
         body = lowered.recorded("body", n).program
+        tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
         found: dict[str, list[np.ndarray]] = {value.name: [] for value in taps}
         if not self.has_output:
             self._submit([body], n)
             logits = lowered.rows(result, n)
         else:
-            logits = np.empty((len(batch.outputs), result.width), np.float32)
+            width = N_CANDIDATES if tail == "candidates" else result.width
+            logits = np.empty((len(batch.outputs), width), np.float32)
+            tokens = np.empty(logits.shape, np.int32) if tail == "candidates" else None
             before = [body]
             for at in range(0, len(batch.outputs), OUTPUT_ROWS):
-                chosen = batch.outputs[at : at + OUTPUT_ROWS]
+                chosen, part = batch.outputs[at : at + OUTPUT_ROWS], slice(at, at + OUTPUT_ROWS)
                 self._inputs.choose(chosen)
                 if lowered.has_adapters and self._on_device is not None:
                     self._on_device.choose(chosen)
-                self._submit([*before, lowered.recorded("tail", len(chosen)).program], n)
-                logits[at : at + len(chosen)] = lowered.rows(result, len(chosen))
+                self._submit([*before, lowered.recorded(tail, len(chosen)).program], n)
+                if tokens is None:
+                    logits[part] = lowered.rows(result, len(chosen))
+                else:
+                    tokens[part], logits[part] = lowered.candidate_rows(len(chosen))
                 for value in taps:
                     found[value.name].append(lowered.rows(value, len(chosen)))
                 before = []
             if before:
                 self._submit(before, n)
+            self.candidates = tokens
         self.tapped = {name: np.concatenate(parts) for name, parts in found.items() if parts}
         for value in lowered.tapped:
             if value in rows:
@@ -260,11 +303,12 @@ class VulkanStage:
     @adapters.setter
     def adapters(self, adapters: AdapterSet) -> None:
         before = self._adapters
-        try:
-            self._use(adapters)
-        except BaseException:
-            self._use(before)
-            raise
+        with self.shared.in_use:
+            try:
+                self._use(adapters)
+            except BaseException:
+                self._use(before)
+                raise
 
     def _use(self, adapters: AdapterSet) -> None:
         """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
@@ -274,6 +318,52 @@ class VulkanStage:
         if adapters.adapters:
             self._on_device = DeviceAdapters(self._device, self.weights, adapters, self.max_batch)
             self._program(frozenset(), with_adapters=True)
+
+    # ---- copies of pages and states ----
+
+    def _page_parts(self) -> list[Piece]:
+        """Keys, values and scales of all layers, each once."""
+        caches = {id(cache): cache for cache in self.cache.values()}.values()
+        parts = [(cache.keys, cache.values, cache.key_scales, cache.value_scales) for cache in caches]
+        return [part for layer in parts for part in dict.fromkeys(layer)]
+
+    def _read(self, piece: Piece, i: int, n: int) -> bytes:
+        """The i-th of n parts of a piece."""
+        size = piece.size // n
+        with self.shared.in_use:
+            return piece.part(i * size, size).read()
+
+    def _write(self, pieces: Iterable[Piece], i: int, n: int, data: bytes) -> int:
+        """Puts back the i-th of n parts of pieces; returns how much of the data that is."""
+        rows, at = np.frombuffer(data, np.uint8), 0
+        for piece in pieces:
+            size = piece.size // n
+            with self.shared.in_use:
+                piece.buffer.write(piece.offset + i * size, rows[at : at + size])
+            at += size
+        return at
+
+    def read_page(self, page: int) -> bytes:
+        """As CacheMemory."""
+        return b"".join(self._read(part, page, self.n_pages) for part in self._page_parts())
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """As CacheMemory."""
+        self._write(self._page_parts(), page, self.n_pages, data)
+
+    def read_state(self, slot: int) -> bytes:
+        """As CacheMemory."""
+        own = [self._read(part, slot, self.n_states) for part in self._states.values()]
+        return b"".join([*own, *(backend.read_state(slot) for backend in self._ngrams.values())])
+
+    def write_state(self, slot: int, data: bytes) -> None:
+        """As CacheMemory."""
+        at = self._write(self._states.values(), slot, self.n_states, data)
+        for backend in self._ngrams.values():
+            backend.write_state(slot, data[at : at + backend.state_nbytes])
+            at += backend.state_nbytes
+
+    # ---- the end of a step, and of all ----
 
     def counts(self) -> np.ndarray:
         """As Stage.counts: no neurons are counted."""
@@ -310,7 +400,8 @@ class VulkanStage:
     def close(self) -> None:
         """Frees the memory of the device; safe to call twice."""
         if not self._closed:
-            pipelines.keep(self._info, self._device)
+            pipelines.keep(self.info, self._device)
+            self.shared.stages.remove(self)
         for backend in self._ngrams.values():
             backend.close()
         if self._worker is not None:
@@ -326,8 +417,10 @@ class VulkanStage:
             "_shared",
             "_experts",
             "_on_device",
-            "_cache",
-            "_matrices",
+            "cache",
+            "_states",
+            "matrices",
+            "shared",
             "_kv",
             "_inputs",
             "_kernels",

@@ -55,37 +55,45 @@ class DeviceMatrix:
 
 
 class DeviceWeights:
-    """Loads tensors to a device when they are first asked for, each part once."""
+    """Loads tensors to a device when they are first asked for, each part once.
 
-    def __init__(self, source: WeightSource, device: _core.VulkanDevice) -> None:
+    beside: of the same model there; what it has is not loaded again.
+    """
+
+    def __init__(
+        self, source: WeightSource, device: _core.VulkanDevice, beside: DeviceWeights | None = None
+    ) -> None:
         self._source, self._max_range = source, int(device.max_range)
         self.tensors = source.tensors
         self.arena = Arena(device)
-        self._matrices: dict[tuple[object, ...], DeviceMatrix] = {}
-        self._vectors: dict[str, Piece] = {}
+        self.matrices: dict[tuple[object, ...], DeviceMatrix] = {}
+        self.vectors: dict[str, Piece] = {}
+        if beside is not None:
+            self.matrices |= beside.matrices
+            self.vectors |= beside.vectors
         self._made: dict[object, Piece] = {}
 
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> DeviceMatrix:
         """Rows of a matrix. Raises UnsupportedModelError for a type that no kernel decodes."""
         key = name, first, n_rows
-        if key not in self._matrices:
+        if key not in self.matrices:
             type_ = self._type_of(name)
             data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
-            self._matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
-        return self._matrices[key]
+            self.matrices[key] = self._upload([data], type_, n_cols, first, n_rows)
+        return self.matrices[key]
 
     def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> DeviceMatrix:
         """Some rows of a matrix, in this order: always the same of a matrix and its first row."""
         key = name, "chosen", int(rows[0])
-        if key not in self._matrices:
+        if key not in self.matrices:
             type_ = self._type_of(name)
             data = self._source.data(name).reshape(-1, row_bytes(type_, n_cols))[rows]
-            self._matrices[key] = self._upload([data[None]], type_, n_cols, 0, len(rows))
-        return self._matrices[key]
+            self.matrices[key] = self._upload([data[None]], type_, n_cols, 0, len(rows))
+        return self.matrices[key]
 
     def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> DeviceMatrix:
         """A matrix with a row per neuron that is stored as planes, or some of its rows, with all scales."""
-        if (name,) not in self._matrices:
+        if (name,) not in self.matrices:
             codes = self._source.data(name).view(np.uint8).reshape(-1, self._source.tensors[name].shape[0])
             own = self._source.data(scales).view(np.uint32)
             type_ = _T.Q8_0 if codes.shape[1] == n_cols else _T.Q4_0
@@ -102,35 +110,35 @@ class DeviceWeights:
             for piece, array in zip(pieces, arrays, strict=True):
                 piece.buffer.write(piece.offset, array.reshape(-1).view(np.uint8))
             part = MatrixPart(pieces[0], pieces[1], 0, len(codes))
-            self._matrices[name,] = DeviceMatrix(type_ + _PLANES, len(codes), n_cols, (part,))
-        return self._matrices[name,]
+            self.matrices[name,] = DeviceMatrix(type_ + _PLANES, len(codes), n_cols, (part,))
+        return self.matrices[name,]
 
     def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> DeviceMatrix:
         """Rows of a matrix that is in no file of the model."""
-        if key not in self._matrices:
+        if key not in self.matrices:
             data = matrix.data.reshape(1, matrix.shape[0], -1)
-            self._matrices[key] = self._upload([data], matrix.type, matrix.shape[1], first, n_rows)
-        return self._matrices[key]
+            self.matrices[key] = self._upload([data], matrix.type, matrix.shape[1], first, n_rows)
+        return self.matrices[key]
 
     def experts(
         self, names: Sequence[str], n_expert: int, n_cols: int, first: int, n_rows: int
     ) -> DeviceMatrix:
         """Rows of each expert's matrix, from one tensor of all or one for each."""
         key = *names, first, n_rows
-        if key not in self._matrices:
+        if key not in self.matrices:
             type_ = self._type_of(names[0])
             of_each = n_expert // len(names)
             data = [self._source.data(name).reshape(of_each, -1, row_bytes(type_, n_cols)) for name in names]
-            self._matrices[key] = self._upload(data, type_, n_cols, first, n_rows)
-        return self._matrices[key]
+            self.matrices[key] = self._upload(data, type_, n_cols, first, n_rows)
+        return self.matrices[key]
 
     def vector(self, name: str) -> Piece:
         """All numbers of a tensor, as float32."""
-        if name not in self._vectors:
+        if name not in self.vectors:
             info = self._source.tensors[name]
             values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
-            self._vectors[name] = self._numbers(values)
-        return self._vectors[name]
+            self.vectors[name] = self._numbers(values)
+        return self.vectors[name]
 
     def made(self, key: object, make: Callable[[], np.ndarray]) -> Piece:
         """Float32 numbers that are not of a file as they are, made when they are first asked for."""

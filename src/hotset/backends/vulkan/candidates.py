@@ -1,0 +1,56 @@
+"""The largest logits of each row, found on the device: so not all of them cross to the host.
+
+Each dispatch keeps N_CANDIDATES of every chunk of a row (csrc/vulkan/shaders/candidates.comp), until one
+chunk is left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.base import N_CANDIDATES
+from hotset.backends.vulkan.kernels import Recorder
+from hotset.backends.vulkan.memory import Piece, aligned
+
+_CHUNK = 1024
+_PAIR = 8  # bytes: key and index
+CANDIDATE_BYTES = _PAIR * N_CANDIDATES  # of a row
+
+
+def n_chunks(width: int) -> list[int]:
+    """Chunks of a row of so many logits, of each dispatch; the last has one."""
+    found = [-(-width // _CHUNK)]
+    while found[-1] > 1:
+        found.append(-(-found[-1] * N_CANDIDATES // _CHUNK))
+    return found
+
+
+def scratch_bytes(width: int, n_rows: int) -> int:
+    """Of what the dispatches leave for the next ones, two of them in turn."""
+    return sum(aligned(n * n_rows * CANDIDATE_BYTES) for n in n_chunks(width)[:-1][:2])
+
+
+def record(
+    to: Recorder, logits: _core.VulkanBinding, row: tuple[int, int], n: int, scratch: Piece, out: Piece
+) -> None:
+    """The dispatches for n rows. row: their width and stride. out: for CANDIDATE_BYTES of each."""
+    (width, stride), chunks = row, n_chunks(row[0])
+    halves = [scratch, scratch.part(aligned(chunks[0] * n * CANDIDATE_BYTES), 0)]
+    read = logits
+    for i, count in enumerate(chunks):
+        to_piece, size = out if count == 1 else halves[i % 2], count * n * CANDIDATE_BYTES
+        out_stride = count * CANDIDATE_BYTES // 4
+        bindings = [read, to_piece.bound(size, written=True)]
+        to.add("candidates", [int(i == 0)], bindings, (width, stride, out_stride), (count, n, 1))
+        width, stride, read = count * N_CANDIDATES, out_stride, to_piece.bound(size)
+
+
+def candidates_of(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, rising in each row, and their logits, int32 and float32 [n, N_CANDIDATES], of what the last
+    dispatch left: uint32 [n, N_CANDIDATES, 2]."""
+    keys, ids = pairs[..., 0], pairs[..., 1].view(np.int32)
+    sign = np.uint32(1 << 31)
+    values = np.where(keys & sign, keys ^ sign, ~keys).view(np.float32)
+    order = np.argsort(ids, axis=1)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

@@ -1,0 +1,218 @@
+"""What uses a model's cache on a Vulkan device beside its own steps: layers and modes that draft, and blocks
+that are stored on disk. Texts are bitwise those without."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_runs import logits_of, tokens
+from byte_models import N_VOCAB, vocabulary, write_model
+from cases import quick_are
+from drafters import dense, experts, sparse, write_thresholds
+from made_once import made_once
+from tiny_gguf import write_llama
+from vulkan_runs import stage_of, validated, vulkan
+
+import hotset
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.vulkan.backend import WholeVulkan
+from hotset.backends.vulkan.pipelines import open_device
+from hotset.engine.speculation import StepTimes
+from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
+from hotset.formats.gguf import open_gguf
+from hotset.loader.prompt_cache import identity_of, session_files
+from hotset.settings import LoadSettings
+
+__all__ = ["validated"]  # the fixture
+SMALL: dict[str, Any] = {"device": "vulkan", "n_ctx": 256, "n_threads": 1, "n_seqs": 2, "max_batch": 64}
+PROMPTS = ["one two one two " * 5, "three, four, three, four", "A text of its own"]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 1},
+    {"seed": 4, "temperature": 0.6, "repetition_penalty": 1.1},
+]
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
+    note = StepTimes.note
+    monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
+
+
+def answers(model: hotset.Model) -> list[Any]:
+    found = [one for kind in KINDS for one in model.generate_many(PROMPTS, max_tokens=24, **kind)]
+    return [(one.tokens, one.logprobs) for one in found]
+
+
+def nextn_path(name: str, run_folder: Path) -> Path:
+    pytest.importorskip("transformers")
+    nextn_models = pytest.importorskip("nextn_models")
+
+    def make(path: Path) -> None:
+        folder = path.with_suffix(".vulkan")
+        folder.mkdir(exist_ok=True)
+        nextn_models.write_agreeing(folder, name).rename(path)
+
+    return made_once(run_folder / f"nextn-{name}.gguf", make)
+
+
+def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[str, Any]) -> None:
+    """What the drafter has on the device is counted, and goes with it."""
+    with hotset.load(path, **SMALL, **plain) as model:
+        expected, held = answers(model), sum(model.backend.device_bytes()[0].values())
+    with hotset.load(path, **SMALL, **how) as model:
+        assert answers(model) == expected
+        counted = model.thread.counters()
+        assert counted.drafted_tokens >= counted.accepted_tokens > 0
+        assert isinstance(model.backend, WholeVulkan)
+        device, with_drafter = model.backend.stage._device, sum(model.backend.device_bytes()[0].values())
+        assert device.allocated == with_drafter > held
+    gc.collect()
+    assert device.allocated == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick_are(
+        ("qwen35",), ("glm4moe", "deepseek2-v3", "qwen3next", "qwen35", "qwen35moe", "nemotron-h-moe-latent")
+    ),
+)
+def test_a_models_own_layer_drafts(name: str, run_folder: Path) -> None:
+    assert_drafts_change_nothing(nextn_path(name, run_folder), {"speculate": "mtp"}, {})
+
+
+@pytest.mark.parametrize("make", [dense, sparse, experts])
+def test_a_model_drafts_for_itself(tmp_path: Path, make: Any) -> None:
+    """By thresholds beside the file, by its predictors, with fewer experts: with the model's matrices."""
+    path = make(tmp_path)
+    if make is dense:
+        write_thresholds(path)
+    mode = {"sparsity": "exact" if make is sparse else "dense"}
+    assert_drafts_change_nothing(path, {"speculate": "self"}, mode)
+
+
+def test_weights_are_loaded_once(tmp_path: Path) -> None:
+    """Only what the mode of the drafts has beside the model is another's."""
+    path = sparse(tmp_path)
+    with hotset.load(path, sparsity="exact", **SMALL) as model:
+        expected = answers(model)
+    with hotset.load(path, speculate="self", predictor="svd:16:f16", **SMALL) as model:
+        assert answers(model) == expected
+        assert model.thread.counters().accepted_tokens > 0
+        assert isinstance(model.backend, WholeVulkan)
+        theirs, ours = (stage.matrices.matrices for stage in model.backend.stage.shared.stages)
+        assert {key for key in theirs if ours.get(key) is theirs[key]} == set(theirs)
+        assert {"svd_a", "svd_b"} == {str(key[0]).split(".")[2] for key in ours.keys() - theirs.keys()}
+
+
+def test_what_drafts_counts_in_the_budget(run_folder: Path) -> None:
+    path = nextn_path("qwen35", run_folder)
+    with pytest.raises(OutOfMemoryError, match="smallest budget") as raised:
+        hotset.load(path, speculate="mtp", vram_budget=0.005, **SMALL)
+    smallest = float(str(raised.value).split("smallest budget that works is ")[1].split()[0])
+    with hotset.load(path, speculate="mtp", vram_budget=smallest, **SMALL) as model:
+        answers(model)
+        assert isinstance(model.backend, WholeVulkan)
+        assert model.backend.stage._device.allocated <= smallest * 2**30
+
+
+@pytest.mark.parametrize("how", [{"n_gpu_layers": 1}, {"split": "neurons"}])
+@pytest.mark.parametrize("what", [{"speculate": "self"}, {"speculate": "mtp"}, {"cache_dir": "folder"}])
+def test_a_model_that_is_divided_has_none_of_it(how: dict[str, Any], what: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"a Vulkan device that has the whole model"):
+        LoadSettings(device="vulkan", **how, **what)
+
+
+@pytest.mark.parametrize(
+    ("make", "staged", "kv_type"),
+    [("dense", False, "q8_0"), ("dense", True, "f16"), ("lfm2", False, "f16"), ("lfm2", True, "f16")],
+)
+def test_blocks_on_disk(
+    tmp_path: Path, run_folder: Path, make: str, staged: bool, kv_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart a prompt is found, in the device's memory again, with states; the CPU's are others."""
+    tiny_models = pytest.importorskip("tiny_models")
+    if make == "dense":
+        path = write_llama(tmp_path / "model.gguf", head_dim=32, keys=vocabulary(), n_vocab=N_VOCAB)
+    else:
+        path = tiny_models.shared_gguf(make, run_folder)
+    if staged:
+        monkeypatch.setattr("hotset.placement.build.open_device", opened_staged())
+    prompt, kind = tokens(150).tolist(), {"temperature": 0, "max_tokens": 20}
+    how = SMALL | {"kv_type": kv_type, "cache_dir": tmp_path / "cache"}
+    with hotset.load(path, **SMALL, kv_type=kv_type) as model:
+        expected = model.generate(prompt, **kind).tokens
+    restored = []
+    for _ in range(2):
+        with hotset.load(path, **how) as model:
+            assert model.generate(prompt, **kind).tokens == expected
+            restored.append(model.thread.counters().restored_tokens)
+    assert restored == [0, 2 * PAGE_SIZE]
+    on_cpu = {key: value for key, value in how.items() if key != "device"} | {"backend": "cpu"}
+    with hotset.load(path, **on_cpu) as model:
+        model.generate(prompt, **kind)
+        assert model.thread.counters().restored_tokens == 0
+
+
+def opened_staged() -> Any:
+    return lambda info, **given: open_device(info, **given | {"staged": True})
+
+
+def test_blocks_have_the_part_of_the_layer_that_drafts(tmp_path: Path, run_folder: Path) -> None:
+    how = SMALL | {"speculate": "mtp", "cache_dir": tmp_path / "cache"}
+    found, restored = [], []
+    for _ in range(2):
+        with hotset.load(nextn_path("qwen35", run_folder), **how) as model:
+            found.append(model.generate(tokens(150).tolist(), temperature=0, max_tokens=24).tokens)
+            counted = model.thread.counters()
+            restored.append((counted.restored_tokens > 0, counted.accepted_tokens > 0))
+    assert found[0] == found[1]
+    assert restored == [(False, True), (True, True)]
+
+
+def test_another_driver_has_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hotset.load(write_model(tmp_path / "model.gguf"), **SMALL) as model:
+        own = identity_of(model.decided).digest
+        monkeypatch.setattr("hotset.loader.prompt_cache.shaders_digest", lambda: "others")
+        assert identity_of(model.decided).digest != own
+
+
+def test_a_conversation_is_kept_of_a_whole_model_alone(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", n_layer=3)
+    divided = hotset.load(path, n_gpu_layers=1, **SMALL)
+    with divided as model, pytest.raises(UnsupportedModelError, match="or one Vulkan device"):
+        session_files(model, "--session")
+    with hotset.load(path, **SMALL) as model:
+        session_files(model, "--session")
+
+
+def test_a_thread_copies_pages_between_steps(tmp_path: Path) -> None:
+    """The validation layers report a queue, or a pool, that two threads use at once."""
+    path, ids = write_llama(tmp_path / "model.gguf"), tokens(70)
+    with open_gguf(path) as gguf:
+        backend = vulkan(gguf, staged=True)
+        stage = stage_of(backend)
+        expected = logits_of(backend, ids, [], [3, 1])
+        page, ended = stage.read_page(3), threading.Event()
+        stage.write_page(5, page)
+
+        def copy() -> int:
+            n = 0
+            while not ended.is_set():
+                assert stage.read_page(5) == page
+                n += 1
+            return n
+
+        with ThreadPoolExecutor(1) as pool:
+            copied = pool.submit(copy)
+            for splits in ([64], list(range(1, 70)), [64, 65, 66]):
+                assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected)
+            ended.set()
+            assert copied.result() > 1
+        assert stage.read_page(3) == page
