@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_server
 from backend_runs import batch, logits_of, tokens
 from byte_models import write_model
 from cases import quick_are
@@ -354,6 +355,19 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert experts["hits"] > 0
     assert experts["on_cpu"] > 0
     assert experts["hit_rate"] == experts["hits"] / (experts["hits"] + experts["on_cpu"])
+
+
+def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:
+    path = write(tmp_path)
+
+    async def work(client: Any, _: Any) -> None:
+        counts = await tiny_server.metrics_after_an_answer(client)
+        assert counts["hotset_expert_hits_total"] > 0
+        assert counts["hotset_experts_on_cpu_total"] > 0
+        assert counts["hotset_experts_fetched_total"] > 0
+
+    load = {"backend": "auto", "device": "vulkan", "vram_budget": budget_of(path, 0.5), **SMALL}
+    tiny_server.run(path, work, load=load)
 
 
 def test_what_stays_whole(tmp_path: Path, slow_cpu: None) -> None:

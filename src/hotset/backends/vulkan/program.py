@@ -982,8 +982,11 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
 def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
     """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
     for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
-        at = ops.index(one)
-        to = next(i for i in range(at + 1, len(ops)) if one[0].out in ops[i][0].inputs)
+        at, op = ops.index(one), one[0]
+        later = (
+            i for i in range(at + 1, len(ops)) if op.out in ops[i][0].inputs or ops[i][0].layer != op.layer
+        )
+        to = next(later, at + 1)
         ops = [*ops[:at], *ops[at + 1 : to], one, *ops[to:]]
     return ops
 

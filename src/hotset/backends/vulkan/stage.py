@@ -142,11 +142,7 @@ class VulkanStage:
         self._shared: SharedLayers | None = None
         self._experts: VulkanExpertCache | None = None
         if worker is not None:
-            ffns = [ffn for ffn in moe_layers(self.graph).values() if ffn.layer in worker.layers]
-            if ffns:
-                self._experts = VulkanExpertCache(
-                    weights, self._device, ffns, expert_slots, beside=not device.is_software
-                )
+            self._experts = self._expert_cache(worker, expert_slots)
             self._shared = SharedLayers(self._device, self.graph, hot or {}, self._experts, worker)
         self._parts = StageParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, kv_type, max_batch,
@@ -164,6 +160,15 @@ class VulkanStage:
         self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
         self._program(frozenset())
         pipelines.keep(device, self._device)
+
+    def _expert_cache(self, worker: CpuWorker, n_slots: int) -> VulkanExpertCache | None:
+        """Of the MoE layers of a worker, if it has any."""
+        ffns = [ffn for ffn in moe_layers(self.graph).values() if ffn.layer in worker.layers]
+        if not ffns:
+            return None
+        # On a software driver both would compute on the CPU, and experts are there when the next step begins.
+        beside = not self._info.is_software
+        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -408,6 +413,7 @@ class VulkanStage:
             self._worker.close()
         if self._experts is not None:
             self._experts.close()
+            self._experts = None
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
@@ -415,7 +421,6 @@ class VulkanStage:
             "_lowered",
             "_parts",
             "_shared",
-            "_experts",
             "_on_device",
             "cache",
             "_states",
