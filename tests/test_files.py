@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -51,6 +52,15 @@ def test_what_is_read_piece_by_piece_is_bounded_too() -> None:
     with pytest.raises(FormatError, match=r"a pipe is larger than 1\.0 kB"):
         read_bounded(stream, "a pipe", 1000)  # type: ignore[arg-type]
     assert stream.given == 1001
+
+
+def test_a_read_that_fails_is_an_error_with_the_name_of_the_file() -> None:
+    class Failing(io.RawIOBase):
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(FormatError, match="a disk cannot be read: Input/output error"):
+        read_bounded(Failing(), "a disk", 1000)  # type: ignore[arg-type]
 
 
 def test_text_has_plain_newlines_and_is_utf8(tmp_path: Path) -> None:

@@ -69,11 +69,15 @@ def read_small_file(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> by
 
 
 def read_bounded(file: BinaryIO, name: Path | str, limit: int) -> bytes:
-    """What is left in an open file, pipe or device. Raises FormatError above `limit` bytes."""
+    """What is left in an open file, pipe or device. Raises FormatError above `limit` bytes, and where
+    reading fails."""
     data = bytearray()
-    # Piece by piece: memory is taken for what comes, not for what a size says (files of /proc say 0).
-    while len(data) <= limit and (piece := file.read(min(1 << 20, limit + 1 - len(data)))):
-        data += piece
+    try:
+        # Piece by piece: memory is taken for what comes, not for what a size says (files of /proc say 0).
+        while len(data) <= limit and (piece := file.read(min(1 << 20, limit + 1 - len(data)))):
+            data += piece
+    except OSError as error:
+        raise FormatError(f"{name} cannot be read: {error.strerror or error}.") from None
     if len(data) > limit:
         raise FormatError(f"{name} is larger than {human_size(limit)}, the most that is read of such a file.")
     return bytes(data)

@@ -715,13 +715,16 @@ def test_bench_says_what_steps_of_several_tokens_take(model: Path) -> None:
     table = inside(*arguments).stdout
     assert "÷ 1" in table
     assert re.search(r"^ *4 +[\d.]+ +[\d.]+ +[\d.]+", table, re.MULTILINE)
+    drafting = inside(*arguments, "--speculate", "ngram")
+    assert (drafting.returncode, "draft nothing" in drafting.stderr) == (2, True)
 
 
 @needs_core
 def test_bench_says_what_became_of_drafted_tokens(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8, "utf-8")
-    arguments: tuple[Any, ...] = ("bench", model, "-p", 0, "-n", 40, "-d", 100, "-t", 1, "-r", 2, "-f", text)
+    arguments: tuple[Any, ...] = ("bench", model, "-p", 0, "-n", 40, "-t", 1, "-r", 2, "-f", text)
+    arguments += ("--depth", 100)
     [entry] = json.loads(inside(*arguments, "--speculate", "ngram", "--json").stdout)
     assert entry["tokens_per_step"] >= 1
     facts = entry["speculation"]

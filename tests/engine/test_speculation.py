@@ -14,9 +14,10 @@ from drafters import Guesser
 from fake_backend import FakeBackend
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.engine.draft_model import draw
 from hotset.engine.engine import Engine
 from hotset.engine.lookup import LookupDrafter, LookupText
-from hotset.engine.sampler import SamplingParams
+from hotset.engine.sampler import Sampler, SamplingParams
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Acceptance, Draft, Speculator, StepTimes
 from hotset.errors import InvalidRequestError, StepCancelledError
@@ -358,6 +359,18 @@ def test_what_repeats_itself_goes_on() -> None:
 def test_a_text_too_short_to_look_up_is_an_error(n: int) -> None:
     with pytest.raises(InvalidRequestError, match="the text to look up has"):
         LookupText(list(range(n)), 97)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_draft_model_that_is_damaged_drafts_nothing(temperature: float, value: float) -> None:
+    row = np.linspace(0, 1, 97, dtype=np.float32)
+    draft, sampler = Draft([], []), Sampler(SamplingParams(temperature=temperature, seed=1), 97)
+    assert draw(draft, sampler, row)
+    assert len(draft.tokens) == len(draft.classes) == 1
+    row[40] = value
+    assert not draw(draft, sampler, row)
+    assert len(draft.tokens) == len(draft.classes) == 1
 
 
 # ---- the policy

@@ -141,7 +141,7 @@ def bench(  # noqa: PLR0913 - options of a subcommand
         typer.Option("-pg", help="PP,TG: a prompt of PP tokens, then TG generated ones; repeatable."),
     ] = None,
     depth: Annotated[
-        str, typer.Option("--n-depth", "-d", help="Tokens in the KV cache before the test.")
+        str, typer.Option("--n-depth", "--depth", "-d", help="Tokens in the KV cache before the test.")
     ] = "0",
     threads: Annotated[str, typer.Option("--threads", "-t", help="Threads; default: the usable cores.")] = "",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Runs of each test.")] = 5,
@@ -175,6 +175,8 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     if step_tokens is not None:
         if energy:
             raise typer.BadParameter("it is not counted for single steps.", param_hint="--energy")
+        if loading.asks_for_drafts:
+            raise typer.BadParameter("single steps draft nothing.", param_hint="--speculate")
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)

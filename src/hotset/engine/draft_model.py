@@ -48,7 +48,7 @@ class OfModel:
 
 
 def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | None = None) -> bool:
-    """Appends the next token to a draft; False where none can be drawn.
+    """Appends the next token to a draft; False where none can be drawn, or a logit is NaN.
 
     row: float32 [n_vocab]; largest: as StepResult has it of a row.
     """
@@ -56,9 +56,12 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
         token = sampler.sample(row, largest)
     except HotsetError:
         return False
+    chance = math.exp(float(row[token]) - log_sum_exp(row))
+    if math.isnan(chance):  # a damaged draft model
+        return False
     sampler.accept(token)
     draft.tokens.append(token)
-    draft.classes.append(int(_CLASSES * math.exp(float(row[token]) - log_sum_exp(row))))
+    draft.classes.append(int(_CLASSES * chance))
     return True
 
 
