@@ -52,11 +52,12 @@ def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list
     assert sequence.sampler is not None
     sample = sequence.sampler.sample
 
-    def noted(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
+    def noted(logits: np.ndarray, *more: Any) -> int:
         rows.append(logits.copy())
-        return sample(logits, largest)
+        return sample(logits, *more)
 
     sequence.sampler.sample = noted  # type: ignore[method-assign]
+    sequence.sampler.takes_candidates = lambda _: False  # type: ignore[method-assign]
     return sequence, rows
 
 

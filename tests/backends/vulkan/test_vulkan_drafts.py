@@ -4,7 +4,7 @@ that are stored on disk. Texts are bitwise those without."""
 from __future__ import annotations
 
 import gc
-import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vulkan_runs import stage_of, validated, vulkan
 import hotset
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.backend import WholeVulkan
+from hotset.backends.vulkan.memory import Piece
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.engine.speculation import StepTimes
 from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
@@ -106,7 +107,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
         assert answers(model) == expected
         assert model.thread.counters().accepted_tokens > 0
         assert isinstance(model.backend, WholeVulkan)
-        theirs, ours = (stage.matrices.matrices for stage in model.backend.stage.shared.stages)
+        theirs, ours = (stage.matrices.matrices for stage in model.backend.stage.opened.stages)
         assert {key for key in theirs if ours.get(key) is theirs[key]} == set(theirs)
         assert {"svd_a", "svd_b"} == {str(key[0]).split(".")[2] for key in ours.keys() - theirs.keys()}
 
@@ -192,27 +193,30 @@ def test_a_conversation_is_kept_of_a_whole_model_alone(tmp_path: Path) -> None:
         session_files(model, "--session")
 
 
-def test_a_thread_copies_pages_between_steps(tmp_path: Path) -> None:
-    """The validation layers report a queue, or a pool, that two threads use at once."""
+def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread at a time uses the device, for steps and copies."""
     path, ids = write_llama(tmp_path / "model.gguf"), tokens(70)
     with open_gguf(path) as gguf:
         backend = vulkan(gguf, staged=True)
         stage = stage_of(backend)
+        submit, read, n_alone = stage._submit, Piece.read, 0
+
+        def alone(use: Callable[..., Any]) -> Callable[..., Any]:
+            def used(*given: Any) -> Any:
+                nonlocal n_alone
+                n_alone += stage.opened.in_use._is_owned()  # type: ignore[attr-defined]
+                return use(*given)
+
+            return used
+
         expected = logits_of(backend, ids, [], [3, 1])
-        page, ended = stage.read_page(3), threading.Event()
+        page = stage.read_page(3)
         stage.write_page(5, page)
-
-        def copy() -> int:
-            n = 0
-            while not ended.is_set():
-                assert stage.read_page(5) == page
-                n += 1
-            return n
-
+        monkeypatch.setattr(stage, "_submit", alone(submit))
+        monkeypatch.setattr(Piece, "read", alone(read))
         with ThreadPoolExecutor(1) as pool:
-            copied = pool.submit(copy)
-            for splits in ([64], list(range(1, 70)), [64, 65, 66]):
-                assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected)
-            ended.set()
-            assert copied.result() > 1
+            copied = [pool.submit(stage.read_page, 5) for _ in range(20)]
+            assert np.array_equal(logits_of(backend, ids, list(range(60, 70)), [3, 1]), expected)
+            assert {one.result() for one in copied} == {page}
+        assert n_alone == 11 * 2 + 20 * len(stage._page_parts())  # a submission and a reading of logits
         assert stage.read_page(3) == page

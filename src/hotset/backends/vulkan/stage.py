@@ -43,7 +43,7 @@ _PLAIN = frozenset[str](), False  # the program without taps and adapters
 
 
 @dataclass
-class Shared:
+class OpenDevice:
     """A device, and what its stages of one model share: kernels, and one thread at a time, for that of a
     prompt cache copies from it. stages: the model's, and those that draft for it."""
 
@@ -104,18 +104,17 @@ class VulkanStage:
         self.info = device
         if beside is None:
             opened = opened or pipelines.open_device(device, budget=budget, staged=staged)
-            self.shared = Shared(opened, Kernels(opened))
+            self.opened = OpenDevice(opened, Kernels(opened))
         else:
-            self.shared = beside.shared
-        self.shared.stages.append(self)
-        self._device, self._kernels = self.shared.device, self.shared.kernels
+            self.opened = beside.opened
+        self.opened.stages.append(self)
+        self._device, self._kernels = self.opened.device, self.opened.kernels
         loaded = None if beside is None else beside.matrices
         self.matrices: DeviceWeights = DeviceWeights(weights, self._device, loaded)
         self._kv = Arena(self._device)
         self._cancel = _core.VulkanCancel()
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self._ngrams: dict[Value, CpuBackend] = {}
-        attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         self.n_states = self._most_states(n_states) if graph.recurrent else 0
         shape = InputShape.of(
             self.graph, self.entering, max_batch=max_batch, n_pages=n_pages, n_states=self.n_states
@@ -128,16 +127,7 @@ class VulkanStage:
                     max_batch=max_batch, n_threads=1,
                 )  # fmt: skip
         self.cache: dict[int, CacheOfLayer] = {} if cache_of is None else cache_of.cache
-        for op in attention:
-            if op.source is None and op.layer not in self.cache:
-                # An encoder needs keys and values while a layer is computed: its layers share them.
-                shared = None if op.causal else next(iter(self.cache.values()), None)
-                self.cache[op.layer] = shared or self._new_cache(op)
-        self._states = {
-            op.out.id: self._kv.piece(self.n_states * state_bytes(op))
-            for op in self.graph.recurrent
-            if not isinstance(op, NgramEmbed)
-        }
+        self._allocate_caches()
         self._worker = worker
         self._shared: SharedLayers | None = None
         self._experts: VulkanExpertCache | None = None
@@ -155,9 +145,6 @@ class VulkanStage:
         self.largest = None  # of logits: it is not found here
         self.candidates: np.ndarray | None = None  # of the latest step, as StepResult.candidates
         self._closed = False
-        self.page_nbytes = sum(part.size for part in self._page_parts()) // n_pages
-        of_device = sum(part.size for part in self._states.values()) // max(self.n_states, 1)
-        self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
         self._program(frozenset())
         pipelines.keep(device, self._device)
 
@@ -167,8 +154,24 @@ class VulkanStage:
         if not ffns:
             return None
         # On a software driver both would compute on the CPU, and experts are there when the next step begins.
-        beside = not self._info.is_software
+        beside = not self.info.is_software
         return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
+
+    def _allocate_caches(self) -> None:
+        """Keys and values of layers that have none yet, and states."""
+        for op in self.graph.ops:
+            if isinstance(op, Attention) and op.source is None and op.layer not in self.cache:
+                # An encoder needs keys and values while a layer is computed: its layers share them.
+                shared = None if op.causal else next(iter(self.cache.values()), None)
+                self.cache[op.layer] = shared or self._new_cache(op)
+        self._states = {
+            op.out.id: self._kv.piece(self.n_states * state_bytes(op))
+            for op in self.graph.recurrent
+            if not isinstance(op, NgramEmbed)
+        }
+        self.page_nbytes = sum(part.size for part in self._page_parts()) // self.n_pages
+        of_device = sum(part.size for part in self._states.values()) // max(self.n_states, 1)
+        self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -200,14 +203,15 @@ class VulkanStage:
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes + exchange,
         }
-        if self is self.shared.stages[0]:
-            for other in self.shared.stages[1:]:
+        if self is self.opened.stages[0]:
+            for other in self.opened.stages[1:]:
                 own = {kind: n + other.nbytes[kind] for kind, n in own.items()}
         return own
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run."""
-        with self.shared.in_use:
+        self._check_open()
+        with self.opened.in_use:
             return self._checked_run(batch, x)
 
     def _checked_run(self, batch: Batch, x: Rows | None) -> np.ndarray:
@@ -308,7 +312,7 @@ class VulkanStage:
     @adapters.setter
     def adapters(self, adapters: AdapterSet) -> None:
         before = self._adapters
-        with self.shared.in_use:
+        with self.opened.in_use:
             try:
                 self._use(adapters)
             except BaseException:
@@ -335,7 +339,7 @@ class VulkanStage:
     def _read(self, piece: Piece, i: int, n: int) -> bytes:
         """The i-th of n parts of a piece."""
         size = piece.size // n
-        with self.shared.in_use:
+        with self.opened.in_use:
             return piece.part(i * size, size).read()
 
     def _write(self, pieces: Iterable[Piece], i: int, n: int, data: bytes) -> int:
@@ -343,7 +347,7 @@ class VulkanStage:
         rows, at = np.frombuffer(data, np.uint8), 0
         for piece in pieces:
             size = piece.size // n
-            with self.shared.in_use:
+            with self.opened.in_use:
                 piece.buffer.write(piece.offset + i * size, rows[at : at + size])
             at += size
         return at
@@ -406,7 +410,7 @@ class VulkanStage:
         """Frees the memory of the device; safe to call twice."""
         if not self._closed:
             pipelines.keep(self.info, self._device)
-            self.shared.stages.remove(self)
+            self.opened.stages.remove(self)
         for backend in self._ngrams.values():
             backend.close()
         if self._worker is not None:
@@ -425,7 +429,7 @@ class VulkanStage:
             "cache",
             "_states",
             "matrices",
-            "shared",
+            "opened",
             "_kv",
             "_inputs",
             "_kernels",
@@ -433,9 +437,12 @@ class VulkanStage:
         ):
             self.__dict__.pop(name, None)
 
-    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
+    def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequestError("the model has been closed; load it again")
+
+    def _program(self, taps: frozenset[str], *, with_adapters: bool = False) -> Lowered:
+        self._check_open()
         key = taps, with_adapters
         if key not in self._lowered:
             with_taps = [known for known in self._lowered if known[0]]
