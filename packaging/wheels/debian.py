@@ -31,8 +31,8 @@ MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 PROCESSORS = {"max": "i8mm", "cortex-a76": "neon", "cortex-a53": "scalar"}
 HASHES = ["dense/llama", "plain/llama/Q4_0"]  # of all, in which there is every tensor type
 
-# Meant for 20 minutes of an idle machine under qemu, which takes 40 times as long: without the error bounds of
-# attention, and of the backend's tests those that compare bits of instruction sets, or numbers with the
+# Meant for 20 minutes of an idle machine under qemu, which takes 40 times as long. Left out are the error
+# bounds of attention, and of the backend's tests those that compare neither instruction sets nor with the
 # reference.
 KERNELS = ["tests/backends/cpu/test_kernels.py", "tests/backends/cpu/test_numerics.py"]
 BACKEND = ["tests/backends/cpu/test_cpu_backend.py", "tests/backends/cpu/test_sparse_cpu.py"]
