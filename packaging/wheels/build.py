@@ -303,7 +303,7 @@ def _sha256(data: bytes) -> str:
 def module_folder(name: str) -> str:
     found = find_spec(name)
     if found is None or not found.submodule_search_locations:
-        sys.exit(f"{name} is not installed: pip install '.[wheels]', or `make wheels`, which does")
+        sys.exit(f"{name} is not installed: `make wheels` installs it")
     return found.submodule_search_locations[0]
 
 
