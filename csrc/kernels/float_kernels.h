@@ -331,6 +331,7 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
 // ---------------------------------------------------------------------------------------
 
 constexpr int kRowTile = V::kRegisters == 1 ? 8 : 6;  // query rows that share one read of the keys, at most
+constexpr int kRowTileOfMany = 6;  // where one pass is not enough for them: these have twice the columns
 
 // Vectors of positions or channels at once for R query rows: as many as there are registers for their sums.
 template <int R>
@@ -568,7 +569,8 @@ void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int
             r += R;
         };
         while (r < n_rows) {
-            const int passes = (n_rows - r + kRowTile - 1) / kRowTile;
+            const int most = n_rows - r <= kRowTile ? kRowTile : kRowTileOfMany;
+            const int passes = (n_rows - r + most - 1) / most;
             const int alike = (n_rows - r + passes - 1) / passes;  // 9 rows are 5 and 4
             [&]<int... R>(std::integer_sequence<int, R...>) {
                 ((R + 1 == alike && (rows.template operator()<R + 1>(), true)) || ...);

@@ -173,10 +173,9 @@ def bench(  # noqa: PLR0913 - options of a subcommand
     n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
     kv_types = _kv_types(cache_type)
     if step_tokens is not None:
-        if energy:
-            raise typer.BadParameter("it is not counted for single steps.", param_hint="--energy")
-        if loading.asks_for_drafts:
-            raise typer.BadParameter("single steps draft nothing.", param_hint="--speculate")
+        if energy or loading.asks_for_drafts:
+            refused = "--energy" if energy else "--speculate"
+            raise typer.BadParameter("it is not for single steps.", param_hint=refused)
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
