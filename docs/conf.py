@@ -69,7 +69,15 @@ NAVIGATION = {
         "docs/adding-an-operation",
         *pages("docs/decisions"),
     ],
-    "Project": ["README", "CONTRIBUTING", "RELEASING", "CHANGELOG", "SECURITY", "THIRD_PARTY_NOTICES"],
+    "Project": [
+        "README",
+        "CONTRIBUTING",
+        "RELEASING",
+        "packaging/wheels/README",
+        "CHANGELOG",
+        "SECURITY",
+        "THIRD_PARTY_NOTICES",
+    ],
 }
 HOME = "docs/index"
 
@@ -77,8 +85,8 @@ project, author, copyright = PROJECT["name"], "the hotset authors", "the hotset 
 version = release = PROJECT["version"]
 extensions = ["myst_parser"]
 root_doc = HOME
-include_patterns = ["*.md", "adapters/*.md", "bench/**.md", "docs/**"]
-exclude_patterns = [".*", "build*", "dist", "csrc", "src", "tests", "packaging"]
+include_patterns = ["*.md", "adapters/*.md", "bench/**.md", "docs/**", "packaging/wheels/*.md"]
+exclude_patterns = [".*", "build*", "dist", "csrc", "src", "tests"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 myst_heading_anchors = 4  # as GitHub makes them
 suppress_warnings = ["misc.highlighting_failure"]
