@@ -164,7 +164,7 @@ def main() -> None:
     if sys.argv[2:3] == ["processors"]:
         right = [_processor(debian, *one) for one in PROCESSORS.items()]
         sys.exit(not all(right))
-    sys.exit(not check(debian.run, SUITE, sys.argv[2:]))
+    sys.exit(not check(debian.run, SUITE, sys.argv[2:], is_emulated=debian.architecture == "arm64"))
 
 
 if __name__ == "__main__":

@@ -41,15 +41,20 @@ Python = Callable[..., tuple[int, str]]
 """Runs the other platform's Python with words; its exit status and what it printed."""
 
 
-def check(python: Python, suite: dict[str, list[str]], words: list[str]) -> bool:
+def check(
+    python: Python, suite: dict[str, list[str]], words: list[str], *, is_emulated: bool = False
+) -> bool:
     """Runs all, prints a table, and says whether all went well.
 
-    suite: words for pytest by name. words: of the names of those to run; without any, all.
+    suite: words for pytest by name. words: of the names of those to run; without any, all. is_emulated: the
+    processor is.
     """
     steps = {
         "hashes of logits": ["tests/platforms/hashes.py"],
         "the program": ["tests/platforms/program.py", str(_model()), PROMPT, _answer()],
     }
+    if is_emulated:
+        steps["the program"].append("emulated")
     pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
     steps |= {name: [*pytest, *paths] for name, paths in suite.items()}
     chosen = {name: step for name, step in steps.items() if not words or any(one in name for one in words)}
