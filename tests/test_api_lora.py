@@ -230,7 +230,7 @@ def test_settings_that_name_none(given: Any) -> None:
 
 def test_devices_do_not_compute_adapters() -> None:
     for device in ({"device": "cuda:0"}, {"device": "vulkan", "n_gpu_layers": 2}, {"n_gpu_layers": 3}):
-        with pytest.raises(InvalidRequestError, match="computed by the CPU alone"):
+        with pytest.raises(InvalidRequestError, match="the CPU computes alone"):
             LoadSettings(lora="a", **device)
 
 

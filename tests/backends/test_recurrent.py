@@ -309,12 +309,12 @@ def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile
     assert sequence.sampler is not None
     sample, interrupted = sequence.sampler.sample, []
 
-    def once_more(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
+    def once_more(logits: np.ndarray, *more: np.ndarray | None) -> int:
         if len(interrupted) < 3:
             interrupted.append(1)
             raise KeyboardInterrupt
         interrupted.clear()
-        return sample(logits, largest)
+        return sample(logits, *more)
 
     sequence.sampler.sample = once_more  # type: ignore[method-assign]
     n_raised = 0

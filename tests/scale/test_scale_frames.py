@@ -150,8 +150,9 @@ def same(found: Any, expected: Any) -> None:
 
 
 def test_every_field_of_a_batch_is_carried() -> None:
-    """A new field of Batch must be added to FIELDS, and VERSION raised. Stages have no adapters."""
-    carried = {field.name for field in fields(Batch)} - {"adapter_scales"}
+    """A new field of Batch must be added to FIELDS, and VERSION raised. Stages have no adapters, and hand out
+    all logits."""
+    carried = {field.name for field in fields(Batch)} - {"adapter_scales", "wants_candidates"}
     assert all(getattr(FULL, name) is not None for name in carried)
     assert carried <= {field.name for field in FIELDS}
     with pytest.raises(AssertionError, match="no adapters"):
