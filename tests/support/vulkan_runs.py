@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from backend_runs import batch, tokens
 from derived_bounds import EXP, FLOATS, TINY, Oracle, U, activation_bound, gamma, similarity_gate_bound
 
 from hotset import _core
+from hotset.backends.base import Batch
+from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import Kernels, Recorder
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import DeviceWeights
-from hotset.errors import DeviceError
+from hotset.errors import DeviceError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import GGMLType
@@ -112,6 +115,38 @@ def stage_of(backend: ChainBackend) -> VulkanStage:
     stage = backend.stages[-1]
     assert isinstance(stage, VulkanStage)
     return stage
+
+
+def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
+    """A CPU worker that fails ends the step, and not the next."""
+    begin = CpuWorker.begin_step
+
+    def poisoned(self: CpuWorker, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.cancel("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuWorker, "begin_step", poisoned)
+        with pytest.raises(DeviceError, match="given up: the disk is gone"):
+            backend.step(step)
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+def check_cancelled_beside_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
+    """A step that is cancelled while the CPU computes its half; the next one is whole."""
+    begin = CpuWorker.begin_step
+
+    def cancelled(self: CpuWorker, *arguments: Any) -> None:
+        begin(self, *arguments)
+        other = threading.Thread(target=backend.cancel)
+        other.start()
+        other.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuWorker, "begin_step", cancelled)
+        with pytest.raises(StepCancelledError):
+            backend.step(step)
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
 def product(weights: np.ndarray, x: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,18 @@ from cases import quick_are
 from cli_runs import inside
 from expert_models import FORMS, model
 from hybrid_runs import relative_error
-from vulkan_runs import stage_of, validated, vulkan
+from vulkan_runs import check_cancelled_beside_worker, check_failing_worker, stage_of, validated, vulkan
 
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.convert.hf import convert_hf
-from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
@@ -224,38 +222,12 @@ def test_what_is_inside_cannot_be_tapped(tmp_path: Path) -> None:
     assert set(tapped.taps) == set(seen)
 
 
-def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, step, expected = halved(tmp_path)
-    begin = CpuWorker.begin_step
-
-    def poisoned(self: CpuWorker, *arguments: Any) -> None:
-        begin(self, *arguments)
-        self.cancel("the disk is gone")
-
-    monkeypatch.setattr(CpuWorker, "begin_step", poisoned)
-    with pytest.raises(DeviceError, match="given up: the disk is gone"):
-        backend.step(step)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(backend.step(step).logits, expected)
+def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(tmp_path: Path) -> None:
+    check_failing_worker(*halved(tmp_path))
 
 
-def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, step, expected = halved(tmp_path)
-    begin = CpuWorker.begin_step
-
-    def cancelled(self: CpuWorker, *arguments: Any) -> None:
-        begin(self, *arguments)
-        other = threading.Thread(target=backend.cancel)
-        other.start()
-        other.join()
-
-    monkeypatch.setattr(CpuWorker, "begin_step", cancelled)
-    with pytest.raises(StepCancelledError):
-        backend.step(step)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(backend.step(step).logits, expected)
+def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
+    check_cancelled_beside_worker(*halved(tmp_path))
 
 
 @pytest.mark.parametrize("call", quick_are((3, 8), [1, 2, 3, 5, 8, 20]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
 from cases import quick_are, quick_if
 from hybrid_runs import TOLERANCE, relative_error
 from sparse_runs import ACTIVATIONS, MODELS, N_FF, cpu, hot_neurons, prepared, write
-from vulkan_runs import stage_of, validated, vulkan
+from vulkan_runs import check_cancelled_beside_worker, check_failing_worker, stage_of, validated, vulkan
 
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.vulkan import devices
-from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType as T
@@ -147,21 +145,8 @@ def halved(tmp_path: Path) -> tuple[ChainBackend, Batch, np.ndarray]:
     return backend, step, backend.step(step).logits.copy()
 
 
-def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, step, expected = halved(tmp_path)
-    begin = CpuWorker.begin_step
-
-    def poisoned(self: CpuWorker, *arguments: Any) -> None:
-        begin(self, *arguments)
-        self.cancel("the disk is gone")
-
-    monkeypatch.setattr(CpuWorker, "begin_step", poisoned)
-    with pytest.raises(DeviceError, match="given up: the disk is gone"):
-        backend.step(step)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(backend.step(step).logits, expected)
+def test_a_cpu_worker_that_fails_ends_the_step_and_not_the_next(tmp_path: Path) -> None:
+    check_failing_worker(*halved(tmp_path))
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
@@ -176,21 +161,8 @@ def test_a_submission_that_fails_between_the_two_sides(
     np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
-def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, step, expected = halved(tmp_path)
-    begin = CpuWorker.begin_step
-
-    def cancelled(self: CpuWorker, *arguments: Any) -> None:
-        begin(self, *arguments)
-        other = threading.Thread(target=backend.cancel)
-        other.start()
-        other.join()
-
-    monkeypatch.setattr(CpuWorker, "begin_step", cancelled)
-    with pytest.raises(StepCancelledError):
-        backend.step(step)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(backend.step(step).logits, expected)
+def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
+    check_cancelled_beside_worker(*halved(tmp_path))
 
 
 # -- the plan ------------------------------------------------------------------------------------
