@@ -12,7 +12,7 @@ else()
   set(HOTSET_NEON_OPTIONS -mcpu=generic+v8_2a+dotprod+fullfp16)
 endif()
 if(HOTSET_PROCESSOR MATCHES "x86_64|AMD64") # where AVX2 is required, so that the reference is for tests alone
-  set(HOTSET_SCALAR_OPTIONS -Os)
+  set(HOTSET_SCALAR_OPTIONS -Os -fno-vectorize -fno-slp-vectorize)
 endif()
 # Nothing but the module is linked, neither to see which compiler this is nor by CMake's checks: zig would first compile
 # a C++ library for debugging, for minutes.

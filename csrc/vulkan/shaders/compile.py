@@ -24,6 +24,7 @@ GLSLC = ("glslc", "--target-env=vulkan1.1", "-O0")
 # Also compiled as NAME_native, for devices that have what common.glsl says.
 NATIVE = ("attention", "linear_few", "linear_many", "probe", "rounded_few", "rounded_many", "transposed")
 OP_EXT_INST, OP_DECORATE, FMA, NO_CONTRACTION = 12, 71, 50, 42  # of the SPIR-V specification
+FOR_DEBUGGERS = range(2, 9)  # its operations from OpSourceContinued to OpLine
 
 
 def compiler() -> str:
@@ -38,23 +39,27 @@ def compiled(source: Path, *, native: bool = False) -> bytes:
     done = subprocess.run([*GLSLC, *flags, f"-I{HERE}", source, "-o", "-"], capture_output=True, check=False)
     if done.returncode:
         sys.exit(done.stderr.decode())
-    return with_one_fma(done.stdout)
+    return as_committed(done.stdout)
 
 
-def with_one_fma(code: bytes) -> bytes:
-    """The same with every fma() decorated, as glslc does not do: it is then one operation, or two, in all
-    kernels of a device alike (GLSL.std.450: "invariant results")."""
-    words, at, place, found = list(struct.unpack(f"<{len(code) // 4}I", code)), 5, 0, []
+def as_committed(code: bytes) -> bytes:
+    """The same without names and lines, a seventh of it, and with every fma() decorated, as glslc does not
+    do: it is then one operation, or two, in all kernels of a device alike (GLSL.std.450: "invariant results").
+    """
+    words = struct.unpack(f"<{len(code) // 4}I", code)
+    made, at, place, found = list(words[:5]), 5, 0, []
     while at < len(words):
         n, operation = words[at] >> 16, words[at] & 0xFFFF
         if operation == OP_DECORATE:
-            place = at
+            place = len(made)
         if operation == OP_EXT_INST and words[at + 4] == FMA:
             found.append(words[at + 2])
+        if operation not in FOR_DEBUGGERS:
+            made += words[at : at + n]
         at += n
     for result in found:
-        words[place:place] = [3 << 16 | OP_DECORATE, result, NO_CONTRACTION]
-    return struct.pack(f"<{len(words)}I", *words)
+        made[place:place] = [3 << 16 | OP_DECORATE, result, NO_CONTRACTION]
+    return struct.pack(f"<{len(made)}I", *made)
 
 
 def outputs() -> dict[str, tuple[Path, bool]]:
