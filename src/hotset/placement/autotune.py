@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ import numpy as np
 
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, validates
 from hotset.backends.vulkan.program import rounded_input
-from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, Shape, default_shapes
+from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, default_shapes
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import COMPUTED
 from hotset.errors import HotsetError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 WIDTH = 4096  # of the matrices that are measured
 _SECONDS = 2.0  # of all types of a load
 _EACH = 0.01  # of a step that is measured; three times at least
-_GAIN = 0.97  # of the default's seconds: what is less is noise
+_FASTER = 0.97  # of the default's seconds, at most: what is more is noise
 # Rows of a matrix, how many of them a step reads, and the tokens of the steps whose seconds are added.
 _MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
     "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
@@ -74,7 +74,7 @@ def tuned(
     for type_ in missing:
         if clock() >= until:
             break
-        # One that has no memory for it keeps the default, and tries again at the next load.
+        # Without memory for it the defaults stay, and the next load tries again.
         with contextlib.suppress(HotsetError), measuring(type_) as seconds_of:
             found[type_] = fastest(default, seconds_of, lambda: clock() < until)
             keep(path, _key(info, type_), asdict(found[type_]))
@@ -94,7 +94,7 @@ def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], 
             chosen = replace(best, **{name: candidate})
             seconds = seconds_of(chosen, name)
             if candidate == own:
-                least = _GAIN * seconds
+                least = _FASTER * seconds
             elif seconds < least:
                 best, least = chosen, seconds
     return best
@@ -140,11 +140,11 @@ def _key(info: VulkanInfo, type_: GGMLType) -> str:
 
 
 def _kept(found: Mapping[str, Any]) -> ProductShapes:
-    """What asdict made of shapes. Raises ValueError and the like where it is no candidate of today."""
-    values = {one.name: found[one.name] for one in fields(ProductShapes)}
-    values = {name: Shape(*value) if isinstance(value, list) else value for name, value in values.items()}
-    if any(value not in CANDIDATES[name] for name, value in values.items()):
-        raise ValueError(f"{values} are no shapes")
+    """What asdict made of shapes. Raises ValueError and the like where one is no candidate of today."""
+    values = {}
+    for name, candidates in CANDIDATES.items():
+        value = tuple(found[name]) if isinstance(found[name], list) else found[name]
+        values[name] = candidates[candidates.index(value)]
     return ProductShapes(**values)
 
 
@@ -152,21 +152,20 @@ def _kept(found: Mapping[str, Any]) -> ProductShapes:
 def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Iterator[Measure]:
     """Measures steps of products on a device that is open."""
     with contextlib.ExitStack() as closing:
-        stages: dict[int, VulkanStage] = {}
+        stages = {}
+        for n_rows, n in {(n_rows, n) for n_rows, n, _ in _MEASURED.values()}:
+            model = products(n, type_, n_rows)
+            stages[n_rows] = VulkanStage(*model, info, n_pages=1, max_batch=32, kv_type="f16", opened=device)
+            closing.callback(stages[n_rows].close)
 
         def seconds_of(shapes: ProductShapes, name: str) -> float:
-            n_rows, n, counts = _MEASURED[name]
-            if n_rows not in stages:
-                stage = VulkanStage(
-                    *products(n, type_, n_rows), info, n_pages=1, max_batch=32, kv_type="f16", opened=device
-                )
-                closing.callback(stage.close)
-                stages[n_rows] = stage
-            stage = stages[n_rows]
+            n_rows, _, counts = _MEASURED[name]
+            stage, seconds = stages[n_rows], 0.0
             stage.take_shapes(DeviceShapes(shapes))
-            for tokens in counts:
-                stage.rerun(tokens)
-            return sum(median_seconds(partial(stage.rerun, tokens), _EACH) for tokens in counts)
+            for n in counts:
+                stage.rerun(n)  # which records the step, and compiles its kernels
+                seconds += median_seconds(partial(stage.rerun, n), _EACH)
+            return seconds
 
         yield seconds_of
 

@@ -324,7 +324,7 @@ def test_what_autotuning_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     rerun = VulkanStage.rerun
     monkeypatch.setattr(VulkanStage, "rerun", lambda self, n=1: (ran.append(n), rerun(self, n)))
     for width, limit, tuned in ((4096, 1 << 20, set()), (256, 64 << 20, {GGMLType.Q4_0})):
-        small = {name: (n_rows * width // 4096, *more) for name, (n_rows, *more) in steps.items()}
+        small = {name: (n_rows * width // 4096, n, counts) for name, (n_rows, n, counts) in steps.items()}
         monkeypatch.setattr(autotune, "_MEASURED", small)
         monkeypatch.setattr(autotune, "WIDTH", width)
         device.limit(limit)
@@ -366,6 +366,8 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     assert one["unused"].startswith("a software driver")
     assert {"integer dot products"} <= set(one["features"])
     assert one["subgroup"] >= 4
+    assert one["workgroups"]["default"]["one"] == [16, 16]
+    assert one["workgroups"]["untuned"] == "a software driver"
     shown = inside("doctor").stdout
     path = write_model(tmp_path / "model.gguf")
     plan = inside("plan", str(path), "--device", "vulkan", "-c", "128")

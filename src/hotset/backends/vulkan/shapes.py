@@ -57,7 +57,7 @@ CANDIDATES: Mapping[str, tuple[Any, ...]] = {
 _AMD, _INTEL = 0x1002, 0x8086
 # By vendor and lanes of a subgroup. On AMD in 64 lanes (GCN, and RDNA by some drivers) a workgroup is one
 # subgroup, which waits for no other. A core of Intel's has tens of threads, each with a subgroup: 256 lanes
-# in subgroups of eight take 32 of them. All others begin as the H100 did.
+# in subgroups of eight take 32 of them. None was measured on a GPU.
 _DEFAULTS = {
     (_AMD, 64): ProductShapes(_4x16, _8x8, _4x16, _8x8),
     **{(_INTEL, lanes): ProductShapes(_8x16, _16x8, _8x16, _16x8) for lanes in (8, 16, 32)},
