@@ -203,8 +203,8 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Examined:
     """A device for a person. rates: as measured; None where it cannot be used. unused: why --device auto does
-    not use it; empty where it may, if a model is faster there than on the CPU. shapes: of its
-    workgroups. untuned: why these are the defaults; empty where they were measured, or will be."""
+    not use it; empty where it may, if a model is faster there than on the CPU. shapes: of its workgroups.
+    untuned: why these are the defaults; empty where they were measured, or will be."""
 
     info: VulkanInfo
     rates: VulkanRates | None

@@ -24,9 +24,9 @@ class Shape(NamedTuple):
     lanes: int
 
 
-_16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = (
-    Shape(*one) for one in ((16, 16), (32, 8), (8, 16), (16, 8), (4, 16), (8, 8))
-)
+SHAPES = _16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = (
+    Shape(16, 16), Shape(32, 8), Shape(8, 16), Shape(16, 8), Shape(4, 16), Shape(8, 8),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class ProductShapes:
         return self.one_large if tokens == 1 else self.few_large
 
 
-SHAPES = (_16x16, _32x8, _8x16, _16x8, _4x16, _8x8)
 # What each field may be, the fields that matter most first.
 CANDIDATES: Mapping[str, tuple[Any, ...]] = {
     "one": SHAPES, "one_large": SHAPES, "few": SHAPES, "most_few": (4, 8, 16, 24), "few_large": SHAPES,
