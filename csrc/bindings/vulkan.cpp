@@ -73,6 +73,7 @@ nb::list devices(bool validate) {
         facts["refusal"] = one.refusal;
         facts["features"] = one.features;
         facts["subgroup"] = one.subgroup;
+        facts["vendor"] = one.vendor;
         found.append(facts);
     }
     return found;

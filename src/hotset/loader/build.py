@@ -197,7 +197,7 @@ def build(decided: Decided, **shared: Any) -> tuple[Decided, Backend]:
     on_vulkan = placement is not None and placement.on_vulkan
     of_states = {"n_states": decided.n_states} if decided.n_states else {}
     if on_vulkan:
-        options |= of_states
+        options |= {"progress": settings.progress, **of_states}
     if placement is not None:
         from hotset.placement.build import open_placed
 

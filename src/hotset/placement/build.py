@@ -25,6 +25,7 @@ from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.devices import find_device as find_vulkan
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
+from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.formats.source import WeightSource
@@ -34,6 +35,7 @@ from hotset.model.operations import Embed, ExpertLinear, ExpertSum, Ffn, NgramEm
 from hotset.offload.uploads import Uploads
 from hotset.offload.weight_store import Helped, StoredWeights
 from hotset.placement import machine
+from hotset.placement.autotune import product_types, tuned
 from hotset.placement.budget import FLOAT_BYTES, MemoryBudget
 from hotset.placement.table import CPU, Placement
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from hotset.backends.gpu.cpu_offload import CpuOffload, Kind
     from hotset.model.cost import KVType
     from hotset.placement.channels import ChannelPlan
+    from hotset.reporter import Reporter
 
 
 @dataclass(frozen=True)
@@ -206,17 +209,19 @@ def open_on_vulkan(  # noqa: PLR0913
     n_threads: int | None = None,
     sparse: bool = True,
     staged: bool = False,
+    progress: Reporter | None = None,
 ) -> ChainBackend:
     """The CPU and the Vulkan devices of a placement in a chain.
 
     n_states: slots for recurrent states, where there are any. sparse: of the CPU's layers and neurons.
-    staged: as of VulkanStage. Each device is opened once, and its stages together stay within its limit.
+    staged: as of VulkanStage. Each device is opened once, tuned where it was not (autotune.py, which says so
+    to progress), and its stages together stay within its limit.
     Raises what VulkanStage and CpuBackend raise; then nothing stays open.
     """
     pieces = _pieces(graph, placement)
     given: dict[str, Any] = {"n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type}
     budgets = placement.budget.devices if placement.budget else ()
-    opened: dict[int, tuple[VulkanInfo, _core.VulkanDevice]] = {}
+    opened: dict[int, tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]] = {}
     stages: list[Stage] = []
     runtime = None
     try:
@@ -233,8 +238,10 @@ def open_on_vulkan(  # noqa: PLR0913
             if piece.device not in opened:
                 info = find_vulkan(placement.devices[piece.device])
                 limit = budgets[piece.device].limit if budgets else None
-                opened[piece.device] = info, open_device(info, budget=limit, staged=staged)
-            info, device = opened[piece.device]
+                device = open_device(info, budget=limit, staged=staged)
+                shapes = tuned(info, device, product_types(graph, weights.tensors), progress=progress)
+                opened[piece.device] = info, device, shapes
+            info, device, shapes = opened[piece.device]
             hot, experts, n_slots = _split_on_vulkan(placement, piece, weights, graph)
             worker = None
             if hot or experts:
@@ -246,7 +253,7 @@ def open_on_vulkan(  # noqa: PLR0913
                 stages.append(
                     VulkanStage(
                         weights, graph, info, opened=device, n_states=n_states, hot=hot, worker=worker,
-                        expert_slots=n_slots, **span, **given,
+                        expert_slots=n_slots, shapes=shapes, **span, **given,
                     )
                 )  # fmt: skip
             except BaseException:

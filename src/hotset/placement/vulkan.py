@@ -11,10 +11,7 @@ is named, for tests, and planned as a desktop's GPU would be.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +23,10 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.vulkan import budget
-from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices, validates
+from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device, list_devices
 from hotset.backends.vulkan.experts import cached_layers
+from hotset.backends.vulkan.shapes import DeviceShapes
+from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
@@ -42,7 +41,6 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
-    Linear,
     Primitive,
     Recurrent,
     SelectOutputs,
@@ -50,8 +48,9 @@ from hotset.model.operations import (
 from hotset.offload.expert_cache import layout_numbers
 from hotset.parameters import real_number
 from hotset.placement import machine
+from hotset.placement.autotune import WIDTH, device_key, known_shapes, products, why_untuned
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, neuron_reads
-from hotset.placement.machine import HeldWeights, cpu_rates, once
+from hotset.placement.machine import HeldWeights, cpu_rates, median_seconds, once
 from hotset.placement.planner import PlacementFacts
 from hotset.placement.table import (
     CPU,
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 
 KEPT_FREE = 256 << 20  # bytes of a device that are left alone where no budget is given
 _SHARE_OF_SHARED = 0.75  # of the free memory of this machine, of a device that shares it
-_WIDTH, _N_ROWS = 4096, 8192  # of the matrices that are measured, 19 MB each
+_N_ROWS = 8192  # of the matrices that are measured, 19 MB each
 _MOST = 16  # of these, more than caches hold
 _PASS = 0.02  # seconds that reading them shall take
 _SECONDS = 0.2  # of each measurement
@@ -100,11 +99,6 @@ def measured(
 ) -> VulkanRates:
     """What is known of a device, measured where it is not. path: the file to keep it in; measure: of tests.
     Raises DeviceError, OutOfMemoryError for one that fails."""
-    version = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("hotset")
-    how = ["with validation layers"] if validates() else []
-    key = [NAME, info.name, info.kind, f"driver {info.driver}", f"Vulkan {info.api}", version, *how]
 
     def kept(found: Mapping[str, Any]) -> VulkanRates:
         return VulkanRates(
@@ -113,7 +107,7 @@ def measured(
         )
 
     return once(
-        " | ".join(key), kept, lambda: (measure or measure_now)(info),
+        device_key(info), kept, lambda: (measure or measure_now)(info),
         f"Measuring {info.name} (Vulkan), once.", progress, path,
     )  # fmt: skip
 
@@ -123,9 +117,9 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
     one, many = (_seconds_of(info, _chain(n)) for n in (1, 1 + _N_LAUNCHES))
     launch = max((many - one) / _N_LAUNCHES, 0.0)
     sync = max(one - launch, 0.0)
-    each, n = _N_ROWS * row_bytes(GGMLType.Q4_0, _WIDTH), 1
+    each, n = _N_ROWS * row_bytes(GGMLType.Q4_0, WIDTH), 1
     while True:
-        passed = _seconds_of(info, _products(n))
+        passed = _seconds_of(info, products(n, GGMLType.Q4_0, _N_ROWS))
         seconds = max(passed - sync - n * launch, passed / 4)
         wanted = min(int(n * _PASS / seconds), _MOST, info.free // 4 // each)
         if wanted < 2 * n:
@@ -135,46 +129,19 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
     """Of a step of one token, as it is recorded: the median of some."""
-    from hotset.backends.vulkan.stage import VulkanStage
-
-    weights, graph = model
-    stage = VulkanStage(weights, graph, info, n_pages=1, max_batch=1, kv_type="f16")
-    try:
+    with contextlib.closing(VulkanStage(*model, info, n_pages=1, max_batch=1, kv_type="f16")) as stage:
         stage.rerun()
-        times: list[float] = []
-        until = time.perf_counter() + _SECONDS
-        while len(times) < 3 or (time.perf_counter() < until and len(times) < 1000):
-            begun = time.perf_counter()
-            stage.rerun()
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times)
-    finally:
-        stage.close()
+        return median_seconds(stage.rerun, _SECONDS)
 
 
 def _chain(n: int) -> tuple[HeldWeights, Graph]:
     """Operations that compute nothing to speak of, each of what the one before it made."""
     weights, graph = HeldWeights(), Graph()
-    weights.add("x", (_WIDTH, 1), GGMLType.F32, np.ones((1, _WIDTH), np.float32))
-    x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
+    weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
+    x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(n):
-        x = graph.add(Activate(graph.value(f"{i}", _WIDTH), x, "relu"))
-    graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
-    return weights, graph
-
-
-def _products(n: int) -> tuple[HeldWeights, Graph]:
-    """Products with so many matrices of Q4_0: rows of one tensor, which are on the device again and again,
-    each at its own place."""
-    weights, graph = HeldWeights(), Graph()
-    weights.add("x", (_WIDTH, 1), GGMLType.F32, np.ones((1, _WIDTH), np.float32))
-    n_rows = _N_ROWS + n
-    rows = np.full(n_rows * row_bytes(GGMLType.Q4_0, _WIDTH), 0x11, np.uint8)
-    weights.add("w", (_WIDTH, n_rows), GGMLType.Q4_0, rows)
-    x = graph.add(Embed(graph.value("embedding", _WIDTH), "x"))
-    for i in range(n):
-        graph.add(Linear(graph.value(f"{i}", _N_ROWS), x, "w", first_row=i))
-    graph.add(SelectOutputs(graph.value("logits", _WIDTH), x))
+        x = graph.add(Activate(graph.value(f"{i}", WIDTH), x, "relu"))
+    graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
     return weights, graph
 
 
@@ -236,11 +203,14 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Examined:
     """A device for a person. rates: as measured; None where it cannot be used. unused: why --device auto does
-    not use it; empty where it may, if a model is faster there than on the CPU."""
+    not use it; empty where it may, if a model is faster there than on the CPU. shapes: of its workgroups.
+    untuned: why these are the defaults; empty where they were measured, or will be."""
 
     info: VulkanInfo
     rates: VulkanRates | None
     unused: str
+    shapes: DeviceShapes
+    untuned: str
 
 
 def examine(progress: Reporter | None = None) -> list[Examined]:
@@ -253,7 +223,7 @@ def examine(progress: Reporter | None = None) -> list[Examined]:
                 rates = measured(info, progress=progress)
             except HotsetError as error:
                 unused = f"it fails: {error}"
-        found.append(Examined(info, rates, unused))
+        found.append(Examined(info, rates, unused, known_shapes(info), why_untuned(info)))
     usable = [one for one in found if one.rates is not None and not one.unused]
     best = max(usable, key=lambda one: (one.rates.read, -one.info.index), default=None)  # type: ignore[union-attr]
     return [
@@ -391,26 +361,18 @@ def model_facts(
     n_kernels = budget.dispatches(graph, tensors, n_pages)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
-    moe = list((cached or {}).values())
-    layouts = layout_numbers(moe, tensors)
+    moe = cached or {}
+    layouts = layout_numbers(moe.values(), tensors)
     for i in layouts:
         parts[i] = [op for op in parts[i] if not isinstance(op, ExpertLinear | ExpertSum)]
         n_kernels[i] += _SUBMIT_KERNELS
-    layers = tuple(
-        _with_neurons(
-            _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i]),
-            split.get(i), tensors, mode,
-        )
-        for i in range(graph.n_layer)
-    )  # fmt: skip
-    layers = tuple(
-        replace(
-            layer, expert_bytes=budget.expert_bytes(cached[i], tensors), n_experts=up.n_expert,
-            n_used=up.n_used, is_cached=True, layout=layouts[i],
-        )
-        if cached and i in cached and isinstance(up := cached[i].up, ExpertLinear) else layer
-        for i, layer in enumerate(layers)
-    )  # fmt: skip
+    layers = []
+    for i in range(graph.n_layer):
+        layer = _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
+        layer = _with_neurons(layer, split.get(i), tensors, mode)
+        if i in layouts:
+            layer = _with_cache(layer, moe[i], tensors, layouts[i])
+        layers.append(layer)
     shared = [split[i] for i, layer in enumerate(layers) if layer.n_split]
     output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
     for op in output:
@@ -419,9 +381,9 @@ def model_facts(
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
     workspace = budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states)
     if moe:
-        workspace += budget.expert_cache_bytes(moe, tensors, max_batch)
+        workspace += budget.expert_cache_bytes(list(moe.values()), tensors, max_batch)
     return ModelFacts(
-        layers, weights, workspace, budget.split_bytes(shared, max_batch), len(set(layouts.values()))
+        tuple(layers), weights, workspace, budget.split_bytes(shared, max_batch), len(set(layouts.values()))
     )
 
 
@@ -440,6 +402,15 @@ def _with_neurons(
         layer, n_split=ffn.n_ff, fixed_bytes=layer.fixed_bytes - own + spare, neuron_bytes=each,
         shared_bytes=scales, always_bytes=always, fired_bytes=fired, n_kernels=n_kernels,
         idle_bytes=layer.idle_bytes + spare,
+    )  # fmt: skip
+
+
+def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], layout: int) -> LayerFacts:
+    """A layer whose experts may be in an expert cache, in slots of a layout."""
+    assert isinstance(ffn.up, ExpertLinear)
+    return replace(
+        layer, expert_bytes=budget.expert_bytes(ffn, tensors), n_experts=ffn.up.n_expert,
+        n_used=ffn.up.n_used, is_cached=True, layout=layout,
     )  # fmt: skip
 
 

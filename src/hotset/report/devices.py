@@ -1,4 +1,4 @@
-"""Devices for a person: what they are, how fast, and why one is not used."""
+"""Devices for a person: what they are, how fast, how they compute, and why one is not used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ if TYPE_CHECKING:
 
 
 def vulkan_dict(one: Examined) -> dict[str, Any]:
-    """For JSON: what the driver says, the rates, and why it is not used."""
+    """For JSON: what the driver says, rates, workgroups, and why it is not used."""
     rates = None if one.rates is None else asdict(one.rates)
-    return asdict(one.info) | {"measured": rates, "unused": one.unused}
+    tuned = {type_.name: asdict(shapes) for type_, shapes in one.shapes.tuned.items()}
+    shapes = {"default": asdict(one.shapes.default), "tuned": tuned, "untuned": one.untuned}
+    return asdict(one.info) | {"measured": rates, "unused": one.unused, "workgroups": shapes}
+
+
+def _shapes_text(shapes: dict[str, Any]) -> str:
+    """Rows × lanes of workgroups for matrices with few rows and with many."""
+    one, large, few, few_large = (
+        "×".join(map(str, shapes[name])) for name in ("one", "one_large", "few", "few_large")
+    )
+    return f"{one} and {large} for one token, {few} and {few_large} for several up to {shapes['most_few']}"
 
 
 def vulkan_line(one: dict[str, Any]) -> str:
@@ -30,6 +40,10 @@ def vulkan_line(one: dict[str, Any]) -> str:
             f"reads {rates['read'] / 1e9:.3g} GB/s, {1e6 * rates['launch']:.3g} µs a dispatch, "
             f"{1e6 * rates['sync']:.3g} µs a submission"
         )
+    shapes = {"default": one["workgroups"]["default"], **one["workgroups"]["tuned"]}
+    why = one["workgroups"]["untuned"]
+    parts.append("workgroups of products" + (f" (not tuned: {why})" if why else ""))
+    parts[-1] += ": " + ", ".join(f"{name} {_shapes_text(own)}" for name, own in shapes.items())
     name = f"--device vulkan:{one['index']}"
     parts.append(f"not used by --device auto: {one['unused']}" if one["unused"] else name)
     return "; ".join(parts)

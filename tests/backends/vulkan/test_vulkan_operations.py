@@ -17,13 +17,16 @@ from vulkan_runs import (
     assert_every_operation_is_right,
     cpu_product,
     device_product,
+    stage_of,
     validated,
     vulkan,
 )
 
 from hotset import _core
+from hotset.backends.vulkan import shapes
 from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import Kernels, Recorder
+from hotset.backends.vulkan.shapes import DeviceShapes, ProductShapes
 from hotset.backends.vulkan.weights import COMPUTED, FLOATS
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
@@ -67,6 +70,32 @@ def test_products_of_rounded_inputs(monkeypatch: Any, type_: GGMLType, native: b
         expected = cpu_product(data, type_, n_rows, x)
         for layout in ((0, ()), (1, (16, 16)), (4, (32, 8))):
             assert np.array_equal(device_product(data, type_, n_rows, x, *layout), expected), layout
+
+
+@pytest.mark.parametrize(
+    ("type_", "experts"), quick_if(lambda *case: case == (T.Q4_0, None), QUANTISED, (None, (6, 3)))
+)
+def test_the_shape_of_a_workgroup_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: GGMLType, experts: Any
+) -> None:
+    """Every candidate, in steps of one token, few and many, with rows that are left out."""
+    monkeypatch.setattr(shapes, "_LARGE", 500)  # which some of a tiny model's matrices have
+    path = write_llama(
+        tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=512, head_dim=64, type_of=lambda _: type_,
+        experts=experts, keys={"llama.hidden_activation": "relu"},
+    )  # fmt: skip
+    with open_gguf(path) as gguf:
+        backend, ids = vulkan(gguf), tokens(86)
+        stage, splits = stage_of(backend), [1, 5, 13, 29, 53]
+        expected = logits_of(backend, ids, splits, [3, 1])
+        for i in range(len(shapes.SHAPES)):  # each field has each of its candidates in turn
+            chosen = ProductShapes(**{name: of[i % len(of)] for name, of in shapes.CANDIDATES.items()})
+            stage.take_shapes(DeviceShapes(ProductShapes(), {type_: chosen}))
+            assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected), chosen
+        compiled = [key for key in stage.opened.kernels._compiled if key[0] == "rounded_few"]
+        for n in (1, 4):
+            assert {key[4:] for key in compiled if key[2] == n} == set(shapes.SHAPES)
+        backend.close()
 
 
 def test_inputs_are_rounded_as_the_cpu_rounds_them(monkeypatch: Any) -> None:

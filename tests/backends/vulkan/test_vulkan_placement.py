@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from vulkan_runs import stage_of, validated, vulkan
 import hotset
 from hotset.backends.vulkan import budget, devices
 from hotset.backends.vulkan.devices import VulkanInfo, find_device
+from hotset.backends.vulkan.pipelines import open_device
+from hotset.backends.vulkan.shapes import ProductShapes, Shape
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.errors import DeviceError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -28,7 +31,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import detect, machine
+from hotset.placement import autotune, detect, machine
 from hotset.placement import vulkan as planning
 from hotset.placement.table import CPU
 from hotset.placement.vulkan import VulkanRates
@@ -60,6 +63,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         for module in (devices, planning):
             monkeypatch.setattr(module, "list_devices", lambda: there)
+        monkeypatch.setenv("HOTSET_AUTOTUNE", "0")
         monkeypatch.setattr(planning, "may_be_there", lambda: True)
         monkeypatch.setattr(planning, "measure_now", measure)
         monkeypatch.setattr(detect, "detect_gpu", lambda: None)
@@ -310,12 +314,60 @@ def test_a_device_is_measured_once(tmp_path: Path) -> None:
     gc.collect()
 
 
+def test_what_autotuning_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with the kernels that run later, whose memory is given back; within a budget, or not at all."""
+    info = replace(find_device("vulkan"), kind="discrete")
+    device, default = open_device(info), {name: (own,) for name, own in asdict(ProductShapes()).items()}
+    monkeypatch.setattr(autotune, "CANDIDATES", default)
+    monkeypatch.setattr(autotune, "_SECONDS", 1e6)
+    steps, ran = autotune._MEASURED, list[int]()
+    rerun = VulkanStage.rerun
+    monkeypatch.setattr(VulkanStage, "rerun", lambda self, n=1: (ran.append(n), rerun(self, n)))
+    for width, limit, tuned in ((4096, 1 << 20, set()), (256, 64 << 20, {GGMLType.Q4_0})):
+        small = {name: (n_rows * width // 4096, n, counts) for name, (n_rows, n, counts) in steps.items()}
+        monkeypatch.setattr(autotune, "_MEASURED", small)
+        monkeypatch.setattr(autotune, "WIDTH", width)
+        device.limit(limit)
+        assert autotune.tuned(info, device, [GGMLType.Q4_0]).tuned.keys() == tuned
+        assert device.allocated == 0
+    assert set(ran) == {1, 4, 8, 16, 24}
+
+
+def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes that were measured are those of its kernels, and the text is the same."""
+    path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.Q4_0)
+    chosen, asked = Shape(8, 8), list[str]()
+
+    @contextlib.contextmanager
+    def measuring(info: VulkanInfo, device: Any, type_: GGMLType) -> Any:
+        asked.append(type_.name)
+        yield lambda shapes, name: 0.5 if getattr(shapes, name) == chosen else 1.0
+
+    monkeypatch.setattr(autotune, "_steps", measuring)
+    with open_gguf(path) as gguf:
+        expected = logits_of(vulkan(gguf), tokens(9), [1, 2], [0])
+        assert asked == []
+        card(FAST)
+        monkeypatch.setenv("HOTSET_AUTOTUNE", "1")
+        for n in (1, 1):
+            backend = vulkan(gguf)
+            assert asked == ["Q4_0"] * n
+            assert np.array_equal(logits_of(backend, tokens(9), [1, 2], [0]), expected)
+            kernels = stage_of(backend).opened.kernels._compiled
+            assert {key[4:] for key in kernels if key[0] == "rounded_few"} == {chosen}
+            backend.close()
+    shown = inside("doctor").stdout
+    assert "Q4_0 8×8 and 8×8 for one token, 8×8 and 8×8 for several up to 8" in " ".join(shown.split())
+
+
 def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     [one] = json.loads(inside("doctor", "--json").stdout)["vulkan"]["devices"]
     assert one["measured"]["read"] > 0
     assert one["unused"].startswith("a software driver")
     assert {"integer dot products"} <= set(one["features"])
     assert one["subgroup"] >= 4
+    assert one["workgroups"]["default"]["one"] == [16, 16]
+    assert one["workgroups"]["untuned"] == "a software driver"
     shown = inside("doctor").stdout
     path = write_model(tmp_path / "model.gguf")
     plan = inside("plan", str(path), "--device", "vulkan", "-c", "128")

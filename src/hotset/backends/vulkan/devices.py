@@ -19,6 +19,7 @@ class VulkanInfo:
     kind: discrete, integrated, virtual, software or other. api: of Vulkan, "1.3.230". memory, free: bytes of
     its own, or of what it shares with the host. refusal: why it cannot be used; empty where it can.
     features: what it has that is not needed, for a person. subgroup: lanes of its subgroups.
+    vendor: its PCI number.
     """
 
     index: int
@@ -31,6 +32,7 @@ class VulkanInfo:
     refusal: str
     features: list[str]
     subgroup: int
+    vendor: int
 
     @property
     def is_software(self) -> bool:

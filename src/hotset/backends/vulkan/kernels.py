@@ -11,6 +11,7 @@ from importlib.resources import files
 import numpy as np
 
 from hotset import _core
+from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.model.operations import Value
 
 _LANES = 64  # of a workgroup that takes values one by one
@@ -66,12 +67,13 @@ class Kernels:
     A test of the device says which instructions of its own they may have (probe.comp); the bits are the same.
     is_native: integer dot products, and half floats, which Vulkan does not promise to read exactly.
     is_fused: an fma() that rounds once; without it products and sums with their errors take its place.
+    shapes: of workgroups of products that are recorded from now on.
     """
 
     allows_native = True  # tests take it away
 
-    def __init__(self, device: _core.VulkanDevice) -> None:
-        self.device = device
+    def __init__(self, device: _core.VulkanDevice, shapes: DeviceShapes | None = None) -> None:
+        self.device, self.shapes = device, shapes or DeviceShapes()
         self._compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
         self.is_native, self.is_fused = device.has_integer_dots and self.allows_native, True
         as_native, self.is_fused = self._probed()

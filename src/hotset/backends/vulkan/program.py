@@ -21,6 +21,7 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, StepInputs
 from hotset.backends.vulkan.kernels import Kernels, Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import Piece, aligned
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
+from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
 from hotset.backends.vulkan.split import (
     Gather,
     SharedLayers,
@@ -83,10 +84,8 @@ COMPUTED = (
     Heads, TransposedHeads, ShortConv, DeltaNet, SelectiveScan, ChannelScan, Wkv, HeadDot, GaussianTopK,
     AddStreams, MatchMagnitude, LowRank, SimilarityGate,
 )  # fmt: skip
-FEW = 8  # tokens of a step up to which products read each weight for a few of them
-_TOKENS_OF_FEW = 4  # of a workgroup, with more than one
+FEW = 8  # tokens of a step up to which attention is split, and products of floats read a weight for a few
 _TILE = 32  # tokens of a workgroup otherwise
-_ROWS_OF_MANY = 16384  # of a matrix that gives every part of a device work, whatever the rows of a workgroup
 BLOCK = 32  # columns that share a scale, and the inputs that are multiplied with them
 ROUNDED_BYTES = 48  # of such a block of inputs (csrc/vulkan/shaders/rounded.glsl)
 _BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
@@ -205,6 +204,10 @@ class Lowered:
             recorder.program.finish()
             self._recorded[key] = recorder
         return self._recorded[key]
+
+    def record_anew(self) -> None:
+        """Forgets what was recorded."""
+        self._recorded.clear()
 
     def _hand_over(self, to: Recorder, part: str, n: int) -> None:
         """Copies what the host reads of n rows of a tail to where it reads it."""
@@ -486,6 +489,7 @@ class Lowered:
         of_wanted = _FIRING if mask is None else _CHOSEN
         flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
         scores = (0, 0.0) if mask is None else (mask.first, mask.threshold)
+        few = FEW if matrix.type in FLOATS else self._kernels.shapes.of(matrix.type).most_few
         for part in matrix.parts:
             codes = part.codes.bound()
             assert x is not None
@@ -494,8 +498,8 @@ class Lowered:
             bindings += [codes if end is None else end for end in others]
             firsts = first_row + part.first, part.first
             push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
-            if n <= FEW:
-                tokens = 1 if n == 1 else _TOKENS_OF_FEW
+            if n <= few:
+                tokens = 1 if n == 1 else TOKENS_OF_FEW
                 self._few(to, matrix, part, tokens, -(-n // tokens), (bindings, push))
             else:
                 groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
@@ -514,9 +518,8 @@ class Lowered:
             constants.append(_is_whole(matrix))
             to.add("linear_few", constants, *what, (-(-part.n_rows // _TILE), n, 1))
             return
-        # Many lanes for each of few rows, or a device has less to do at a time than it could.
-        rows = 16 if part.n_rows < _ROWS_OF_MANY else 32
-        to.add("rounded_few", [*constants, rows, 256 // rows], *what, (-(-part.n_rows // rows), n, 1))
+        shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
+        to.add("rounded_few", [*constants, *shape], *what, (-(-part.n_rows // shape.rows), n, 1))
 
     def _low_rank(self, op: LowRank) -> Record:
         """One adapter after the other: x times a, times the scale of each token, times b, beside what was."""

@@ -29,6 +29,7 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, StepInputs
 from hotset.backends.vulkan.kernels import Kernels
 from hotset.backends.vulkan.memory import Arena, Piece
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, Lowered, StageParts
+from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
 from hotset.backends.vulkan.weights import DeviceWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
@@ -62,8 +63,9 @@ class VulkanStage:
     which other stages have too, and its budget with it. hot: of layers whose neurons are split bool [n_ff],
     those that the device has, one at least; expert_slots: of the MoE layers of the worker, experts that are
     kept on the device (experts.py). worker: the CPU's half of these layers, for steps of max_batch tokens,
-    closed with the stage. beside: a stage of the same model whose device and weights it uses too; cache_of:
-    of the same layers and pages, whose keys and values it reads and writes.
+    closed with the stage. shapes: of workgroups; None: the device's defaults. beside: a stage of the same
+    model whose device and weights it uses too; cache_of: of the same layers and pages, whose keys and values
+    it reads and writes.
 
     nbytes: what the stage holds, by kind: weights, experts, kv (with states), workspace. It is CacheMemory,
     too (backends/base.py). Raises DeviceError, OutOfMemoryError where the model does not fit, and
@@ -88,6 +90,7 @@ class VulkanStage:
         hot: Mapping[int, np.ndarray] | None = None,
         expert_slots: int = 0,
         worker: CpuWorker | None = None,
+        shapes: DeviceShapes | None = None,
         beside: VulkanStage | None = None,
         cache_of: VulkanStage | None = None,
     ) -> None:
@@ -104,7 +107,7 @@ class VulkanStage:
         self.info = device
         if beside is None:
             opened = opened or pipelines.open_device(device, budget=budget, staged=staged)
-            self.opened = OpenDevice(opened, Kernels(opened))
+            self.opened = OpenDevice(opened, Kernels(opened, shapes or DeviceShapes(default_shapes(device))))
         else:
             self.opened = beside.opened
         self.opened.stages.append(self)
@@ -244,9 +247,15 @@ class VulkanStage:
         self.weights.check()
         return result
 
-    def rerun(self) -> None:
-        """Runs the step of one token as its numbers are, without logits: what measures a device."""
-        _core.vulkan_run([self._program(frozenset()).recorded("body", 1).program], self._cancel)
+    def rerun(self, n: int = 1) -> None:
+        """Runs the step of n tokens as its numbers are, without logits: what measures a device."""
+        _core.vulkan_run([self._program(frozenset()).recorded("body", n).program], self._cancel)
+
+    def take_shapes(self, shapes: DeviceShapes) -> None:
+        """Records all steps anew, with workgroups of these shapes."""
+        self._kernels.shapes = shapes
+        for lowered in self._lowered.values():
+            lowered.record_anew()
 
     def _in_step(self, lowered: Lowered, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """As _run, in a step of the CPU worker where layers are split."""

@@ -1,0 +1,185 @@
+"""Workgroup shapes of a Vulkan device, found out by measuring: those of products with quantised weights.
+
+    shapes = tuned(info, device, product_types(graph, tensors))
+
+The first model with weights of a type that a device loads measures the candidates (backends/vulkan/shapes.py)
+with the kernels that run later, and machine.json keeps what was fastest for each device, driver and version.
+All types of a load have two seconds: what they leave unmeasured keeps its default. HOTSET_AUTOTUNE=0 leaves
+all at the defaults. Software drivers, which compute on the CPU, are never tuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.vulkan.devices import NAME, VulkanInfo, validates
+from hotset.backends.vulkan.program import rounded_input
+from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, default_shapes
+from hotset.backends.vulkan.stage import VulkanStage
+from hotset.backends.vulkan.weights import COMPUTED
+from hotset.errors import HotsetError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.graph import Graph
+from hotset.model.operations import Embed, Linear, SelectOutputs
+from hotset.placement.machine import HeldWeights, keep, known, machine_file, median_seconds
+
+if TYPE_CHECKING:
+    from hotset import _core
+    from hotset.reporter import Reporter
+
+WIDTH = 4096  # of the matrices that are measured
+_SECONDS = 2.0  # of all types of a load
+_EACH = 0.01  # of a step that is measured; three times at least
+_FASTER = 0.97  # of the default's seconds, at most: what is more is noise
+# Rows of a matrix, how many of them a step reads, and the tokens of the steps whose seconds are added.
+_MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
+    "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
+    "most_few": (WIDTH, 8, (8, 16, 24)), "few_large": (4 * WIDTH, 2, (4,)),
+}  # fmt: skip
+
+Measure = Callable[[ProductShapes, str], float]  # seconds with some shapes, to choose a field of them
+
+
+def tuned(
+    info: VulkanInfo,
+    device: _core.VulkanDevice,
+    types: Iterable[GGMLType],
+    *,
+    progress: Reporter | None = None,
+    path: Path | None = None,
+    measuring: Callable[[GGMLType], contextlib.AbstractContextManager[Measure]] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DeviceShapes:
+    """The shapes of a device, which is open, for products with weights of some types; the first ones are
+    measured first. path: of the file to keep them in; measuring, clock: of tests."""
+    path, measuring = path or machine_file(), measuring or partial(_steps, info, device)
+    default, found = default_shapes(info), dict(known_shapes(info, path).tuned)
+    missing = [] if why_untuned(info) else [type_ for type_ in types if type_ not in found]
+    if missing and progress is not None:
+        progress.say(f"Measuring workgroups of {info.name} (Vulkan), once.")
+    until = clock() + _SECONDS
+    for type_ in missing:
+        if clock() >= until:
+            break
+        # Without memory for it the defaults stay, and the next load tries again.
+        with contextlib.suppress(HotsetError), measuring(type_) as seconds_of:
+            found[type_] = fastest(default, seconds_of, lambda: clock() < until)
+            keep(path, _key(info, type_), asdict(found[type_]))
+        gc.collect()  # stages refer to themselves, and hold memory of the device
+    return DeviceShapes(default, found)
+
+
+def fastest(default: ProductShapes, seconds_of: Measure, has_time: Callable[[], bool]) -> ProductShapes:
+    """What is measured to be fastest, one field after the other; the default where nothing is clearly faster,
+    and where no time is left."""
+    best = default
+    for name, candidates in CANDIDATES.items():
+        own, least = getattr(default, name), 0.0
+        for candidate in (own, *(one for one in candidates if one != own)):
+            if not has_time():
+                return best
+            chosen = replace(best, **{name: candidate})
+            seconds = seconds_of(chosen, name)
+            if candidate == own:
+                least = _FASTER * seconds
+            elif seconds < least:
+                best, least = chosen, seconds
+    return best
+
+
+def why_untuned(info: VulkanInfo) -> str:
+    """Why a device keeps the defaults; empty where it does not."""
+    if os.environ.get("HOTSET_AUTOTUNE") == "0":
+        return "HOTSET_AUTOTUNE=0"
+    return "a software driver" if info.is_software else ""
+
+
+def known_shapes(info: VulkanInfo, path: Path | None = None) -> DeviceShapes:
+    """Those of a device as far as they are known; nothing is measured."""
+    kept, found = known(path or machine_file()), dict[GGMLType, ProductShapes]()
+    for type_ in () if why_untuned(info) else COMPUTED:
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            found[type_] = _kept(kept[_key(info, type_)])
+    return DeviceShapes(default_shapes(info), found)
+
+
+def product_types(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[GGMLType]:
+    """The types of quantised weights that are multiplied with, that with most bytes first."""
+    n_bytes = Counter[GGMLType]()
+    for op in graph.primitives:
+        if rounded_input(op, tensors) is not None:
+            n_bytes[tensors[op.matrices[0]].type] += sum(tensors[name].nbytes for name in op.matrices)
+    return [type_ for type_, _ in n_bytes.most_common()]
+
+
+def device_key(info: VulkanInfo) -> str:
+    """Names a device, its driver and the version of hotset in machine.json."""
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("hotset")
+    how = ["with validation layers"] if validates() else []
+    key = [NAME, info.name, info.kind, f"driver {info.driver}", f"Vulkan {info.api}", version, *how]
+    return " | ".join(key)
+
+
+def _key(info: VulkanInfo, type_: GGMLType) -> str:
+    return f"{device_key(info)} | products of {type_.name}"
+
+
+def _kept(found: Mapping[str, Any]) -> ProductShapes:
+    """What asdict made of shapes. Raises ValueError and the like where one is no candidate of today."""
+    values = {}
+    for name, candidates in CANDIDATES.items():
+        value = tuple(found[name]) if isinstance(found[name], list) else found[name]
+        values[name] = candidates[candidates.index(value)]
+    return ProductShapes(**values)
+
+
+@contextlib.contextmanager
+def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Iterator[Measure]:
+    """Measures steps of products on a device that is open."""
+    with contextlib.ExitStack() as closing:
+        stages = {}
+        for n_rows, n in {(n_rows, n) for n_rows, n, _ in _MEASURED.values()}:
+            model = products(n, type_, n_rows)
+            stages[n_rows] = VulkanStage(*model, info, n_pages=1, max_batch=32, kv_type="f16", opened=device)
+            closing.callback(stages[n_rows].close)
+
+        def seconds_of(shapes: ProductShapes, name: str) -> float:
+            n_rows, _, counts = _MEASURED[name]
+            stage, seconds = stages[n_rows], 0.0
+            stage.take_shapes(DeviceShapes(shapes))
+            for n in counts:
+                stage.rerun(n)  # which records the step, and compiles its kernels
+                seconds += median_seconds(partial(stage.rerun, n), _EACH)
+            return seconds
+
+        yield seconds_of
+
+
+def products(n: int, type_: GGMLType, n_rows: int) -> tuple[HeldWeights, Graph]:
+    """Products with so many matrices: rows of one tensor, which are on the device again and again, each at
+    its own place. A square one multiplies what the one before it yields, for which it waits."""
+    weights, graph = HeldWeights(), Graph()
+    weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
+    rows = np.full((n_rows + n) * row_bytes(type_, WIDTH), 0x11, np.uint8)
+    weights.add("w", (WIDTH, n_rows + n), type_, rows)
+    x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
+    for i in range(n):
+        out = graph.add(Linear(graph.value(f"{i}", n_rows), x, "w", first_row=i))
+        x = out if n_rows == WIDTH else x
+    graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
+    return weights, graph

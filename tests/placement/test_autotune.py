@@ -1,0 +1,182 @@
+"""Workgroup shapes of Vulkan devices: measured once, kept, bounded, and turned off. What is measured, and the
+clock, are made up: no device is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotset.backends.vulkan.devices import VulkanInfo
+from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, Shape, default_shapes
+from hotset.errors import OutOfMemoryError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import GGMLType
+from hotset.model.graph import Graph
+from hotset.model.operations import Embed, Linear, SelectOutputs
+from hotset.placement import autotune
+
+AMD, INTEL, NVIDIA = 0x1002, 0x8086, 0x10DE
+CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", [], 32, NVIDIA)
+Q4, Q6, Q8 = GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q8_0
+WISHED = ProductShapes(Shape(8, 8), Shape(4, 16), Shape(16, 8), Shape(8, 16), 24)
+
+
+class Made:
+    """Seconds of steps, made up: WISHED is faster in each of its fields. clock: 0.1 later with each step."""
+
+    def __init__(self, wished: ProductShapes = WISHED, gain: float = 0.5) -> None:
+        self.wished, self.gain, self.now = wished, gain, 0.0
+        self.steps: list[tuple[GGMLType, str]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    @contextlib.contextmanager
+    def measuring(self, type_: GGMLType) -> Iterator[autotune.Measure]:
+        def seconds_of(shapes: ProductShapes, name: str) -> float:
+            self.steps.append((type_, name))
+            self.now += 0.1
+            return self.gain if getattr(shapes, name) == getattr(self.wished, name) else 1.0
+
+        yield seconds_of
+
+    def tuned(self, path: Path, *types: GGMLType, info: VulkanInfo = CARD) -> DeviceShapes:
+        never: Any = None
+        return autotune.tuned(
+            info, never, types or (Q4,), path=path, measuring=self.measuring, clock=self.clock
+        )
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(autotune, "_SECONDS", 1e6)
+    return tmp_path / "machine.json"
+
+
+def test_the_fastest_is_kept(kept: Path) -> None:
+    """Every candidate is measured; the next load measures nothing, and another type of weights alone."""
+    first = Made()
+    assert first.tuned(kept).of(Q4) == WISHED
+    assert len(first.steps) == sum(map(len, CANDIDATES.values()))
+    again = Made(ProductShapes())
+    assert again.tuned(kept).of(Q4) == WISHED
+    assert not again.steps
+    shapes = again.tuned(kept, Q4, Q8)
+    assert {type_ for type_, _ in again.steps} == {Q8}
+    assert (shapes.of(Q4), shapes.of(Q8), shapes.of(Q6)) == (WISHED, ProductShapes(), ProductShapes())
+    assert autotune.known_shapes(CARD, kept) == shapes
+
+
+@pytest.mark.parametrize("facts", [{"driver": "1.2.4"}, {"name": "another card"}, {"api": "1.4"}])
+def test_another_driver_is_measured_anew(kept: Path, facts: dict[str, Any]) -> None:
+    Made().tuned(kept)
+    other = replace(CARD, **facts)
+    assert autotune.known_shapes(other, kept).of(Q4) == ProductShapes()
+    second = Made(replace(WISHED, most_few=4))
+    assert second.tuned(kept, info=other).of(Q4).most_few == 4
+    assert second.steps
+    assert autotune.known_shapes(CARD, kept).of(Q4) == WISHED
+
+
+@pytest.mark.parametrize(
+    "damaged", [7, {}, {"one": [64, 4]}, {"one": "16"}, {"most_few": 1000}, {"one": [16]}], ids=str
+)
+def test_what_is_damaged_is_measured_anew(kept: Path, damaged: Any) -> None:
+    Made().tuned(kept)
+    found = json.loads(kept.read_text())
+    [(key, own)] = found.items()
+    kept.write_text(json.dumps({key: {**own, **damaged} if damaged and damaged != 7 else damaged}))
+    assert autotune.known_shapes(CARD, kept).tuned == {}
+    again = Made()
+    assert again.tuned(kept).of(Q4) == WISHED
+    assert again.steps
+
+
+def test_noise_changes_nothing(kept: Path) -> None:
+    """What is hardly faster than the default does not replace it."""
+    assert Made(gain=0.99).tuned(kept).of(Q4) == ProductShapes()
+
+
+def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of all types of a load. What it leaves keeps its default; a type that was begun is not
+    measured again, the next one is."""
+    monkeypatch.setattr(autotune, "_SECONDS", 1.05)
+    made = Made()
+    shapes = made.tuned(kept, Q4, Q6)
+    assert len(made.steps) == 11
+    assert shapes.of(Q4) == replace(ProductShapes(), one=WISHED.one, one_large=WISHED.one_large)
+    assert Q6 not in shapes.tuned
+    again = Made()
+    assert again.tuned(kept, Q4, Q6).of(Q6).one == WISHED.one
+    assert {type_ for type_, _ in again.steps} == {Q6}
+
+
+def test_it_is_turned_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured then, and what was is not used."""
+    Made().tuned(kept)
+    monkeypatch.setenv("HOTSET_AUTOTUNE", "0")
+    made = Made()
+    assert made.tuned(kept, Q4, Q8) == autotune.known_shapes(CARD, kept) == DeviceShapes(ProductShapes())
+    assert not made.steps
+    assert autotune.why_untuned(CARD) == "HOTSET_AUTOTUNE=0"
+    monkeypatch.setenv("HOTSET_AUTOTUNE", "1")
+    assert made.tuned(kept).of(Q4) == WISHED
+
+
+def test_software_drivers_are_not_tuned(kept: Path) -> None:
+    made = Made()
+    assert made.tuned(kept, info=replace(CARD, kind="software")).of(Q4) == ProductShapes()
+    assert not made.steps
+    assert not kept.exists()
+
+
+def test_no_memory_to_measure_in(kept: Path) -> None:
+    """The defaults are taken, and the next load tries again."""
+
+    class Full(Made):
+        @contextlib.contextmanager
+        def measuring(self, type_: GGMLType) -> Iterator[autotune.Measure]:
+            if type_ == Q4:
+                raise OutOfMemoryError("no room")
+            with super().measuring(type_) as seconds_of:
+                yield seconds_of
+
+    shapes = Full().tuned(kept, Q4, Q8)
+    assert (shapes.of(Q4), shapes.of(Q8)) == (ProductShapes(), WISHED)
+    assert Made().tuned(kept).of(Q4) == WISHED
+
+
+def test_defaults() -> None:
+    """By vendor and subgroups; all are candidates, and these are shapes that the kernel has."""
+    for vendor, subgroup in ((AMD, 64), (AMD, 32), (INTEL, 8), (INTEL, 32), (NVIDIA, 32), (0x10005, 8)):
+        default = default_shapes(replace(CARD, vendor=vendor, subgroup=subgroup))
+        is_known = vendor == INTEL or subgroup == 64
+        assert (default != ProductShapes()) == is_known
+        for name, candidates in CANDIDATES.items():
+            assert getattr(default, name) in candidates
+        if subgroup == 64:
+            assert default.one.rows * default.one.lanes == subgroup
+    for rows, lanes in CANDIDATES["one"]:  # what rounded_few.comp needs
+        assert 32 % rows == 0
+        assert lanes in (8, 16)
+        assert rows * lanes <= 256  # of every device that is not refused
+    shapes = ProductShapes(*CANDIDATES["one"][:4])
+    places = [(1, 100), (1, 16384), (4, 100), (4, 16384)]
+    assert [shapes.of(*place) for place in places] == list(CANDIDATES["one"][:4])
+
+
+def test_types_of_products() -> None:
+    """Of quantised matrices, those with most bytes first."""
+    graph, tensors = Graph(), {}
+    x = graph.add(Embed(graph.value("x", 256), "embedding"))
+    for i, type_ in enumerate((Q8, GGMLType.F16, Q4, Q4, Q4)):
+        tensors[f"{i}"] = TensorInfo(f"{i}", (256, 8), type_, 8 * 16 * (9 if type_ == Q4 else 17), 0)
+        x = graph.add(Linear(graph.value(f"{i}", 256), x, f"{i}"))
+    graph.add(SelectOutputs(graph.value("logits", 256), x))
+    assert autotune.product_types(graph, tensors) == [Q4, Q8]
