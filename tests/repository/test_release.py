@@ -91,26 +91,76 @@ def test_the_check_refuses_a_wheel(tmp_path: Path, version: str, names: list[str
     assert why in done.stderr
 
 
-def test_the_one_file_unpacks_once_and_hands_on_its_arguments(tmp_path: Path) -> None:
-    packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
-    program = tmp_path / "tree" / "bin" / "python3"
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-    program.chmod(0o755)
-    archive = packing["packed"](tmp_path / "tree")
-    os.utime(program, (0, 0))
-    assert packing["packed"](tmp_path / "tree") == archive
-    packing["write"](tmp_path / "one", archive)
-    environment = {"PATH": os.defpath, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
-    command = [tmp_path / "one", "run", "two words"]
-    runs = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in "ab"
-    ]
-    assert [run.stdout.splitlines()[-2:] for run in runs] == [["run", "two words"]] * 2
-    assert "Unpacking" in runs[0].stderr
-    assert not runs[1].stderr
-    [unpacked] = (tmp_path / "cache").iterdir()
+class OneFile:
+    """A file for Linux whose Python prints its arguments, and a folder of its own for a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        packing = runpy.run_path(str(ROOT / "packaging" / "onefile.py"))
+        program = folder / "tree" / "bin" / "python3"
+        program.parent.mkdir(parents=True)
+        program.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+        program.chmod(0o755)
+        archive = packing["packed"](folder / "tree")
+        os.utime(program, (0, 0))
+        assert packing["packed"](folder / "tree") == archive
+        self.path, self.cache = folder / "one", folder / "cache"
+        self.environment = {"PATH": os.defpath, "XDG_CACHE_HOME": str(self.cache), "HOME": str(folder)}
+        packing["write"](self.path, archive)
+
+    def started(self, *words: str) -> subprocess.Popen[str]:
+        command = [self.path, *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *words: str) -> tuple[int, list[str], str]:
+        """Exit status, lines of the output, and what is said beside it."""
+        with self.started(*words) as process:
+            out, error = process.communicate(timeout=60)
+        return process.returncode, out.splitlines(), error
+
+
+@pytest.fixture
+def one_file(tmp_path: Path) -> OneFile:
+    return OneFile(tmp_path)
+
+
+def test_the_one_file_unpacks_once_and_hands_on_its_arguments(one_file: OneFile) -> None:
+    runs = [one_file.run("run", "two words") for _ in "ab"]
+    assert [(status, out[-2:]) for status, out, _ in runs] == [(0, ["run", "two words"])] * 2
+    assert "Unpacking" in runs[0][2]
+    assert not runs[1][2]
+    [unpacked] = one_file.cache.iterdir()
     assert [path.name for path in unpacked.rglob("*")] == ["bin", "python3"]
+    assert unpacked.stat().st_mode & 0o077 == 0
+
+
+def test_processes_that_unpack_the_one_file_at_once_agree(one_file: OneFile) -> None:
+    processes = [one_file.started("run") for _ in range(6)]
+    for process in processes:
+        with process:
+            assert process.communicate(timeout=60)[0].splitlines()[-1] == "run"
+    assert len(list(one_file.cache.iterdir())) == 1
+
+
+def test_half_of_the_one_file_leaves_nothing(one_file: OneFile) -> None:
+    whole = one_file.path.read_bytes()
+    one_file.path.write_bytes(whole[:-20])
+    assert one_file.run("run")[:2] == (1, [])
+    assert not list(one_file.cache.iterdir())
+
+
+def test_the_one_file_starts_nothing_of_another_user(one_file: OneFile, tmp_path: Path) -> None:
+    assert one_file.run()[0] == 0
+    [unpacked] = one_file.cache.iterdir()
+    if os.geteuid() == 0:
+        os.chown(unpacked, 65534, 65534)
+        assert one_file.run()[:2] == (1, [])
+    unpacked.rename(tmp_path / "other")
+    unpacked.symlink_to(tmp_path / "other")
+    os.chown(tmp_path / "other", os.geteuid(), os.getegid())
+    status, out, error = one_file.run()
+    assert (status, out) == (1, [])
+    assert "not a folder of this user" in error
 
 
 @pytest.mark.slow
