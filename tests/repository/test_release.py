@@ -193,3 +193,15 @@ def test_the_workflow_checks_what_it_releases() -> None:
     assert all((ROOT / script).is_file() for script in scripts)
     uses = [step["uses"] for step in jobs["release"]["steps"] if "uses" in step]
     assert any("attest-build-provenance" in name for name in uses)
+
+
+def test_the_workflow_checks_one_wheel_of_those_that_a_system_makes(tmp_path: Path) -> None:
+    [command] = re.findall(r"release_check\.py (.*)", WORKFLOW.read_text())
+    (tmp_path / "dist").mkdir()
+    for python in ("cp311-cp311", "cp312-abi3"):
+        for platform in ("manylinux_2_28_x86_64", "musllinux_1_2_x86_64"):
+            (tmp_path / "dist" / f"hotset-9-{python}-{platform}.whl").touch()
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {command}"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["dist/hotset-9-cp312-abi3-manylinux_2_28_x86_64.whl"]
