@@ -37,7 +37,10 @@ if [ ! -d "$home" ]; then
   mkdir -p "${home%/*}" && part=$(mktemp -d "$home.XXXXXX") || exit 1
   trap 'rm -rf "$part"' EXIT
   trap 'exit 1' HUP INT TERM
-  tail -n +@LINE@ "$0" | tar -xz -C "$part" || exit 1
+  if ! said=$(tail -n +@LINE@ "$0" | tar -xz -C "$part" 2>&1); then # tar says it of each file that is left
+    echo "hotset cannot be unpacked: $(echo "$said" | tail -n 2 | head -n 1)" >&2
+    exit 1
+  fi
   mv -T "$part" "$home" 2>/dev/null || [ -d "$home" ] || exit 1 # another process may have been first
   rm -rf "$part"
 fi

@@ -147,7 +147,10 @@ def test_processes_that_unpack_the_one_file_at_once_agree(one_file: OneFile) -> 
 def test_half_of_the_one_file_leaves_nothing(one_file: OneFile) -> None:
     whole = one_file.path.read_bytes()
     one_file.path.write_bytes(whole[:-20])
-    assert one_file.run("run")[:2] == (1, [])
+    status, out, error = one_file.run("run")
+    assert (status, out) == (1, [])
+    [_, why] = error.splitlines()
+    assert why.startswith("hotset cannot be unpacked: ")
     assert not list(one_file.cache.iterdir())
 
 
