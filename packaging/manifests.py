@@ -64,7 +64,7 @@ def conda_requirements(project: dict[str, object]) -> list[str]:
     """Of the package and of its server, with conda's names; without those of one system alone."""
     needs = [*project["dependencies"], *project["optional-dependencies"]["serve"]]  # type: ignore[index, misc]
     names = {"prompt-toolkit": "prompt_toolkit", "huggingface-hub": "huggingface_hub",
-             "prometheus-client": "prometheus_client", "uvicorn": "uvicorn-standard"}  # fmt: skip
+             "prometheus-client": "prometheus_client"}  # fmt: skip
     found = [f"python >={project['requires-python'].removeprefix('>=')}"]  # type: ignore[attr-defined]
     for need in needs:
         match = re.fullmatch(r"([\w-]+)(>=[\d.]+)?", need)

@@ -31,11 +31,22 @@ LEFT_OUT = (
 LEFT_OUT_FOR_WINDOWS = ("site-packages", "Scripts", "Doc", "include", "libs", "tcl", "*.pdb", "pythonw.exe")
 STUB = """#!/bin/sh
 # hotset, with a Python of its own. It unpacks itself once, into the folder below; delete that to remove it.
-home="${XDG_CACHE_HOME:-$HOME/.cache}/hotset-@NAME@"
+home="${XDG_CACHE_HOME:-${HOME:?is not set}/.cache}/hotset-@NAME@"
 if [ ! -d "$home" ]; then
   echo "Unpacking hotset into $home, once." >&2
-  mkdir -p "$home.$$" && tail -n +@LINE@ "$0" | tar -xz -C "$home.$$" || { rm -rf "$home.$$"; exit 1; }
-  mv -T "$home.$$" "$home" 2>/dev/null || rm -rf "$home.$$"
+  mkdir -p "${home%/*}" && part=$(mktemp -d "$home.XXXXXX") || exit 1
+  trap 'rm -rf "$part"' EXIT
+  trap 'exit 1' HUP INT TERM
+  if ! said=$(tail -n +@LINE@ "$0" | tar -xz -C "$part" 2>&1); then # tar says it of each file that is left
+    echo "hotset cannot be unpacked: $(echo "$said" | tail -n 2 | head -n 1)" >&2
+    exit 1
+  fi
+  mv -T "$part" "$home" 2>/dev/null || [ -d "$home" ] || exit 1 # another process may have been first
+  rm -rf "$part"
+fi
+if [ ! -O "$home" ] || [ -L "$home" ]; then # in a cache folder that others write too
+  echo "hotset: $home is not a folder of this user: delete it, or set XDG_CACHE_HOME" >&2
+  exit 1
 fi
 exec "$home/bin/python3" -I -m hotset.cli.main "$@"
 """

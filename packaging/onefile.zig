@@ -49,6 +49,7 @@ fn unpacked(memory: std.mem.Allocator, io: std.Io, place: []const u8) ![]const u
 
     std.debug.print("Unpacking hotset into {s}, once.\n", .{home});
     const part = try std.fmt.allocPrint(memory, "{s}.{d}", .{ home, std.os.windows.GetCurrentProcessId() });
+    here.deleteTree(io, part) catch {}; // of a process that was killed and had this number
     defer here.deleteTree(io, part) catch {};
     {
         const folder = try here.createDirPathOpen(io, part, .{});

@@ -18,15 +18,20 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+VENDOR = Path(__file__).resolve().parents[1] / "src/hotset/server/page/vendor"
 BUNDLED = (
     ("nanobind", "BSD-3-Clause", "pkg:pypi/nanobind"),
     ("tsl::robin_map", "MIT", "pkg:github/Tessil/robin-map"),
-    ("GGML codebooks", "MIT", "pkg:github/ggml-org/ggml"),
+    ("GGML", "MIT", "pkg:github/ggml-org/ggml"),
     ("marked", "MIT", "pkg:npm/marked"),
     ("highlight", "BSD-3-Clause", "pkg:npm/%40highlightjs/cdn-assets"),
-    ("temml", "MIT", "pkg:npm/temml"),
     ("pdf", "Apache-2.0", "pkg:npm/pdfjs-dist"),
+    ("core-js", "MIT", "pkg:npm/core-js"),
+    ("temml", "MIT", "pkg:npm/temml"),
+    ("LLVM's runtimes", "Apache-2.0 WITH LLVM-exception", "pkg:github/llvm/llvm-project"),
+    ("MinGW-w64's runtime", "ZPL-2.1", "pkg:generic/mingw-w64"),
 )
+"""Name, as THIRD_PARTY_NOTICES.md has it, licence, address. The last two are in wheels of zig alone."""
 
 
 def main() -> None:
@@ -45,10 +50,7 @@ def document(extras: Iterable[str] = ()) -> dict[str, Any]:
     _add(main, extras, needs)
     found = {name: distribution(name) for name in needs if name != "hotset"}
     hotset = component(main)
-    bundled = [
-        {"type": "library", "bom-ref": url, "name": name, "purl": url, "licenses": [{"license": {"id": id}}]}
-        for name, id, url in BUNDLED
-    ]
+    bundled = [bundled_component(*one) for one in BUNDLED]
     refs = {name: component(one)["bom-ref"] for name, one in found.items()} | {"hotset": hotset["bom-ref"]}
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -83,6 +85,23 @@ def _add(one: Distribution, extras: Iterable[str], needs: dict[str, set[str]]) -
         known.add(needed)
         if needed not in needs or requirement.extras:
             _add(found, requirement.extras, needs)
+
+
+def bundled_component(name: str, licence: str, url: str) -> dict[str, Any]:
+    """With a version where it is a file of the page, which says it in its first lines."""
+    texts = [
+        path.read_text("utf-8") for path in sorted(VENDOR.glob(f"{name}.*")) if path.suffix != ".LICENSE"
+    ]
+    version = next((m[1] for text in texts if (m := re.search(r"\bv(\d+\.\d+\.\d+)\b", text[:400]))), "")
+    purl = f"{url}@{version}" if version else url
+    made = {
+        "type": "library",
+        "bom-ref": purl,
+        "name": name,
+        "purl": purl,
+        "licenses": [{"expression": licence}],
+    }
+    return made | ({"version": version} if version else {})
 
 
 def component(one: Distribution) -> dict[str, Any]:

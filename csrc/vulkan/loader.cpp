@@ -21,7 +21,8 @@ constexpr uint32_t kNvidia = 0x10DE;  // whose drivers have versions of their ow
 // The loader stays open: drivers do not survive being unloaded.
 PFN_vkGetInstanceProcAddr open_loader() {
 #ifdef _WIN32
-    if (HMODULE library = LoadLibraryA("vulkan-1.dll"))
+    // Drivers install it there; by its name alone the current folder and PATH would be searched too.
+    if (HMODULE library = LoadLibraryExA("vulkan-1.dll", nullptr, LOAD_LIBRARY_SEARCH_SYSTEM32))
         return reinterpret_cast<PFN_vkGetInstanceProcAddr>(
             reinterpret_cast<void*>(GetProcAddress(library, "vkGetInstanceProcAddr")));
 #else

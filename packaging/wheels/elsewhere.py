@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,12 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import published
 
 PROMPT = "What is photosynthesis?"
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 NEEDS = [
-    "scipy", "tokenizers", "sentencepiece", "jinja2", "typer", "rich", "prompt-toolkit",
-    "huggingface-hub", "filelock", "psutil", "safetensors",
-    "fastapi", "uvicorn", "httptools", "sse-starlette", "prometheus-client", "llguidance",
-    "pytest", "hypothesis", "httpx", "jsonschema", "gguf", "openai",
-]  # fmt: skip
+    *(one for one in _PROJECT["dependencies"] if ";" not in one and not one.startswith("numpy")),
+    *_PROJECT["optional-dependencies"]["serve"],
+    *("pytest", "hypothesis", "httpx", "jsonschema", "gguf", "openai"),
+]
 """What hotset, its server and the tests need, but for NumPy, of which some platforms need an old one."""
 
 

@@ -65,6 +65,7 @@ def set_up() -> None:
     found = sorted(DIST.glob("hotset-*-abi3-win_amd64.whl"))
     if not found:
         sys.exit("dist/ has no wheel for Windows: python packaging/wheels/build.py abi3-win_amd64")
+    shutil.rmtree(PYTHON / "Lib/site-packages/hotset", ignore_errors=True)  # files that an older wheel had
     _unpack(found[-1], PYTHON)
 
 

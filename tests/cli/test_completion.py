@@ -70,6 +70,17 @@ def test_fish_and_zsh_are_answered(environment: dict[str, str], line: str, expec
     assert any(expected[0] in word for word in found)
 
 
+def test_no_shell_gets_a_name_that_it_could_run(environment: dict[str, str]) -> None:
+    models = Path(environment["HOTSET_HOME"], "models")
+    for name in ("odd (1)", "odd\\$(touch a)", "odd\\`touch a`", "odd;touch a", "odd\ntouch a", "odd'\""):
+        shutil.copy(models / "mine.gguf", models / f"{name}.gguf")
+    words = {"_TYPER_COMPLETE_ARGS": "hotset run odd", "COMP_WORDS": "hotset run odd", "COMP_CWORD": "2"}
+    for shell in ("bash", "zsh"):
+        found = completed(environment, "hotset", **words, _HOTSET_COMPLETE=f"complete_{shell}")
+        assert "(1)" in " ".join(found)
+        assert " ".join(found).count("odd") == 1
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_installed_for_a_shell(environment: dict[str, str], shell: str) -> None:
     # Without this the option takes no value: it installs for the shell that runs the tests.

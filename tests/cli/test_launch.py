@@ -249,7 +249,9 @@ def test_json_with_comments(text: str, expected: object) -> None:
 
 
 @needs_core
-def test_a_server_is_started_and_stopped(tools: Tools, tmp_path: Path) -> None:
+def test_a_server_is_started_and_stopped(
+    tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_model(tmp_path / "own.gguf")
     done = hotset(
         "launch", "opencode", "-m", path, "--url", "http://127.0.0.1:9", env={"HOTSET_HOME": str(tmp_path)}
@@ -259,6 +261,9 @@ def test_a_server_is_started_and_stopped(tools: Tools, tmp_path: Path) -> None:
     # The default port may have another server: this name is of a model that only the started one has.
     from hotset.cli import launch
 
+    # An agent's folder is often from elsewhere: the server imports nothing from it.
+    (tmp_path / "typer.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
     with launch._started(str(path), 64) as server:
         assert (server.model, server.n_ctx) == ("own", 64)
         assert launch._is_hotset(server.url)

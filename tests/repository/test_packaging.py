@@ -61,3 +61,11 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     vendored = [f"src/hotset/server/page/vendor/{name}.LICENSE" for name in names]
     for licence in (*vendored, "THIRD_PARTY_NOTICES.md"):
         assert any(name.endswith(f"licenses/{licence}") for name in packed)
+
+
+def test_child_processes_import_nothing_of_the_current_folder() -> None:
+    """`-m` and `-c` put it first in the search path, unless Python gets -P or -I."""
+    sources = [path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")]
+    started = [one for text in sources for one in re.findall(r"\[sys\.executable[^,\]]*,\s*([^,\]]*)", text)]
+    assert len(started) >= 5
+    assert set(started) <= {'"-I"', '"-P"'}

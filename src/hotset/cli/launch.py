@@ -248,7 +248,7 @@ def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
     more = () if ctx_size is None else ("--ctx-size", str(ctx_size), "--contexts", "1")
     say(f"No server runs: starting one of {model} at {url}{_with(ctx_size)} ...")
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", "hotset.cli.main", "serve", model, "--port", str(port), *more]
+        command = [sys.executable, "-P", "-m", "hotset.cli.main", "serve", model, "--port", str(port), *more]
         # A group of its own: Ctrl-C is the tool's.
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **_OWN_GROUP)
         try:

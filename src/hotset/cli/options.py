@@ -32,12 +32,16 @@ def _option(names: str, help: str, panel: str | None = None, **more: Any) -> typ
     return info
 
 
+# A shell may run what it is given (typer's script for zsh evaluates it), and strangers name files too.
+_PLAIN_NAME = re.compile(r"[\w.:/@+ ()-]+")
+
+
 def _model_names(incomplete: str) -> list[str]:
     """Of the store and the catalogue, for the completion of a shell; where none fits it completes files."""
     from hotset.storage import catalogue, on_this_machine
 
     known = [*(model.name for model in on_this_machine()), *(entry.name for entry in catalogue.ENTRIES)]
-    return sorted({name for name in known if name.startswith(incomplete)})
+    return sorted({name for name in known if name.startswith(incomplete) and _PLAIN_NAME.fullmatch(name)})
 
 
 MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file]."

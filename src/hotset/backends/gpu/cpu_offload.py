@@ -453,7 +453,7 @@ def _probe(device: torch.device) -> ChosenKind:
         if works and kind == "hostfunc":
             break
         try:
-            works[kind] = _measured_by([sys.executable, "-c", _PROBE, str(device), kind])
+            works[kind] = _measured_by([sys.executable, "-P", "-c", _PROBE, str(device), kind])
             tried.append(f"{kind} {works[kind] * 1e6:.0f} µs")
         except DeviceError as error:
             tried.append(f"{kind} does not work ({sentence_of(error)})")
