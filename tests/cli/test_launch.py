@@ -352,5 +352,15 @@ def test_a_tool_that_is_not_installed(tools: Tools, monkeypatch: pytest.MonkeyPa
     assert "Aider (aider) is not installed: https://aider.chat says how." in launched("aider", code=1)
 
 
+def test_a_tool_of_the_current_folder_is_not_started(
+    tools: Tools, server: Serving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "codex").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "codex").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f".{os.pathsep}{os.environ['PATH']}")  # on Windows it is so without this
+    assert "has a program ./codex" in launched("codex", "--url", server.url, code=1)
+
+
 def test_where_zed_has_its_settings(tools: Tools) -> None:
     assert zed_settings() == tools.settings

@@ -83,6 +83,10 @@ def launch(
     program = shutil.which(chosen.program)
     if program is None and not show:
         raise HotsetError(f"{chosen.what} ({chosen.program}) is not installed: {chosen.page} says how.")
+    if program is not None and not os.path.isabs(program):  # where Windows looks first
+        raise HotsetError(
+            f"The current folder has a program {program}, which is not started: remove it first."
+        )
     if url is not None and not url.startswith(("http://", "https://")):
         raise typer.BadParameter("it begins with http:// or https://.", param_hint="--url")
     with contextlib.ExitStack() as stack:
