@@ -3,11 +3,14 @@
 usage: python bench/vulkan_machine_code.py [--llama ggml/src/ggml-vulkan/vulkan-shaders] [--gpu navi21 ...]
 
 Mesa's RADV has a null device: it compiles kernels for any AMD GPU and prints the code and its registers. What
-counts is the loop that does the work: of its instructions, without those that only wait, how many there are
-for a product of two numbers (a weight and an input; a query and a key). Needs Mesa's driver of AMD's GPUs
-(Debian: mesa-vulkan-drivers), and glslc for llama.cpp's shaders, which are compiled as vulkan-shaders-gen
-does and specialised as ggml-vulkan.cpp does for that GPU. A glslc that does not know integer dot products
-gets them as an instruction of SPIR-V.
+counts is the outermost loop that multiplies: of the longest way through it, without instructions that only
+wait, how many there are for a product of two numbers (a weight and an input; a query and a key). Loops inside
+it count as often as they run, so that it includes what brings weights into shared memory. With
+llama.cpp's shaders the script ends with an error that names the kernels with more instructions, registers or
+spills than llama.cpp's. Needs Mesa's driver of AMD's GPUs (Debian: mesa-vulkan-drivers), and glslc for
+llama.cpp's shaders, which are compiled as vulkan-shaders-gen does and specialised as ggml-vulkan.cpp does for
+that GPU where it has no cooperative matrices, as with this driver. A glslc that does not know integer dot
+products gets them as an instruction of SPIR-V.
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ from hotset.formats.quants import GGMLType
 T = GGMLType
 ICD = "/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"
 PLAIN = {"FLOAT_TYPE": "float", "FLOAT_TYPEV2": "vec2", "FLOAT_TYPEV4": "vec4", "D_TYPE": "float"}
+HALVES = {
+    "FLOAT16": "1", "FLOAT_TYPE": "float16_t", "FLOAT_TYPEV2": "f16vec2", "FLOAT_TYPEV4": "f16vec4",
+    "FLOAT_TYPEV8": "f16mat2x4", "FLOAT_TYPE_MAX": "float16_t(65504.0)", "D_TYPE": "float",
+}  # fmt: skip
+SUMS = {"ACC_TYPE": "float", "ACC_TYPEV2": "vec2", "ACC_TYPEV4": "vec4", "ACC_TYPE_VEC4": "vec4"}
 FLOAT_B = {"B_TYPE": "float", "B_TYPEV2": "vec2", "B_TYPEV4": "vec4"}
 DOT = """#extension GL_EXT_spirv_intrinsics : require
 spirv_instruction(extensions = ["SPV_KHR_integer_dot_product"], capabilities = [6018, 6019], id = 4450)
@@ -39,49 +47,102 @@ int dotPacked4x8EXT(int a, int b) { return dot_of_bytes(a, b, 0); }
 """
 # Products of two numbers that an instruction does, by what its name begins with.
 PRODUCTS = {"v_dot4": 4, "v_dot2": 2, "v_pk_fma": 2, "v_fma": 1, "v_mac": 1, "v_mad_f": 1, "v_mad_mix": 1}
+COLUMNS = "instructions", "VGPRs", "spills", "subgroups"
 WAITING = ("s_waitcnt", "s_nop", "s_clause", "s_delay", "s_inst_prefetch")
 
 
 @dataclass(frozen=True)
 class Code:
-    """What RADV makes of a kernel. in_loop: instructions of the loop with most products; products: in it."""
+    """What RADV makes of a kernel. per_product: instructions; subgroups: that a SIMD has at a time."""
 
-    in_loop: int
-    products: int
+    per_product: float
     vgprs: int
     spills: int
-    lds: int
+    subgroups: int
 
-    def __str__(self) -> str:
-        return f"{self.in_loop / max(self.products, 1):.2f} | {self.vgprs} | {self.spills}"
+    def above(self, other: Code) -> list[str]:
+        """What of it is above another kernel's; to have more subgroups is not."""
+        pairs = zip(COLUMNS[:3], self.columns(), other.columns(), strict=False)
+        return [name for name, own, its in pairs if float(own) > float(its)]
 
-
-def products_of(lines: Sequence[str], kinds: Sequence[str]) -> int:
-    return sum(n for line in lines for name, n in PRODUCTS.items() if line.startswith(name) and name in kinds)
-
-
-def loops_of(code: str) -> Iterator[list[str]]:
-    """The instructions of each loop, of the disassembly: from a label to a branch back to it."""
-    lines = [line.strip() for line in code.splitlines()]
-    at = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"BB\d+:", line)}
-    for i, line in enumerate(lines):
-        branch = re.match(r"s_c?branch\w*\s+(BB\d+)", line)
-        if branch and at.get(branch[1], i) < i:
-            inside = lines[at[branch[1]] : i + 1]
-            yield [one for one in inside if not one.startswith((*WAITING, "BB", ";")) and one]
+    def columns(self) -> tuple[str, ...]:
+        return f"{self.per_product:.2f}", str(self.vgprs), str(self.spills), str(self.subgroups)
 
 
-def read_code(text: str, kinds: Sequence[str]) -> Code:
-    """kinds: of instructions that multiply."""
-    disassembly = text[text.rindex("disasm") if "disasm" in text else 0 :]
-    loops = list(loops_of(disassembly)) or [[]]
-    best = max(loops, key=lambda loop: (products_of(loop, kinds), -len(loop)))
+class Loops:
+    """The loops of a disassembly, and the longest way through one of them."""
+
+    def __init__(self, code: str, kinds: Sequence[str]) -> None:
+        lines = [line.strip() for line in code.splitlines()]
+        self._lines = [line for line in lines if line and not line.startswith((*WAITING, ";"))]
+        self._kinds = kinds
+        self._labels = {line[:-1]: i for i, line in enumerate(self._lines) if re.fullmatch(r"BB\d+:", line)}
+        self.ends: dict[int, int] = {}  # by where they begin
+        for i in range(len(self._lines)):
+            if (to := self._target(i)) is not None and to < i:
+                self.ends[to] = i
+        self.trips: dict[int, int] = {}
+
+    def _target(self, i: int) -> int | None:
+        branch = re.match(r"s_c?branch\w*\s+(BB\d+)", self._lines[i])
+        return self._labels.get(branch[1]) if branch else None
+
+    def outermost(self) -> list[int]:
+        return [at for at in self.ends if not any(start < at < end for start, end in self.ends.items())]
+
+    def inside(self, start: int) -> list[int]:
+        """The loops in a loop, in the order of the code."""
+        return [at for at in sorted(self.ends) if start < at < self.ends[start]]
+
+    def products(self, first: int, last: int) -> int:
+        return sum(
+            n for line in self._lines[first : last + 1] for name, n in PRODUCTS.items()
+            if line.startswith(name) and name in self._kinds
+        )  # fmt: skip
+
+    def longest(self, start: int) -> tuple[int, int]:
+        """Instructions and products of a turn of the loop that begins there."""
+        end, reached = self.ends[start], {start: (0, 0)}
+
+        def reach(at: int, instructions: int, products: int) -> None:
+            if start < at <= end:
+                reached[at] = max(reached.get(at, (0, 0)), (instructions, products))
+
+        for i in range(start, end + 1):
+            if i not in reached:
+                continue
+            instructions, products = reached[i]
+            if i != start and i in self.ends:
+                inner, n = self.longest(i), self.trips.get(i, 1)
+                reach(self.ends[i] + 1, instructions + n * inner[0], products + n * inner[1])
+                continue
+            instructions += not self._lines[i].startswith("BB")
+            products += self.products(i, i)
+            if i == end:
+                return instructions, products
+            if (to := self._target(i)) is not None:
+                reach(to, instructions, products)
+            if not self._lines[i].startswith("s_branch"):
+                reach(i + 1, instructions, products)
+        raise AssertionError("a loop without a way through it")
+
+
+def read_code(text: str, job: Job, side: int) -> Code:
+    """side: 0 for ours, 1 for llama.cpp's."""
+    trips = job.trips[side]
+    loops = Loops(text[text.rindex("disasm") :], job.kinds)
+    outer = max(loops.outermost(), key=lambda at: (loops.products(at, loops.ends[at]), at - loops.ends[at]))
+    if trips and len(loops.inside(outer)) != len(trips):
+        sys.exit(f"{job.name}: {len(loops.inside(outer))} loops in the loop, not {len(trips)}")
+    loops.trips = dict(zip(loops.inside(outer), trips, strict=False))
+    instructions, products = loops.longest(outer)
+    products = job.products[side] or products
 
     def fact(name: str) -> int:
-        return int(re.findall(rf"{name}: (\d+)", text)[-1])
+        return int(re.findall(rf"^{name}: (\d+)", text, re.M)[-1])
 
     spills = fact("Spilled SGPRs") + fact("Spilled VGPRs")
-    return Code(len(best), products_of(best, kinds), fact("VGPRs"), spills, fact("LDS size"))
+    return Code(instructions / products, fact("VGPRs"), spills, fact("Subgroups per SIMD"))
 
 
 def compiled_for(gpu: str, spirv: Path, n_buffers: int, push: int, constants: Sequence[int]) -> str:
@@ -135,26 +196,28 @@ class Peer:
 
 @dataclass(frozen=True)
 class Job:
-    """ours, theirs: a kernel, or a source with its definitions, and constants. kinds: of instructions that
-    multiply."""
+    """A kernel of ours, and of llama.cpp's a source with its definitions, both with constants.
+
+    trips: how often loops in the outermost one run, in the order of the code; without them once. products: of
+    a turn of that, where the code multiplies other numbers too, or not by instructions of these kinds alone.
+    """
 
     name: str
     ours: tuple[str, tuple[int, ...]]
     source: str
     defines: dict[str, str]
     theirs: tuple[int, ...]
+    trips: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    products: tuple[int, int] = (0, 0)
     kinds: tuple[str, ...] = ("v_dot4",)
     n_buffers: int = 8
 
 
 FMAS = ("v_fma", "v_mac", "v_mad_f", "v_mad_mix", "v_pk_fma", "v_dot2")
-# s_warptile_mmq_int and m_warptile_mmq_int of ggml-vulkan.cpp, subgroups of 64
-MMQ = (64, 32, 32, 32, 32, 32, 2, 2, 1, 1, 64)
-HEAD = 128
+HEAD, TURN = 128, 8  # TURN: blocks of one of sixteen sums, of 4,096 columns
 
 
-def jobs(gpu: str) -> Iterator[Job]:
-    gcn = gpu.startswith("vega")
+def products_of_one(gcn: bool) -> Iterator[Job]:
     for type_ in (T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q6_K):
         data = {f"DATA_A_{type_.name}": "1"}
         rows = 4 if gcn and type_ not in (T.Q4_K, T.Q6_K) else 1  # rm_stdq_int, rm_kq_int
@@ -164,23 +227,58 @@ def jobs(gpu: str) -> Iterator[Job]:
         )  # fmt: skip
     yield Job(
         "F16, one token", ("linear_few", (int(T.F16), 1, 0, 1)), "mul_mat_vec.comp",
-        {**PLAIN, **FLOAT_B, "DATA_A_F16": "1", "USE_SUBGROUP_ADD": "1"}, (64, 1, 1), FMAS,
+        {**PLAIN, **FLOAT_B, "DATA_A_F16": "1", "USE_SUBGROUP_ADD": "1"}, (64, 2 if gcn else 1, 1),
+        ((8, 8), ()), (8 * 32, 32 if gcn else 16), FMAS,
     )  # fmt: skip
+
+
+def products_of_many(gcn: bool) -> Iterator[Job]:
+    """Tiles of 64 rows and 64 tokens there: m_warptile_mmq_int, _k and m_warptile, subgroups of 64."""
     for type_ in (T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K):
-        defines = {**PLAIN, f"DATA_A_{type_.name}": "1", "ACC_TYPE": "float", "ACC_TYPEV2": "vec2"}
-        yield Job(
-            f"{type_.name}, many tokens", ("rounded_many", (int(type_), 1, 0)), "mul_mmq.comp", defines, MMQ
-        )
-    for kv, name in ((1, "f16"), (2, "q8_0")):
-        lanes = 64 if gcn else 32
-        yield Job(
-            f"attention of one token, {name}", ("attention", (kv, HEAD, HEAD, 0, 1, 0, 0)), "flash_attn.comp",
-            {**PLAIN, "ACC_TYPE": "float", "ACC_TYPEV2": "vec2", "ACC_TYPEV4": "vec4", "Q_TYPE": "float",
-             "D_TYPEV4": "vec4", "DATA_A_IQ4_NL": "1"},
-            (128, 1, 64, HEAD, HEAD, 0, 8, 1, lanes, 0, 2, 0, *(2 * (int((T.F16, T.Q8_0)[kv - 1]),)),
-             *(2 * ((2, 34)[kv - 1],))),
-            FMAS,
+        of_k = type_ in (T.Q4_K, T.Q6_K)
+        tile = (256, 64, 64, 32, 16, 16, 2, 2, 2, 1, 16) if gcn and not of_k else (
+            128, 64, 64, 32, 64, 32, 1 if of_k else 2, 2, 2, 1, 64
         )  # fmt: skip
+        lanes = 4 if type_ in (T.Q4_0, T.Q4_K) else 8  # that bring a row of a block into shared memory
+        yield Job(
+            f"{type_.name}, many tokens", ("rounded_many", (int(type_), 1, 0)), "mul_mmq.comp",
+            {**HALVES, **SUMS, f"DATA_A_{type_.name}": "1"}, tile, ((TURN,), (64 * lanes // tile[0], 1, 4)),
+        )  # fmt: skip
+    yield Job(
+        "F16, many tokens", ("linear_many", (int(T.F16), 1, 0, 1)), "mul_mm.comp",
+        {**HALVES, **SUMS, "DATA_A_F16": "1", "LOAD_VEC_A": "8", "LOAD_VEC_B": "8", "B_TYPE": "mat2x4",
+         "B_TYPE_SCALAR": "float", "B_TYPEV4": "vec4"},
+        (128, 64, 64, 32, 64, 32, 2, 4, 2, 1, 64, 1), ((8,), ()), (8 * 512, 0), FMAS,
+    )  # fmt: skip
+
+
+def attentions(gpu: str, gcn: bool) -> Iterator[Job]:
+    """get_fa_tuning_params_scalar: of 1 and 512 tokens, behind 1,024 positions or more."""
+    defines = {**HALVES, **SUMS, "Q_TYPE": "float", "D_TYPEV4": "vec4", "DATA_A_IQ4_NL": "1"}
+    types = (int(T.F16), int(T.F16), 2, 2)
+    ours = "attention", (1, HEAD, HEAD, 0, 1, 0, 0)
+    tile = (128, 1, 64, HEAD, HEAD, 0, 8, 1, 64 if gcn else 32, 0, 2, 0)
+    turns = (1, 2, 4, 3)  # of the mask, subgroups, positions and lanes
+    if gpu.startswith("gfx11"):
+        turns = *turns, 2  # halves of 64 lanes
+    yield Job(
+        "attention of one token, F16", ours, "flash_attn.comp", defines, (*tile, *types), ((16, 0), turns),
+        (2 * 64 * HEAD // 64, 2 * 64 * HEAD // 128), FMAS,
+    )  # fmt: skip
+    tile = (256, 16, 32, HEAD, HEAD, 0, 8, 4, 64, 0, 3, 0) if gcn else (
+        256, 8, 32, HEAD, HEAD, 0, 8, 1, 64, 0, 3, 1920
+    )  # fmt: skip
+    yield Job(
+        "attention of many tokens, F16", ours, "flash_attn.comp", defines, (*tile, *types), ((16, 0), ()),
+        (2 * 64 * HEAD // 64, 2 * 32 * tile[1] * HEAD // 256), FMAS,
+    )  # fmt: skip
+
+
+def jobs(gpu: str) -> Iterator[Job]:
+    gcn = gpu.startswith("vega")
+    yield from products_of_one(gcn)
+    yield from products_of_many(gcn)
+    yield from attentions(gpu, gcn)
 
 
 def main() -> None:
@@ -191,24 +289,26 @@ def main() -> None:
     parser.add_argument("--gpu", nargs="+", default=["gfx1100", "navi21", "vega20"], help="RADV's names")
     parser.add_argument("--only", default="", help="jobs whose names have this in them")
     args = parser.parse_args()
-    folder = Path(kernels.__file__).parent / "spirv"
-    print("| kernel | GPU | instructions, VGPRs, spills: ours | | | llama.cpp's | | |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    folder, above = Path(kernels.__file__).parent / "spirv", []
+    sides = ("ours", "llama.cpp's") if args.llama else ("ours",)
+    columns = [f"{name}: {side}" for name in COLUMNS for side in sides]
+    print("| kernel | GPU | " + " | ".join(columns) + " |\n|---|---|" + "---:|" * len(columns))
     with tempfile.TemporaryDirectory() as scratch:
         peer = Peer(args.llama, Path(scratch)) if args.llama else None
-        for gpu in args.gpu:
-            for job in jobs(gpu):
-                if args.only not in job.name:
-                    continue
-                name, constants = job.ours
-                shape, own = kernels.KERNELS[name], folder / f"{name}_native.spv"
-                text = compiled_for(gpu, own, shape.n_buffers, shape.push_bytes, constants)
-                row = [job.name, gpu, str(read_code(text, job.kinds))]
-                if peer:
-                    theirs = peer.spirv(job.source, job.defines)
-                    text = compiled_for(gpu, theirs, job.n_buffers, 128, job.theirs)
-                    row.append(str(read_code(text, job.kinds)))
-                print("| " + " | ".join(row) + " |", flush=True)
+        for gpu, job in ((one, job) for one in args.gpu for job in jobs(one) if args.only in job.name):
+            name, constants = job.ours
+            shape, own = kernels.KERNELS[name], folder / f"{name}_native.spv"
+            text = compiled_for(gpu, own, shape.n_buffers, shape.push_bytes, constants)
+            codes = [read_code(text, job, 0)]
+            if peer:
+                theirs = peer.spirv(job.source, job.defines)
+                codes.append(read_code(compiled_for(gpu, theirs, job.n_buffers, 128, job.theirs), job, 1))
+                above += [f"{job.name} ({gpu}): {what}" for what in codes[0].above(codes[1])]
+            rows = zip(*(code.columns() for code in codes), strict=True)
+            cells = [job.name, gpu, *(cell for row in rows for cell in row)]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    if above:
+        sys.exit("above llama.cpp's:\n" + "\n".join(above))
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ def compiled(source: Path, *, native: bool = False) -> bytes:
 def as_committed(code: bytes) -> bytes:
     """The same without names and lines, a seventh of it, and with every fma() decorated, as glslc does not
     do: it is then one operation, or two, in all kernels of a device alike (GLSL.std.450: "invariant
-    results").
-    """
+    results")."""
     words = struct.unpack(f"<{len(code) // 4}I", code)
     made, at, place, found = list(words[:5]), 5, 0, []
     while at < len(words):

@@ -12,12 +12,12 @@ layout(constant_id = 3) const uint WHOLE = 0;  // 1: no block has columns past t
 
 const uint CHUNK = 8;  // blocks
 
-// Four inputs of a row that starts at `row`, those past the last column as 0.
-vec4 inputs_at(uint row, uint column) {
-    if (WHOLE != 0u) return inputs[(row + column) / 4u];
-    if (column >= n_cols) return vec4(0.0);
-    vec4 x = inputs[(row + column) / 4u];
-    const uint left = n_cols - column;
+// Four inputs of a row that starts at `row`, in vectors as `place` is, those past the last column as 0.
+vec4 inputs_at(uint row, uint place) {
+    if (WHOLE != 0u) return inputs[row + place];
+    if (place * 4u >= n_cols) return vec4(0.0);
+    vec4 x = inputs[row + place];
+    const uint left = n_cols - place * 4u;
     if (left < 4u) {
         if (left < 2u) x.y = 0.0;
         if (left < 3u) x.z = 0.0;

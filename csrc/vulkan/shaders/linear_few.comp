@@ -5,9 +5,9 @@
 layout(local_size_x = 32, local_size_y = 8) in;
 shared float parts[8 * 32 * TOKENS];
 
-float block_sum(float w[32], uint start, uint column) {
+float block_sum(float w[32], uint start, uint block) {
     vec4 x[8];
-    [[unroll]] for (uint i = 0; i < 8u; i++) x[i] = inputs_at(start, column + 4u * i);
+    [[unroll]] for (uint i = 0; i < 8u; i++) x[i] = inputs_at(start / 4u, block * 8u + i);
     precise float sum = 0.0;
     [[unroll]] for (uint k = 0; k < 32u; k++) sum = fma(w[k], x[k / 4u][k & 3u], sum);
     return sum;
@@ -31,7 +31,7 @@ void main() {
                 decode(tile, block, row, n_blocks, tile, w);
                 for (uint t = 0; t < TOKENS; t++) {
                     const uint start = min(place.start + t * in_stride, (n_tokens - 1u) * in_stride);
-                    sums[t] = sums[t] + block_sum(w, EXPERTS == 0u ? start : place.start, block * 32u);
+                    sums[t] = sums[t] + block_sum(w, EXPERTS == 0u ? start : place.start, block);
                 }
             }
         }

@@ -1,49 +1,44 @@
 #version 450
-// A matrix product of floats with many tokens: a tile of 32 rows and 32 tokens, of which each lane has four by four.
+// A matrix product of floats with many tokens: a tile of 32 rows and 32 tokens, of which each lane has every eighth of both.
 #include "linear.glsl"
 
 layout(local_size_x = 8, local_size_y = 8) in;
-shared float weights[32][32];  // [column][row]
-shared float values[32][32];   // [column][token]
+shared uvec4 weights[VECTORS][32];  // [vector][row]
+shared vec4 values[8][32];          // [four columns][token]
 
 void main() {
-    const uint lane = gl_LocalInvocationIndex;
-    const uint row = gl_LocalInvocationID.x * 4u, token = gl_LocalInvocationID.y * 4u;
-    const uint tile = gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u;
-    const uint n_blocks = (n_cols + 31u) / 32u;
+    const uint lane = gl_LocalInvocationIndex, own = lane & 31u, side = lane / 32u;
+    const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;  // every eighth from these on
+    const uint tile = gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = (n_cols + 31u) / 32u;
+    const uint start = min(first + own, n_tokens - 1u) * (in_stride / 4u);
     precise float totals[16], sums[16];
-    [[unroll]] for (uint i = 0; i < 16u; i++) totals[i] = sums[i] = 0.0;
-    for (uint block = 0; block < n_blocks; block++) {
-        if (lane < 32u) {
-            float w[32];
-            decode(tile, block, lane, n_blocks, tile, w);
-            [[unroll]] for (uint k = 0; k < 32u; k++) weights[k][lane] = w[k];
-        } else {
-            const uint own = lane - 32u, start = min(first + own, n_tokens - 1u) * in_stride;
-            [[unroll]] for (uint k = 0; k < 32u; k += 4u) {
-                const vec4 x = inputs_at(start, block * 32u + k);
-                [[unroll]] for (uint i = 0; i < 4u; i++) values[k + i][own] = x[i];
+    [[unroll]] for (uint i = 0; i < 16u; i++) totals[i] = 0.0;
+    for (uint chunk = 0; chunk < n_blocks; chunk += CHUNK) {
+        [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = 0.0;
+        for (uint block = chunk; block < min(chunk + CHUNK, n_blocks); block++) {
+            [[unroll]] for (uint i = 0; i < VECTORS / 2u; i++) {
+                const uint v = side * (VECTORS / 2u) + i;
+                weights[v][own] = codes[((tile * n_blocks + block) * VECTORS + v) * 32u + own];
             }
+            [[unroll]] for (uint i = 0; i < 4u; i++)
+                values[side * 4u + i][own] = inputs_at(start, block * 8u + side * 4u + i);
+            barrier();
+            precise float products[16];
+            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = 0.0;
+            [[unroll]] for (uint k = 0; k < 8u; k++) {
+                uvec4 w[4];
+                [[unroll]] for (uint r = 0; r < 4u; r++) w[r] = weights[k * 4u / IN_VECTOR][rows + r * 8u];
+                [[unroll]] for (uint i = 0; i < 16u; i++) {
+                    const vec4 x = values[k][tokens + i / 4u * 8u];
+                    [[unroll]] for (uint c = 0; c < 4u; c++)
+                        products[i] = fma(float_of(w[i & 3u], (k * 4u + c) % IN_VECTOR), x[c], products[i]);
+                }
+            }
+            [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = sums[i] + products[i];
+            barrier();
         }
-        barrier();
-        precise float products[16];
-        [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = 0.0;
-        for (uint k = 0; k < 32u; k++) {
-            float w[4], x[4];
-            [[unroll]] for (uint i = 0; i < 4u; i++) {
-                w[i] = weights[k][row + i];
-                x[i] = values[k][token + i];
-            }
-            [[unroll]] for (uint i = 0; i < 16u; i++) products[i] = fma(w[i & 3u], x[i / 4u], products[i]);
-        }
-        [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = sums[i] + products[i];
-        if ((block & (CHUNK - 1u)) == CHUNK - 1u || block + 1u == n_blocks)
-            [[unroll]] for (uint i = 0; i < 16u; i++) {
-                totals[i] = totals[i] + sums[i];
-                sums[i] = 0.0;
-            }
-        barrier();
+        [[unroll]] for (uint i = 0; i < 16u; i++) totals[i] = totals[i] + sums[i];
     }
-    const Place place = place_of(first + token, n_cols);
-    [[unroll]] for (uint i = 0; i < 16u; i++) put(place, i / 4u, tile * 32u + row + (i & 3u), totals[i]);
+    const Place place = place_of(first + tokens, n_cols);
+    [[unroll]] for (uint i = 0; i < 16u; i++) put(place, i / 4u * 8u, tile * 32u + rows + (i & 3u) * 8u, totals[i]);
 }

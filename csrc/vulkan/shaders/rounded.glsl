@@ -8,26 +8,24 @@ layout(set = 0, binding = 2) readonly buffer Inputs { uvec4 inputs[]; };
 #include "product.glsl"
 
 const uint SUMS = 16;
+const uint DOTS = TYPE == Q6_K ? 2 : 1;  // of a block: of its halves, where these have scales of their own
 
-// What a block of inputs has beside its codes: their scale, that times the sum of the codes, and this sum of each half.
+// What a block of inputs has beside its codes: their scale, that times the sum of the codes, and what dots with the codes of
+// weights begin with, since a weight is its code less ZERO.
 struct Facts {
     float scale, sum;
-    ivec2 codes;
+    ivec2 zeros;
 };
 
 Facts facts_of(uvec4 words) {
-    return Facts(uintBitsToFloat(words.x), uintBitsToFloat(words.y), ivec2(words.zw));
+    const ivec2 codes = DOTS == 2u ? ivec2(words.zw) : ivec2(words.z + words.w, 0);
+    return Facts(uintBitsToFloat(words.x), uintBitsToFloat(words.y), -ZERO * codes);
 }
 
-// `sum` and what a block adds to it. dots: of the codes of its halves.
-float added(float sum, ivec2 dots, float scale, float minimum, ivec2 parts, Facts x) {
-    precise float both = scale * x.scale, whole;
-    if (TYPE == Q6_K) {  // below 2^24: floats are exact, and faster
-        const vec2 halves = vec2(dots - ZERO * x.codes);
-        whole = float(parts.x) * halves.x + float(parts.y) * halves.y;
-    } else {
-        whole = float(dots.x + dots.y - ZERO * (x.codes.x + x.codes.y));
-    }
+// `sum` and what a block adds to it.
+float added(float sum, ivec2 dots, float scale, float minimum, vec2 parts, float input_scale, float input_sum) {
+    precise float both = scale * input_scale, whole = float(dots.x);
+    if (DOTS == 2u) whole = fma(parts.x, whole, parts.y * float(dots.y));  // below 2^24: exact
     const float more = fused(both, whole, sum);
-    return HAS_MINIMUM ? fused(minimum, x.sum, more) : more;
+    return HAS_MINIMUM ? fused(minimum, input_sum, more) : more;
 }

@@ -17,9 +17,10 @@ float with_block(float sum, Raw raw, uint block, uint row, uint start) {
     ivec2 dots = ivec2(0);
     [[unroll]] for (uint k = 0; k < 4u; k++) {
         dots.x = with_dot(dots.x, b.q[k], first[k]);
-        dots.y = with_dot(dots.y, b.q[k + 4u], second[k]);
+        dots[DOTS - 1u] = with_dot(dots[DOTS - 1u], b.q[k + 4u], second[k]);
     }
-    return added(sum, dots, b.scale, b.minimum, b.parts, facts_of(inputs[(start + block) * 3u + 2u]));
+    const Facts facts = facts_of(inputs[(start + block) * 3u + 2u]);
+    return added(sum, dots + facts.zeros, b.scale, b.minimum, b.parts, facts.scale, facts.sum);
 }
 
 void main() {

@@ -1,81 +1,117 @@
 #version 450
-// A product of quantised weights with many tokens: a tile of 32 rows and 32 tokens, of which each lane has four by four. The
-// sixteen sums are taken one after the other, in the order in which their tree is done with them: four wait at most.
+// A product of quantised weights with many tokens: a tile of 32 rows and 32 tokens, which four groups of 64 lanes have: a lane
+// of each the same four by four outputs, a group every fourth of the sixteen sums. These it takes one after the other, in the
+// order in which their tree is done with them, so that two wait at most; and then the groups' sums are added up.
 #include "rounded.glsl"
 
-layout(local_size_x = 8, local_size_y = 8) in;
-shared uvec4 weights[8][8];  // [four columns][four rows]
-shared uvec4 values[8][8];   // [four columns][four tokens]
-shared vec4 scales[8], minimums[8];
-shared ivec4 parts[2][8];
-shared uvec4 facts[32];
+layout(local_size_x = 8, local_size_y = 8, local_size_z = 4) in;
 
-// Registers are scarce: of Q6_K half of the outputs are computed at a time, and sums wait in shared memory.
-const uint PASSES = TYPE == Q6_K ? 2u : 1u, AT_ONCE = 16u / PASSES, HEIGHTS = TYPE == Q6_K ? 1u : 4u;
-shared float stored[TYPE == Q6_K ? 3072 : 1];
+// What a group has in shared memory of a block: vectors of four rows or tokens, first of their codes of four columns, and from
+// there on of what else they have.
+const uint GROUPS = 4, VALUES = 64, SCALES = 128, INPUT_SCALES = 136, MINIMUMS = 144, INPUT_SUMS = 152, ZEROS = 160,
+           PARTS = 176, SIZE = 192;
+shared uvec4 words[GROUPS * SIZE];
+
+// Registers are scarce: with minimums, and of Q6_K, whose halves have dots of their own, half of the outputs are computed at a
+// time.
+const uint PASSES = TYPE == Q6_K || HAS_MINIMUM ? 2u : 1u, AT_ONCE = 16u / PASSES;
+
+// Brings a block of 32 rows and 32 tokens there: a lane half of the codes of a row and of a token.
+void bring(uint tile, uint block, uint n_blocks, uint start) {
+    const uint lane = gl_LocalInvocationIndex & 63u, row = lane & 31u, side = lane / 32u, place = lane & 3u;
+    Raw raw = load(tile, block, row, n_blocks);
+    if (IS_Q8) raw.first = raw.second = codes[((tile * n_blocks + block) * VECTORS + side) * 32u + row];
+    const Block b = unpacked(raw, block, row);
+    const uvec4 x = inputs[(start + block) * 3u + side];
+    const Facts facts = facts_of(inputs[(start + block) * 3u + 2u]);
+    const uint at = gl_LocalInvocationID.z * SIZE + row / 4u, from = at + side * 32u;
+    [[unroll]] for (uint k = 0; k < 4u; k++) {
+        words[from + k * 8u][place] = word_of(raw, side, k);
+        words[from + k * 8u + VALUES][place] = x[k];
+    }
+    words[at + SCALES][place] = floatBitsToUint(b.scale);
+    words[at + INPUT_SCALES][place] = floatBitsToUint(facts.scale);
+    if (HAS_MINIMUM) {
+        words[at + MINIMUMS][place] = floatBitsToUint(b.minimum);
+        words[at + INPUT_SUMS][place] = floatBitsToUint(facts.sum);
+    }
+    [[unroll]] for (uint h = 0; h < DOTS; h++) {
+        if (TYPE == Q6_K) words[at + PARTS + h * 8u][place] = floatBitsToUint(b.parts[h]);
+        if (ZERO != 0) words[at + ZEROS + h * 8u][place] = uint(facts.zeros[h]);
+    }
+}
+
+void join(inout float sums[16], float others[16]) {
+    [[unroll]] for (uint i = 0; i < 16u; i++) {
+        precise float both = sums[i] + others[i];
+        sums[i] = both;
+    }
+}
 
 void main() {
-    const uint lane = gl_LocalInvocationIndex, rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;
+    const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y, group = gl_LocalInvocationID.z;
     const uint tile = gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = n_cols / 32u;
-    const uint own = lane & 31u, group = own / 4u, place = own & 3u;
-    const uint start = min(first + own, n_tokens - 1u) * in_stride;
-    float sums[16], waiting[HEIGHTS][16];
-    for (uint turn = 0; turn < SUMS; turn++) {
+    const uint start = min(first + (gl_LocalInvocationIndex & 31u), n_tokens - 1u) * in_stride;
+    const uint of_rows = group * SIZE + rows, of_tokens = group * SIZE + tokens;
+    float sums[16], waiting[2][16];
+    for (uint turn = 0; turn < SUMS / GROUPS; turn++) {
         [[unroll]] for (uint i = 0; i < 16u; i++) sums[i] = 0.0;
-        for (uint block = bitfieldReverse(turn) >> 28; block < n_blocks; block += SUMS) {
-            if (lane < 32u) {
-                const Block b = unpacked(load(tile, block, own, n_blocks), block, own);
-                [[unroll]] for (uint k = 0; k < 8u; k++) weights[k][group][place] = b.q[k];
-                scales[group][place] = b.scale;
-                if (HAS_MINIMUM) minimums[group][place] = b.minimum;
-                if (TYPE == Q6_K) [[unroll]] for (uint h = 0; h < 2u; h++) parts[h][group][place] = b.parts[h];
-            } else {
-                const uint at = (start + block) * 3u;
-                const uvec4 one = inputs[at], other = inputs[at + 1u];
-                [[unroll]] for (uint k = 0; k < 4u; k++) {
-                    values[k][group][place] = one[k];
-                    values[k + 4u][group][place] = other[k];
-                }
-                facts[own] = inputs[at + 2u];
-            }
+        for (uint from = (bitfieldReverse(turn) >> 30) * GROUPS; from < n_blocks; from += SUMS) {
+            bring(tile, min(from + group, n_blocks - 1u), n_blocks, start);
             barrier();
-            [[unroll]] for (uint pass = 0; pass < PASSES; pass++) {
-                ivec2 dots[AT_ONCE];
-                [[unroll]] for (uint i = 0; i < AT_ONCE; i++) dots[i] = ivec2(0);
-                [[unroll]] for (uint k = 0; k < 8u; k++) {
-                    const uvec4 w = weights[k][rows], x = values[k][tokens];
-                    const uint part = TYPE == Q6_K ? k / 4u : 0u;
-                    [[unroll]] for (uint i = 0; i < AT_ONCE; i++)
-                        dots[i][part] = with_dot(dots[i][part], w[i & 3u], x[pass * AT_ONCE / 4u + i / 4u]);
+            if (from + group < n_blocks)
+                [[unroll]] for (uint pass = 0; pass < PASSES; pass++) {
+                    memoryBarrierShared();  // or what a pass has read would be kept for the next one
+                    ivec2 dots[AT_ONCE];
+                    [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
+                        const uint t = pass * AT_ONCE / 4u + i / 4u;
+                        [[unroll]] for (uint h = 0; h < 2u; h++)
+                            dots[i][h] = ZERO != 0 && h < DOTS ? int(words[of_tokens + ZEROS + h * 8u][t]) : 0;
+                    }
+                    [[unroll]] for (uint k = 0; k < 8u; k++) {
+                        const uvec4 w = words[of_rows + k * 8u], x = words[of_tokens + k * 8u + VALUES];
+                        const uint h = k / 4u % DOTS;
+                        [[unroll]] for (uint i = 0; i < AT_ONCE; i++)
+                            dots[i][h] = with_dot(dots[i][h], w[i & 3u], x[pass * AT_ONCE / 4u + i / 4u]);
+                    }
+                    const vec4 scales = uintBitsToFloat(words[of_rows + SCALES]);
+                    const vec4 minimums = uintBitsToFloat(words[of_rows + MINIMUMS]);
+                    const vec4 input_scales = uintBitsToFloat(words[of_tokens + INPUT_SCALES]);
+                    const vec4 input_sums = uintBitsToFloat(words[of_tokens + INPUT_SUMS]);
+                    const vec4 first_parts = uintBitsToFloat(words[of_rows + PARTS]);
+                    const vec4 second_parts = uintBitsToFloat(words[of_rows + PARTS + 8u]);
+                    [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
+                        const uint r = i & 3u, t = pass * AT_ONCE / 4u + i / 4u, at = 4u * t + r;
+                        sums[at] = added(sums[at], dots[i], scales[r], minimums[r], vec2(first_parts[r], second_parts[r]),
+                                         input_scales[t], input_sums[t]);
+                    }
                 }
-                [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
-                    const uint r = i & 3u, t = pass * AT_ONCE / 4u + i / 4u, at = 4u * t + r;
-                    const ivec2 own_parts = TYPE == Q6_K ? ivec2(parts[0][rows][r], parts[1][rows][r]) : ivec2(1);
-                    sums[at] = added(sums[at], dots[i], scales[rows][r], HAS_MINIMUM ? minimums[rows][r] : 0.0,
-                                     own_parts, facts_of(facts[tokens * 4u + t]));
-                }
-            }
             barrier();
         }
-        // As a binary number is counted up: a sum joins that which waits at its height, and goes on with it.
-        bool goes_on = true;
-        [[unroll]] for (uint height = 0; height < 4u; height++) {
-            const bool joins = goes_on && ((turn >> height) & 1u) != 0u, waits = goes_on && !joins;
-            [[unroll]] for (uint i = 0; i < 16u; i++) {
-                if (height < HEIGHTS) {
-                    precise float both = waiting[height % HEIGHTS][i] + sums[i];
-                    if (joins) sums[i] = both;
-                    if (waits) waiting[height % HEIGHTS][i] = sums[i];
-                } else {
-                    const uint at = ((height - HEIGHTS) * 16u + i) * 64u + lane;
-                    precise float both = stored[at] + sums[i];
-                    if (joins) sums[i] = both;
-                    if (waits) stored[at] = sums[i];
-                }
-            }
-            goes_on = joins;
+        // As a binary number is counted up: what is in sum 0 joins 1, then 2 joins 3, and both join.
+        [[dont_flatten]] if ((turn & 1u) == 0u) {
+            waiting[0] = sums;
+        } else {
+            join(sums, waiting[0]);
+            [[dont_flatten]] if (turn == 1u) waiting[1] = sums;
         }
     }
+    join(sums, waiting[1]);
+    // Two groups leave what they have to two others, of which one then leaves it to the first.
+    const uint of_lane = tokens * 8u + rows;
+    [[unroll]] for (uint n = 2; n > 0u; n /= 2u) {
+        if (group >= n && group < 2u * n)
+            [[unroll]] for (uint i = 0; i < 16u; i++)
+                words[(group & 1u) * 2u * SIZE + i / 4u * 64u + of_lane][i & 3u] = floatBitsToUint(sums[i]);
+        barrier();
+        if (group < n) {
+            float others[16];
+            [[unroll]] for (uint i = 0; i < 16u; i++)
+                others[i] = uintBitsToFloat(words[((group + n) & 1u) * 2u * SIZE + i / 4u * 64u + of_lane][i & 3u]);
+            join(sums, others);
+        }
+    }
+    if (group != 0u) return;
     const Place to = place_of(first + tokens * 4u, n_blocks);
     [[unroll]] for (uint i = 0; i < 16u; i++) put(to, i / 4u, tile * 32u + rows * 4u + (i & 3u), sums[i]);
 }

@@ -24,7 +24,7 @@ struct Raw {
 struct Block {
     uint q[8];
     float scale, minimum;
-    ivec2 parts;
+    vec2 parts;
 };
 
 Raw load(uint tile, uint block, uint row, uint n_blocks) {
@@ -71,29 +71,29 @@ uint fp4_values(uint four) {
     return q;
 }
 
+// The q of four columns of a half of a block, from its column 4 k on.
+uint word_of(Raw raw, uint side, uint k) {
+    if (IS_Q8) return side == 0u ? raw.first[k] : raw.second[k];
+    uint q = (raw.first[k] >> (4u * side)) & 0x0f0f0f0fu;  // the first half in low halves of bytes, the second in high ones
+    if (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K) q |= ((raw.more.z >> (4u * side + k)) << 4) & 0x10101010u;
+    if (TYPE == Q6_K) {
+        const uint high = side == 0u ? raw.more.z : raw.more.w;
+        q |= (k < 2u ? high << (4u - 2u * k) : high >> (2u * k - 4u)) & 0x30303030u;
+    }
+    return TYPE == MXFP4 ? fp4_values(q) : q;
+}
+
 // Of a quantised type; of planes without scales, which columns have.
 Block unpacked(Raw raw, uint block, uint row) {
     Block b;
-    b.parts = ivec2(1);
+    b.parts = vec2(1.0);
     b.scale = 1.0;
     b.minimum = 0.0;
-    [[unroll]] for (uint i = 0; i < 8u; i++) {
-        if (IS_Q8) {
-            b.q[i] = i < 4u ? raw.first[i] : raw.second[i & 3u];
-        } else {  // of 32 columns the first 16 in low halves of bytes, the others in high ones
-            b.q[i] = (raw.first[i & 3u] >> (4u * (i / 4u))) & 0x0f0f0f0fu;
-        }
-        if (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K) b.q[i] |= ((raw.more.z >> i) << 4) & 0x10101010u;
-        if (TYPE == Q6_K) {
-            const uint high = i < 4u ? raw.more.z : raw.more.w, place = 2u * (i & 3u);
-            b.q[i] |= (place < 4u ? high << (4u - place) : high >> (place - 4u)) & 0x30303030u;
-        }
-        if (TYPE == MXFP4) b.q[i] = fp4_values(b.q[i]);
-    }
+    [[unroll]] for (uint i = 0; i < 8u; i++) b.q[i] = word_of(raw, i / 4u, i & 3u);
     if (TYPE == Q4_0 || TYPE == Q8_0 || TYPE == Q5_0 || TYPE == Q6_K)
         b.scale = half_value((raw.more.x >> (16u * (row & 1u))) & 0xffffu);
     const uint own = raw.more.y >> (16u * (block & 1u));
-    if (TYPE == Q6_K) b.parts = ivec2(int(own << 24) >> 24, int(own << 16) >> 24);
+    if (TYPE == Q6_K) b.parts = vec2(ivec2(int(own << 24), int(own << 16)) >> 24);
     if (HAS_MINIMUM) {
         precise vec2 both = half_values(raw.more.x);
         if (IS_K) both = both * vec2(float(own & 0xffu), -float((own >> 8) & 0xffu));
@@ -107,28 +107,28 @@ Block unpacked(Raw raw, uint block, uint row) {
     return b;
 }
 
+const uint IN_VECTOR = 32u / VECTORS;  // weights that are floats
+
+// One of the weights of a vector.
+float float_of(uvec4 words, uint i) {
+    if (TYPE == F32) return uintBitsToFloat(words[i & 3u]);
+    const uint word = words[i / 2u & 3u];
+    if (TYPE == F16) return half_values(word)[i & 1u];
+    return uintBitsToFloat((i & 1u) == 0u ? word << 16 : word & 0xffff0000u);
+}
+
 // The 32 weights of a block, in order. scales_tile: the tile whose scales a row of planes has.
 void decode(uint tile, uint block, uint row, uint n_blocks, uint scales_tile, out float w[32]) {
     const uint at = tile * n_blocks + block;
     if (IS_FLOAT) {
         [[unroll]] for (uint v = 0; v < VECTORS; v++) {
             const uvec4 words = codes[(at * VECTORS + v) * 32u + row];
-            [[unroll]] for (uint i = 0; i < 4u; i++) {
-                const uint word = words[i];
-                if (TYPE == F32) {
-                    w[4u * v + i] = uintBitsToFloat(word);
-                } else {
-                    const vec2 both = TYPE == F16 ? half_values(word)
-                                                  : uintBitsToFloat(uvec2(word << 16, word & 0xffff0000u));
-                    w[(8u * v + 2u * i) & 31u] = both.x;
-                    w[(8u * v + 2u * i + 1u) & 31u] = both.y;
-                }
-            }
+            [[unroll]] for (uint i = 0; i < IN_VECTOR; i++) w[v * IN_VECTOR + i] = float_of(words, i);
         }
         return;
     }
     const Block b = unpacked(load(tile, block, row, n_blocks), block, row);
-    precise float scales[2] = float[](b.scale * float(b.parts.x), b.scale * float(b.parts.y));
+    precise float scales[2] = float[](b.scale * b.parts.x, b.scale * b.parts.y);
     [[unroll]] for (uint k = 0; k < 32u; k++) {
         const float code = float((int(b.q[k / 4u] << (24u - 8u * (k & 3u))) >> 24) - ZERO);
         float scale = scales[k / 16u];
