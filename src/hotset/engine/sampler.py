@@ -483,8 +483,8 @@ class Sampler:
             if token >= 0:
                 return token
         allowed = candidates  # the ids of the logits that are left; None: all of them are
-        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is no
-        # number is reported.
+        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is
+        # no number is reported.
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self.adjusted(logits, candidates)
             if self.constraint is not None:

@@ -186,7 +186,7 @@ class Lowered:
         self._recorded: dict[tuple[str, int], Recorder] = {}
 
     def free(self) -> None:
-        """Gives its memory back at once: what records its operations refers to it, and no cycle is counted."""
+        """Gives its memory back at once: what records its operations refers to it, in a cycle."""
         self.__dict__.clear()
 
     # ---- recordings ----
