@@ -46,7 +46,9 @@ def solve(
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
     if whole is not None:
-        return problem.placement(whole, "all of the model fits on one device")
+        has_cache = any(layer.n_experts for layer in facts.layers)
+        what = "everything but the experts" if has_cache else "all of the model"
+        return problem.placement(whole, f"{what} fits on one device")
     if any(problem.stays):
         if (around := problem.around()) is None:
             raise OutOfMemoryError(problem.refusal())
