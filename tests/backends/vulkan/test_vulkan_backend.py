@@ -260,9 +260,7 @@ def test_devices_by_name() -> None:
     found = list_devices()
     assert find_device(f"vulkan:{found[0].index}") == found[0]
     assert find_device("vulkan") in found
-    with pytest.raises(
-        DeviceError, match=f"there is no vulkan:{len(found)}: .*the driver has {len(found)}$"
-    ):
+    with pytest.raises(DeviceError, match=f"there is no vulkan:{len(found)}: .*the driver has {len(found)}$"):
         find_device(f"vulkan:{len(found)}")
     for name in ("vulkan:x", "vulkan:", "cuda"):
         with pytest.raises(InvalidRequestError, match="a Vulkan device is named vulkan, or vulkan:1"):

@@ -144,11 +144,12 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
     steps = [18, *range(20, 40)]
     expected = logits_of(vulkan(gguf), ids, steps, [2])
     monkeypatch.setattr(VulkanExpertCache, "__init__", with_thread)
-    monkeypatch.setattr(VulkanExpertCache, "most_coming", 2)
+    monkeypatch.setattr(VulkanExpertCache, "coming_bytes", 300_000)
     backend = vulkan(gguf, expert_slots=9, staged=True)
     np.testing.assert_array_equal(logits_of(backend, ids[:30], steps[:11], [2]), expected[:30])
     cache = stage_of(backend)._experts
     assert cache is not None
+    assert cache.most_coming == 2  # of 130 kB
     cache.settle()
     for at in range(30, 40):
         found = backend.step(batch([(ids[at : at + 1], at, [2])])).logits
