@@ -321,6 +321,7 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     [device] = planned["devices"]
     assert device["experts"] > 0
     assert planned["expert_slots"][0] == pytest.approx(32, abs=3)
+    assert "everything but the experts fits on one device" in planned["notes"]
     assert any("of a token's about" in note for note in planned["notes"])
     done = inside("run", "-m", *given, "Hi", "-n", "4", "--temp", "0")
     assert done.returncode == 0, done.stderr
@@ -328,6 +329,11 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert experts["hits"] > 0
     assert experts["on_cpu"] > 0
     assert experts["hit_rate"] == experts["hits"] / (experts["hits"] + experts["on_cpu"])
+    whole = inside(
+        "run", "-m", str(path), "--device", "vulkan", "-c", "128", "--json", "Hi", "-n", "2", "--temp", "0"
+    )
+    assert whole.returncode == 0, whole.stderr
+    assert "experts" not in json.loads(whole.stdout)  # the device has all of them
 
 
 def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:

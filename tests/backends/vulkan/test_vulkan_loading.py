@@ -35,6 +35,7 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         expected = [one.text for one in model.generate_many(prompts, **params)]
     with hotset.load(path, device="vulkan", n_seqs=2, **SMALL) as model:
         assert model.backend.name == "vulkan"
+        assert model.decided.choice.reason.endswith("as on a Vulkan device without --sparsity")
         assert [one.text for one in model.generate_many(prompts, **params)] == expected
         assert model.generate(prompts[1], **params).text == expected[1]
         assert any("Vulkan" in note for note in model.backend.notes)
