@@ -508,9 +508,8 @@ class Sampler:
                 self._check_largest(-math.inf)
             return logits[mask.ids], mask.ids
         n = min(logits.size, 8 * len(mask.bits))
-        with np.errstate(invalid="ignore"):  # an infinite logit becomes no number, which is reported
-            # (`take` copies rows ten times as fast as an index of arrays does)
-            np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
+        # (`take` copies rows ten times as fast as an index of arrays does)
+        np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
         self._scratch[n:] = -math.inf
         return self._scratch, None
 

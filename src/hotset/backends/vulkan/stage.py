@@ -315,11 +315,10 @@ class VulkanStage:
         with self.opened.in_use:
             try:
                 self._use(adapters)
-                return
             except BaseException as error:
-                failed = error.with_traceback(None)  # whose frames have what was uploaded
-            self._use(before)
-            raise failed
+                error.__traceback__ = None  # whose frames have what was uploaded
+                self._use(before)
+                raise
 
     def _use(self, adapters: AdapterSet) -> None:
         """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
@@ -426,19 +425,9 @@ class VulkanStage:
         for lowered in self.__dict__.get("_lowered", {}).values():
             lowered.free()
         for name in (
-            "_lowered",
-            "_parts",
-            "_shared",
-            "_on_device",
-            "cache",
-            "_states",
-            "matrices",
-            "opened",
-            "_kv",
-            "_inputs",
-            "_kernels",
-            "_device",
-        ):
+            "_lowered", "_parts", "_shared", "_on_device", "cache", "_states", "matrices", "opened", "_kv",
+            "_inputs", "_kernels", "_device",
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
 
     def _check_open(self) -> None:
