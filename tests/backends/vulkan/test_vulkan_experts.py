@@ -336,6 +336,23 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert "experts" not in json.loads(whole.stdout)  # the device has all of them
 
 
+def test_two_devices_have_slots_for_more_experts(tmp_path: Path, slow_cpu: None) -> None:
+    """Even where one holds everything but the experts; unless that has all experts, too."""
+    path = write(tmp_path)
+    with hotset.load(path, device="vulkan", **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    how = {"device": ["vulkan:0", "vulkan:0"], "split": "neurons", **SMALL}
+    with hotset.load(path, vram_budget=budget_of(path, 0.25), **how) as loaded:
+        assert loaded.placement is not None
+        assert [layer.device for layer in loaded.placement.layers] == [0, 1]
+        one, other = loaded.placement.expert_slots
+        assert min(one, other) > 12
+        np.testing.assert_array_equal(loaded.logits("Hello there"), expected)
+    all_of_them = hotset.plan(path, vram_budget=budget_of(path, 1.1), **how)
+    assert all_of_them is not None
+    assert all_of_them.expert_slots == (64,)
+
+
 def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:
     path = write(tmp_path)
 
