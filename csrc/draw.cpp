@@ -71,7 +71,7 @@ int64_t Draw::token(const float* logits, const float* largest,
 void Draw::change(const float* logits, const std::vector<std::pair<int64_t, int64_t>>& counts) {
     changed_.clear();
     for (const auto& [id, bias] : rules_.bias)
-        changed_.push_back({id, bias == kOut ? kOut : bounded(logits[id] + bias)});
+        changed_.push_back({id, bias == kOut || logits[id] == kOut ? kOut : bounded(logits[id] + bias)});
     const size_t n_biased = changed_.size();
     const float penalty = std::max(std::numeric_limits<float>::min(), std::min(rules_.repetition, kLargest));
     for (const auto& [id, count] : counts) {

@@ -12,7 +12,6 @@ from hotset.units import human_count, human_size, size_of
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.generation import Chunk, Timings
-    from hotset.placement.channels import ChannelPlan
     from hotset.sparsity.stats import StatsSummary
 
 
@@ -77,10 +76,13 @@ def _bytes_read(model: Model, timings: Timings, stats: StatsSummary | None) -> s
     return f"{percent(stats.active_share)} of FFN neurons fired, {size} read per token"
 
 
-def print_stats(stats: StatsSummary | None, predicted: ChannelPlan | None = None) -> None:
-    """A table with a row for each layer, and a line for the whole, on stderr. predicted: of thresholds."""
+def print_stats(stats: StatsSummary | None, model: Model) -> None:
+    """A table with a row for each layer, and a line for the whole, on stderr."""
     if stats is None:
-        say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
+        why = "the activation of this model has no zeros, so that every neuron is computed"
+        if model.placement is not None and model.placement.on_vulkan:
+            why = "a Vulkan device counts no neurons"
+        say(f"No statistics: {why}.")
         return
     from hotset.report.layers import stats_table
 
@@ -94,6 +96,7 @@ def print_stats(stats: StatsSummary | None, predicted: ChannelPlan | None = None
         f"{human_count(stats.flops)} FLOPs, {times}]",
         dim=True,
     )
+    predicted = model.decided.channels  # of thresholds
     if predicted is not None and predicted.left_out is not None:
         saved = stats.bytes_total_per_token - stats.bytes_touched_per_token
         say(

@@ -227,7 +227,7 @@ class Chat:
         say(f"{used} of {self.model.n_ctx} tokens of the context are used")
         say(f"{human_size(self.model.gguf.nbytes)} of weights, backend {self.model.backend.name}")
         if self.model.config.leaves_out:
-            print_stats(self.last.answer_stats, self.model.decided.channels)
+            print_stats(self.last.answer_stats, self.model)
 
     def save(self, rest: str) -> None:
         if not rest:

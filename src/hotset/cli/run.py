@@ -273,7 +273,7 @@ def _answer(
             say(f"[{experts_line(counts)}]", dim=True)
         if with_stats and not interrupted:
             stats = _with_quality(model, last.answer_stats, prompt, tokens, parse_special)
-            print_stats(stats, model.decided.channels)
+            print_stats(stats, model)
             if facts := _speculation(model, last.timings):
                 from hotset.report.speculation import speculation_line
 

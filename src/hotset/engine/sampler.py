@@ -483,11 +483,10 @@ class Sampler:
             if token >= 0:
                 return token
         allowed = candidates  # the ids of the logits that are left; None: all of them are
-        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none.
-        with np.errstate(over="ignore"):
+        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none. What is
+        # no number is reported.
+        with np.errstate(over="ignore", invalid="ignore"):
             logits = self.adjusted(logits, candidates)
-            if candidates is not None:
-                self._check_largest(float(logits.max()))  # of those that are no numbers one is here
             if self.constraint is not None:
                 logits, allowed = self._constrained(logits, self.constraint.mask())
             if params.temperature == 0:
@@ -509,9 +508,8 @@ class Sampler:
                 self._check_largest(-math.inf)
             return logits[mask.ids], mask.ids
         n = min(logits.size, 8 * len(mask.bits))
-        with np.errstate(invalid="ignore"):  # an infinite logit becomes no number, which is reported
-            # (`take` copies rows ten times as fast as an index of arrays does)
-            np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
+        # (`take` copies rows ten times as fast as an index of arrays does)
+        np.add(logits[:n], _ALLOWING.take(mask.bits, axis=0).reshape(-1)[:n], out=self._scratch[:n])
         self._scratch[n:] = -math.inf
         return self._scratch, None
 
@@ -529,8 +527,9 @@ class Sampler:
         np.copyto(adjusted, logits)
         if len(self._bias):
             ids, bias = _among(candidates, self._bias_ids, self._bias)
+            is_out = np.isneginf(adjusted[ids]) | np.isneginf(bias)
             biased = _bounded(adjusted[ids] + bias)
-            biased[bias == -math.inf] = -math.inf
+            biased[is_out] = -math.inf
             adjusted[ids] = biased
         if self._counts:
             ids, counts = _among(
@@ -614,8 +613,8 @@ class Sampler:
         top-p counts, the sum of the exponentials of all."""
         params = self.params
         if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
+            self._check_largest(float(logits.max()))  # NaN where one is
             ids, values = top_k(logits, params.top_k)
-            self._check_largest(float(values[0]) if len(ids) else math.nan)
             relative = values.astype(np.float64)
             relative -= relative[0]
             if params.orders and relative[-1] == -math.inf:

@@ -152,6 +152,8 @@ def _planned(opened: Opened, *, mapped: bool, reserved: Reserved, for_device: bo
     if opened.on_vulkan and not splits and (mode, settings.predictor, thresholds) == (None, None, None):
         mode = "dense"  # the same numbers, and nothing is built beside the file
     choice = choose(config, gguf.tensors, mode, settings.predictor, thresholds)
+    if mode != settings.sparsity:
+        choice = replace(choice, reason="dense: all neurons, as on a Vulkan device without --sparsity")
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
     machine = MachineFacts(math.inf if mapped else _free(opened), own_memory(), reserved)

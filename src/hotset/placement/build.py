@@ -490,7 +490,7 @@ def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) ->
 def smaller_plan(placement: Placement) -> str:
     """What to try where a plan did not hold, as the end of a message."""
     planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
-    return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
+    return f"try --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}, nine tenths of what was planned"
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ def solve(
     problem = PlacementProblem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
     if whole is not None:
-        return problem.placement(whole, "all of the model fits on one device")
+        has_cache = any(layer.n_experts for layer in facts.layers)
+        what = "everything but the experts" if has_cache else "all of the model"
+        alone = problem.placement(whole, f"{what} fits on one device")
+        return _with_more_slots(problem, alone) if has_cache else alone
     if any(problem.stays):
         if (around := problem.around()) is None:
             raise OutOfMemoryError(problem.refusal())
@@ -60,6 +63,19 @@ def solve(
     if best is greedy and exact is not greedy:
         how = f"placed greedily: {how}"
     return problem.placement(problem.filled(best), how)
+
+
+def _with_more_slots(problem: PlacementProblem, alone: Placement) -> Placement:
+    """A placement on one device, or one on all, where more experts have slots, if that is faster."""
+    together = [LayerPlacement(d) for d in problem.splits(0)[0]]
+    used = {place.device for place in together}
+    if len(used) == 1 or not problem.fits(together):
+        return alone
+    other = problem.placement(together, f"{len(used)} devices have slots for more experts than one")
+    assert alone.predicted is not None
+    assert other.predicted is not None
+    seconds = other.predicted.total + sum(problem.rates.devices[d].sync for d in used)  # between devices
+    return other if seconds < alone.predicted.total else alone
 
 
 def _optimal(problem: PlacementProblem, greedy: Candidate | None) -> tuple[Candidate | None, str]:

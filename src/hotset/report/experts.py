@@ -90,10 +90,12 @@ def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> Ex
 
 def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> CacheStats | None:
     """What became of an MoE model's experts since it was loaded; None where no cache is between them and what
-    computes them."""
+    computes them, and before any was needed."""
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
     beside = backend.expert_counts() if isinstance(backend, ChainBackend) else None
+    if beside is not None and not beside.needed:  # a device has all of them
+        beside = None
     if stored is None:
         return beside
     counts = stored.counts()  # whose rows are experts alone, but in layers that have none

@@ -168,14 +168,23 @@ def test_adapters_beside_others(gguf: GGUFFile, type_: GGMLType) -> None:
 
 
 def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
-    held = stage_of(vulkan(gguf))._device.allocated
-    backend, ids = vulkan(gguf, budget=held + (1 << 20)), tokens(20)
-    expected = logits_of(backend, ids, [], [0])
-    stage = stage_of(backend)
-    with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
-        give(backend, [random_adapter(stage.graph, gguf.tensors)])
-    assert stage.adapters.adapters == ()
-    assert np.array_equal(logits_of(backend, ids, [], [0]), expected)
+    """Those before are on the device again, whatever has been uploaded of the others."""
+    first = vulkan(gguf)
+    graph, device = stage_of(first).graph, stage_of(first)._device
+    one, other = (random_adapter(graph, gguf.tensors, rank=rank, seed=rank) for rank in (4, 256))
+    held = [device.allocated]
+    give(first, [one])
+    held.append(device.allocated)
+    backend = vulkan(gguf, budget=held[1] + (8 << 10))
+    stage, step = stage_of(backend), batch([(tokens(20), 0, [0])])
+    expected = backend.step(step).logits.copy()
+    for adapters, n_bytes in zip(([], [one]), held, strict=True):
+        give(backend, adapters)
+        with pytest.raises(OutOfMemoryError, match="raise --vram-budget"):
+            give(backend, [one, other])
+        assert stage.adapters.adapters == tuple(adapters)
+        assert stage._device.allocated == n_bytes
+        assert np.array_equal(backend.step(step).logits, expected)
 
 
 @pytest.mark.parametrize("n_layers", [0, 1])
@@ -197,11 +206,19 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
     logits_of(backend, tokens(70), [1, 9], [3, 1])
     device, held = stage._device, stage._device.allocated
     assert held == sum(backend.device_bytes()[0].values())
-    del stage
-    backend.close()
-    backend.close()
-    gc.collect()
-    assert device.allocated == 0
+    gc.disable()  # a server looks for no cycles among what it has loaded
+    try:
+        give(backend, [random_adapter(stage.graph, gguf.tensors)])
+        give(backend, [])
+        assert device.allocated == held
+        for name in ("attn_norm", "attn", "ffn_norm"):
+            backend.step(replace(batch([(tokens(3), 0, [0])]), taps=(f"blk.0.{name}",)))
+        assert device.allocated == sum(backend.device_bytes()[0].values())
+        backend.close()
+        backend.close()
+        assert device.allocated == 0
+    finally:
+        gc.enable()
     vulkan(gguf, budget=held).close()
     with pytest.raises(OutOfMemoryError, match=r"budget of .* raise --vram-budget, or lower the context"):
         vulkan(gguf, budget=held // 2)
@@ -243,9 +260,7 @@ def test_devices_by_name() -> None:
     found = list_devices()
     assert find_device(f"vulkan:{found[0].index}") == found[0]
     assert find_device("vulkan") in found
-    with pytest.raises(
-        DeviceError, match=f"there is no vulkan:{len(found)}: the driver has {len(found)} devices"
-    ):
+    with pytest.raises(DeviceError, match=f"there is no vulkan:{len(found)}: .*the driver has {len(found)}$"):
         find_device(f"vulkan:{len(found)}")
     for name in ("vulkan:x", "vulkan:", "cuda"):
         with pytest.raises(InvalidRequestError, match="a Vulkan device is named vulkan, or vulkan:1"):

@@ -144,11 +144,12 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
     steps = [18, *range(20, 40)]
     expected = logits_of(vulkan(gguf), ids, steps, [2])
     monkeypatch.setattr(VulkanExpertCache, "__init__", with_thread)
-    monkeypatch.setattr(VulkanExpertCache, "most_coming", 2)
+    monkeypatch.setattr(VulkanExpertCache, "coming_bytes", 300_000)
     backend = vulkan(gguf, expert_slots=9, staged=True)
     np.testing.assert_array_equal(logits_of(backend, ids[:30], steps[:11], [2]), expected[:30])
     cache = stage_of(backend)._experts
     assert cache is not None
+    assert cache.most_coming == 2  # of 130 kB
     cache.settle()
     for at in range(30, 40):
         found = backend.step(batch([(ids[at : at + 1], at, [2])])).logits
@@ -320,6 +321,7 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     [device] = planned["devices"]
     assert device["experts"] > 0
     assert planned["expert_slots"][0] == pytest.approx(32, abs=3)
+    assert "everything but the experts fits on one device" in planned["notes"]
     assert any("of a token's about" in note for note in planned["notes"])
     done = inside("run", "-m", *given, "Hi", "-n", "4", "--temp", "0")
     assert done.returncode == 0, done.stderr
@@ -327,6 +329,28 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert experts["hits"] > 0
     assert experts["on_cpu"] > 0
     assert experts["hit_rate"] == experts["hits"] / (experts["hits"] + experts["on_cpu"])
+    whole = inside(
+        "run", "-m", str(path), "--device", "vulkan", "-c", "128", "--json", "Hi", "-n", "2", "--temp", "0"
+    )
+    assert whole.returncode == 0, whole.stderr
+    assert "experts" not in json.loads(whole.stdout)  # the device has all of them
+
+
+def test_two_devices_have_slots_for_more_experts(tmp_path: Path, slow_cpu: None) -> None:
+    """Even where one holds everything but the experts; unless that has all experts, too."""
+    path = write(tmp_path)
+    with hotset.load(path, device="vulkan", **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    how = {"device": ["vulkan:0", "vulkan:0"], "split": "neurons", **SMALL}
+    with hotset.load(path, vram_budget=budget_of(path, 0.25), **how) as loaded:
+        assert loaded.placement is not None
+        assert [layer.device for layer in loaded.placement.layers] == [0, 1]
+        one, other = loaded.placement.expert_slots
+        assert min(one, other) > 12
+        np.testing.assert_array_equal(loaded.logits("Hello there"), expected)
+    all_of_them = hotset.plan(path, vram_budget=budget_of(path, 1.1), **how)
+    assert all_of_them is not None
+    assert all_of_them.expert_slots == (64,)
 
 
 def test_a_server_counts_experts(tmp_path: Path, slow_cpu: None) -> None:

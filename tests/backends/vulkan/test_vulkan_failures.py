@@ -48,19 +48,31 @@ COMPUTING = (
 
 
 @pytest.mark.parametrize("name", OPENING)
-def test_a_device_that_does_not_open(tmp_path: Path, name: str) -> None:
-    """Each call of a kind in turn, until none fails any more."""
-    ids, said = tokens(9), list[str]()
+def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a kind in turn, until none fails any more. Nothing keeps memory of what did not open."""
+    ids, said, opened = tokens(9), list[str](), list[_core.VulkanDevice]()
+
+    def open_device(*given: Any, **named: Any) -> _core.VulkanDevice:
+        opened.append(pipelines.open_device(*given, **named))
+        return opened[-1]
+
+    monkeypatch.setattr("hotset.placement.build.open_device", open_device)
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         for n in (1, 2, 3, 5, 8):
             _core.vulkan_fail(name, n, NO_MEMORY)
+            gc.disable()
+            backend: Any = None
             try:
                 backend = vulkan(gguf)
             except OutOfMemoryError as raised:
                 said.append(str(raised))
-                continue
             finally:
                 _core.vulkan_fail("", 0, 0)
+            is_freed = not any(device.allocated for device in opened)
+            gc.enable()
+            if backend is None:
+                assert is_freed
+                continue
             assert logits_of(backend, ids, [], [0]).shape == (9, 96)
             backend.close()
             gc.collect()

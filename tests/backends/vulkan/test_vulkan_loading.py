@@ -35,6 +35,7 @@ def test_greedy_text_is_the_cpus(tmp_path: Path) -> None:
         expected = [one.text for one in model.generate_many(prompts, **params)]
     with hotset.load(path, device="vulkan", n_seqs=2, **SMALL) as model:
         assert model.backend.name == "vulkan"
+        assert model.decided.choice.reason.endswith("as on a Vulkan device without --sparsity")
         assert [one.text for one in model.generate_many(prompts, **params)] == expected
         assert model.generate(prompts[1], **params).text == expected[1]
         assert any("Vulkan" in note for note in model.backend.notes)
@@ -127,8 +128,10 @@ def test_the_demo_model_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPat
 
 def test_the_command_line(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
-    done = inside("run", "-m", str(path), "Hello", "-n", "4", "--temp", "0", "--device", "vulkan", "-c", "64")
+    given = ["-n", "4", "--temp", "0", "--device", "vulkan", "-c", "64", "--stats"]
+    done = inside("run", "-m", str(path), "Hello", *given)
     assert done.returncode == 0
+    assert "No statistics: a Vulkan device counts no neurons." in done.stderr
     plan = inside("plan", str(path), "--device", "vulkan")
     assert plan.returncode == 0, plan.stderr
     assert "0 to 1, output" in plan.stdout

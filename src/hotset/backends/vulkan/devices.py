@@ -77,7 +77,7 @@ def find_device(name: str) -> VulkanInfo:
     elif int(number) < len(found):
         chosen = found[int(number)]
     else:
-        raise DeviceError(f"there is no {name}: the driver has {len(found)} devices, numbered from 0")
+        raise DeviceError(f"there is no {name}: devices are numbered from 0, and the driver has {len(found)}")
     if chosen.refusal:
         raise DeviceError(f"{chosen.name} cannot be used: {chosen.refusal}")
     return chosen

@@ -36,7 +36,8 @@ class VulkanExpertCache(ExpertCache):
     """The cache of a VulkanStage. beside: a thread rearranges; False: all is done between two steps.
     nbytes: of the device's memory, all of it from the beginning."""
 
-    most_coming = 16  # which wait in this machine's memory, and are written before a step can begin
+    most_coming = 16  # of a group
+    coming_bytes = 256 << 20  # which wait in this machine's memory, and are written before a step can begin
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class VulkanExpertCache(ExpertCache):
                 )
                 for name, (type_, n_rows, n_cols) in group.layout.matrices.items()
             })  # fmt: skip
+        of_group = self.coming_bytes // len(self.groups)
+        self.most_coming = max(min(self.most_coming, of_group // max(map(self._slot_bytes, self.groups))), 1)
         own = [ffn for group in self.groups for ffn in group.ffns.values()]
         self._names = {op.out: name for ffn in own for name, op in parts_of(ffn).items()}
         sizes = {layer: 4 * len(self.on_host(layer)) for layer in self.layers}
@@ -68,6 +71,12 @@ class VulkanExpertCache(ExpertCache):
             self._tables[layer] = Piece(tables, at, size)
             at += aligned(size)
         self.nbytes = weights.arena.nbytes + tables.reserved
+
+    def _slot_bytes(self, group: Group) -> int:
+        """Of the matrices of an expert."""
+        parts = [part for matrix, _ in self._slots[group.number].values() for part in matrix.parts]
+        pieces = [piece for part in parts for piece in (part.codes, part.more) if piece is not None]
+        return sum(piece.size for piece in pieces) // group.n_slots
 
     def table(self, layer: int) -> Piece:
         """The slot of each expert of a layer, int32 [n_expert], -1: it has none."""

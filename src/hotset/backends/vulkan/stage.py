@@ -110,7 +110,6 @@ class VulkanStage:
             self.opened = OpenDevice(opened, Kernels(opened, shapes or DeviceShapes(default_shapes(device))))
         else:
             self.opened = beside.opened
-        self.opened.stages.append(self)
         self._device, self._kernels = self.opened.device, self.opened.kernels
         loaded = None if beside is None else beside.matrices
         self.matrices: DeviceWeights = DeviceWeights(weights, self._device, loaded)
@@ -150,6 +149,7 @@ class VulkanStage:
         self._closed = False
         self._program(frozenset())
         pipelines.keep(device, self._device)
+        self.opened.stages.append(self)  # at the end: one that fails is in no cycle, and frees its memory
 
     def _expert_cache(self, worker: CpuWorker, n_slots: int) -> VulkanExpertCache | None:
         """Of the MoE layers of a worker, if it has any."""
@@ -324,14 +324,15 @@ class VulkanStage:
         with self.opened.in_use:
             try:
                 self._use(adapters)
-            except BaseException:
+            except BaseException as error:
+                error.__traceback__ = None  # whose frames have what was uploaded
                 self._use(before)
                 raise
 
     def _use(self, adapters: AdapterSet) -> None:
         """Frees what adapters had, and uploads these. Raises OutOfMemoryError."""
         for key in [key for key in self._lowered if key[1]]:
-            del self._lowered[key]
+            self._lowered.pop(key).free()
         self._on_device, self._adapters = None, adapters
         if adapters.adapters:
             self._on_device = DeviceAdapters(self._device, self.weights, adapters, self.max_batch)
@@ -430,20 +431,12 @@ class VulkanStage:
         self._closed = True
         self._cancel.asked = True
         self.tapped = {}
+        for lowered in self.__dict__.get("_lowered", {}).values():
+            lowered.free()
         for name in (
-            "_lowered",
-            "_parts",
-            "_shared",
-            "_on_device",
-            "cache",
-            "_states",
-            "matrices",
-            "opened",
-            "_kv",
-            "_inputs",
-            "_kernels",
-            "_device",
-        ):
+            "_lowered", "_parts", "_shared", "_on_device", "cache", "_states", "matrices", "opened", "_kv",
+            "_inputs", "_kernels", "_device",
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
 
     def _check_open(self) -> None:
@@ -456,7 +449,7 @@ class VulkanStage:
         if key not in self._lowered:
             with_taps = [known for known in self._lowered if known[0]]
             while len(with_taps) > 1:  # the plain programs and the latest two with taps stay
-                self._lowered.pop(with_taps.pop(0))
+                self._lowered.pop(with_taps.pop(0)).free()
             graph, adapters = self.graph, None
             if with_adapters:
                 graph, adapters = self._adapters.graph, self._on_device
