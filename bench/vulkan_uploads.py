@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from hotset.backends.vulkan.weights import rearranged
+from hotset import _core
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.placement.machine import cpu_rates
 from hotset.reporter import Reporter
@@ -31,11 +31,11 @@ def rate_of(type_: GGMLType, n_cols: int, n_rows: int) -> float:
     """Bytes of the file per second, on one thread: the median of some runs."""
     one = np.random.default_rng(0).integers(0, 256, (n_rows, row_bytes(type_, n_cols)), np.uint8)
     matrices = [one.copy() for _ in range(-(-N_BYTES // one.nbytes))]
-    times = []
+    chosen, times = np.arange(n_rows, dtype=np.int32), []
     for _ in range(N_RUNS):
         began = time.perf_counter()
         for rows in matrices:
-            rearranged(rows, type_, n_cols)
+            _core.vulkan_rearranged(type_, n_cols, rows[None], chosen, 1)
         times.append(time.perf_counter() - began)
     return len(matrices) * one.nbytes / statistics.median(times)
 

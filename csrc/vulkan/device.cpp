@@ -1,12 +1,13 @@
 #include "vulkan/device.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 namespace hotset::vulkan {
 namespace {
 
-constexpr uint64_t kStagingBytes = 16 << 20;
 constexpr uint64_t kTick = 50'000'000;  // nanoseconds of one wait
 
 std::string megabytes(uint64_t n) {
@@ -73,18 +74,14 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
         std::memcpy(mapped_ + offset, bytes.data(), bytes.size());
         return;
     }
-    Buffer staging(device_, std::min<uint64_t>(kStagingBytes, std::max<size_t>(bytes.size(), 4)),
-                   Place::Staging);
-    while (!bytes.empty()) {
-        const uint64_t n = std::min<uint64_t>(bytes.size(), staging.size());
-        std::memcpy(staging.mapped(), bytes.data(), n);
-        device_->run_once("copying weights", [&](VkCommandBuffer commands) {
-            const VkBufferCopy region{0, offset, n};
-            device_->functions().vkCmdCopyBuffer(commands, staging.handle(), buffer_, 1, &region);
+    const uint64_t size = bytes.size();
+    device_->write_slices(
+        (size + kSliceBytes - 1) / kSliceBytes, std::min(size, kSliceBytes),
+        [&](uint64_t slice, uint8_t* to, std::vector<Target>& targets) {
+            const uint64_t at = slice * kSliceBytes, n = std::min(size - at, kSliceBytes);
+            std::memcpy(to, bytes.data() + at, n);
+            targets.push_back({this, offset + at, n});
         });
-        bytes = bytes.subspan(n);
-        offset += n;
-    }
 }
 
 void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
@@ -296,49 +293,94 @@ uint32_t Device::memory_type(uint32_t allowed, Place place) const {
     return *found;
 }
 
-template <class F>
-void Device::run_once(const std::string& what, F record) {
+void Submission::start(const Record& record) {
+    const DeviceFunctions& fn = device_.fn_;
     auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
-    info.commandPool = pool_;
+    info.commandPool = device_.pool_;
     info.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
     info.commandBufferCount = 1;
-    VkCommandBuffer commands;
-    check(fn_.vkAllocateCommandBuffers(device_, &info, &commands), what);
-    VkFence fence = VK_NULL_HANDLE;
-    const auto ended = [&](VkResult result) {
-        if (fence) fn_.vkDestroyFence(device_, fence, nullptr);
-        fn_.vkFreeCommandBuffers(device_, pool_, 1, &commands);
-        check(result, what);
-    };
+    check(fn.vkAllocateCommandBuffers(device_.device_, &info, &commands_), what_);
     auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
     begin.flags = VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT;
-    VkResult result = fn_.vkBeginCommandBuffer(commands, &begin);
-    if (result != VK_SUCCESS) return ended(result);
+    VkResult result = fn.vkBeginCommandBuffer(commands_, &begin);
+    if (result != VK_SUCCESS) return end(result);
     auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
     barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
-    fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT,
-                             VK_PIPELINE_STAGE_TRANSFER_BIT, 0, 1, &barrier, 0, nullptr, 0, nullptr);
-    record(commands);
+    fn.vkCmdPipelineBarrier(commands_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT,
+                            VK_PIPELINE_STAGE_TRANSFER_BIT, 0, 1, &barrier, 0, nullptr, 0, nullptr);
+    record(commands_);
     barrier.srcAccessMask = VK_ACCESS_TRANSFER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT | VK_ACCESS_SHADER_READ_BIT;
-    fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
-                             VK_PIPELINE_STAGE_HOST_BIT | VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
-                             &barrier, 0, nullptr, 0, nullptr);
-    result = fn_.vkEndCommandBuffer(commands);
+    fn.vkCmdPipelineBarrier(commands_, VK_PIPELINE_STAGE_TRANSFER_BIT,
+                            VK_PIPELINE_STAGE_HOST_BIT | VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1, &barrier,
+                            0, nullptr, 0, nullptr);
+    result = fn.vkEndCommandBuffer(commands_);
     const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
-    if (result == VK_SUCCESS) result = fn_.vkCreateFence(device_, &fresh, nullptr, &fence);
+    if (result == VK_SUCCESS) result = fn.vkCreateFence(device_.device_, &fresh, nullptr, &fence_);
     auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
     submit.commandBufferCount = 1;
-    submit.pCommandBuffers = &commands;
-    if (result == VK_SUCCESS) result = fn_.vkQueueSubmit(queue_, 1, &submit, fence);
-    if (result == VK_SUCCESS) {
-        do {
-            result = fn_.vkWaitForFences(device_, 1, &fence, VK_TRUE, kTick);
-        } while (result == VK_TIMEOUT);
+    submit.pCommandBuffers = &commands_;
+    if (result == VK_SUCCESS) result = fn.vkQueueSubmit(device_.queue_, 1, &submit, fence_);
+    if (result != VK_SUCCESS) return end(result);
+    is_pending_ = true;
+}
+
+void Submission::finish() {
+    if (!is_pending_) return;
+    VkResult result;
+    do {
+        result = device_.fn_.vkWaitForFences(device_.device_, 1, &fence_, VK_TRUE, kTick);
+    } while (result == VK_TIMEOUT);
+    end(result);
+    device_.instance().check_messages();
+}
+
+void Submission::end(VkResult result) {
+    is_pending_ = false;
+    if (fence_) device_.fn_.vkDestroyFence(device_.device_, std::exchange(fence_, {}), nullptr);
+    device_.fn_.vkFreeCommandBuffers(device_.device_, device_.pool_, 1, &commands_);
+    check(result, what_);
+}
+
+Submission::~Submission() {
+    if (!is_pending_) return;
+    device_.fn_.vkWaitForFences(device_.device_, 1, &fence_, VK_TRUE, UINT64_MAX);
+    end(VK_SUCCESS);
+}
+
+void Device::run_once(const std::string& what, const Record& record) {
+    Submission submission(*this, what);
+    submission.start(record);
+    submission.finish();
+}
+
+void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
+    struct Half {
+        Half(const std::shared_ptr<Device>& device, uint64_t bytes)
+            : staging(device, bytes, Place::Staging), copy(*device, "copying weights") {}
+        Buffer staging;
+        Submission copy;
+    };
+    std::array<std::optional<Half>, 2> halves;
+    for (uint64_t i = 0; i < n; i++) {
+        std::optional<Half>& half = halves[i % 2];
+        if (!half) half.emplace(shared_from_this(), bytes);
+        half->copy.finish();
+        std::vector<Target> targets;
+        fill(i, half->staging.mapped(), targets);
+        half->copy.start([&](VkCommandBuffer commands) {
+            VkBufferCopy region{};
+            for (const Target& target : targets) {
+                region.dstOffset = target.offset;
+                region.size = target.size;
+                fn_.vkCmdCopyBuffer(commands, half->staging.handle(), target.buffer->handle(), 1, &region);
+                region.srcOffset += target.size;
+            }
+        });
     }
-    ended(result);
-    instance_->check_messages();
+    for (std::optional<Half>& half : halves)
+        if (half) half->copy.finish();
 }
 
 }  // namespace hotset::vulkan
