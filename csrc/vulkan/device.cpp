@@ -75,13 +75,12 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
         return;
     }
     const uint64_t size = bytes.size();
-    device_->write_slices(
-        (size + kSliceBytes - 1) / kSliceBytes, std::min(size, kSliceBytes),
-        [&](uint64_t slice, uint8_t* to, std::vector<Target>& targets) {
-            const uint64_t at = slice * kSliceBytes, n = std::min(size - at, kSliceBytes);
-            std::memcpy(to, bytes.data() + at, n);
-            targets.push_back({this, offset + at, n});
-        });
+    device_->write_slices((size + kSliceBytes - 1) / kSliceBytes, std::min(size, kSliceBytes),
+                          [&](uint64_t slice, uint8_t* to, std::vector<Target>& targets) {
+                              const uint64_t at = slice * kSliceBytes, n = std::min(size - at, kSliceBytes);
+                              std::memcpy(to, bytes.data() + at, n);
+                              targets.push_back({this, offset + at, n});
+                          });
 }
 
 void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
@@ -281,6 +280,7 @@ std::vector<uint8_t> Device::compiled() const {
 Device::~Device() {
     if (!device_) return;
     fn_.vkDeviceWaitIdle(device_);
+    staging_ = {};
     fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
@@ -356,31 +356,27 @@ void Device::run_once(const std::string& what, const Record& record) {
 }
 
 void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
-    struct Half {
-        Half(const std::shared_ptr<Device>& device, uint64_t bytes)
-            : staging(device, bytes, Place::Staging), copy(*device, "copying weights") {}
-        Buffer staging;
-        Submission copy;
-    };
-    std::array<std::optional<Half>, 2> halves;
+    Submission copies[2] = {{*this, "copying weights"}, {*this, "copying weights"}};
     for (uint64_t i = 0; i < n; i++) {
-        std::optional<Half>& half = halves[i % 2];
-        if (!half) half.emplace(shared_from_this(), bytes);
-        half->copy.finish();
+        Submission& copy = copies[i % 2];
+        std::unique_ptr<Buffer>& staging = staging_[i % 2];
+        copy.finish();
+        if (!staging || staging->size() < bytes)  // which the device owns, and so must not keep it
+            staging = std::make_unique<Buffer>(std::shared_ptr<Device>(std::shared_ptr<Device>(), this),
+                                               bytes, Place::Staging);
         std::vector<Target> targets;
-        fill(i, half->staging.mapped(), targets);
-        half->copy.start([&](VkCommandBuffer commands) {
+        fill(i, staging->mapped(), targets);
+        copy.start([&](VkCommandBuffer commands) {
             VkBufferCopy region{};
             for (const Target& target : targets) {
                 region.dstOffset = target.offset;
                 region.size = target.size;
-                fn_.vkCmdCopyBuffer(commands, half->staging.handle(), target.buffer->handle(), 1, &region);
+                fn_.vkCmdCopyBuffer(commands, staging->handle(), target.buffer->handle(), 1, &region);
                 region.srcOffset += target.size;
             }
         });
     }
-    for (std::optional<Half>& half : halves)
-        if (half) half->copy.finish();
+    for (Submission& copy : copies) copy.finish();
 }
 
 }  // namespace hotset::vulkan

@@ -1,8 +1,10 @@
 // An open device: its memory and its kernels.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 
@@ -169,6 +171,7 @@ class Device : public std::enable_shared_from_this<Device> {
     DeviceFunctions fn_;
     std::atomic<uint64_t> allocated_{0};
     uint64_t limit_ = UINT64_MAX;
+    std::array<std::unique_ptr<Buffer>, 2> staging_;  // of write_slices, which grows as it needs
 };
 
 }  // namespace hotset::vulkan

@@ -11,6 +11,8 @@ namespace hotset::vulkan {
 namespace {
 
 constexpr size_t kClaim = 256 << 10;  // bytes that a thread writes at a time, about
+constexpr size_t kAhead = 256;        // bytes of a row that are fetched before they are read, at least
+constexpr size_t kPartBytes = 16;     // of the scales of scales of 256 columns
 
 // Of a block of the file: 16 bytes of codes for each 32 columns, how often; bytes of its scales, and of bits
 // above those of the codes.
@@ -51,9 +53,6 @@ constexpr Layout layout_of(Type type) {
             return {};
     }
 }
-
-constexpr size_t kAhead = 192;     // bytes of a row that are fetched before they are read
-constexpr size_t kPartBytes = 16;  // of the scales of scales of 256 columns
 
 constexpr bool is_k(Type type) {
     return type_facts(type).block_size == 256;
@@ -145,8 +144,7 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
             const uint64_t second = load<uint64_t>(nibbles + 16 + i) >> shift & kNibbles;
             store(codes + 16 * (kTileRows * g + r) + i, first | second << 4);
         }
-        if constexpr (type == Type::Q5_K)
-            store(more + 4 * (kTileRows * g + r), by_fourths<1>(high, g));
+        if constexpr (type == Type::Q5_K) store(more + 4 * (kTileRows * g + r), by_fourths<1>(high, g));
         if constexpr (is_q6)
             for (size_t half = 0; half < 2; half++)
                 store(more + 4 * (kTileRows * (2 * g + half) + r),
@@ -154,17 +152,23 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
     }
 }
 
+// next: the rows of another tile, whose beginning is fetched.
 template <Type type>
-void put_tile(const uint8_t* const* rows, int64_t cols, uint8_t* codes, uint8_t* more) {
+void put_tile(const uint8_t* const* rows, const uint8_t* const* next, int64_t cols, uint8_t* codes,
+              uint8_t* more) {
     constexpr size_t kCodes = kTileRows * 16 * layout_of(type).vectors * (block_cols(type) / 32);
     constexpr size_t kMore = block_more_bytes(type);
     constexpr size_t kBytes = type_facts(type).block_bytes * (block_cols(type) / type_facts(type).block_size);
+    constexpr size_t kBlocksAhead = (kAhead + kBytes - 1) / kBytes * kBytes;
     const size_t row_bytes = size_t(cols) * type_facts(type).block_bytes / type_facts(type).block_size;
     for (size_t at = 0; at < row_bytes; at += kBytes, codes += kCodes, more += kMore) {
-        alignas(64) uint8_t own_codes[kCodes], own_more[kMore + 1];
+        alignas(64) uint8_t own_codes[kCodes], own_more[std::max<size_t>(kMore, 1)];
+        const bool is_next = at + kBlocksAhead >= row_bytes;
+        const uint8_t* const* const fetched = is_next ? next : rows;
+        const size_t ahead = at + kBlocksAhead - (is_next ? row_bytes : 0);
         for (size_t r = 0; r < kTileRows; r++) {
             const uint8_t* p = rows[r] + at;
-            for (size_t line = 0; line < kBytes; line += 64) prefetch_line(p + kAhead + line);
+            for (size_t line = 0; line < kBytes; line += 64) prefetch_line(fetched[r] + ahead + line);
             uint8_t last[kBytes];
             if (is_float(type) && row_bytes - at < kBytes) {  // which fill no block
                 std::fill(std::copy_n(p, row_bytes - at, last), last + kBytes, uint8_t(0));
@@ -176,11 +180,11 @@ void put_tile(const uint8_t* const* rows, int64_t cols, uint8_t* codes, uint8_t*
                 put_plain<type>(p, r, own_codes, own_more);
         }
         std::memcpy(codes, own_codes, kCodes);
-        std::memcpy(more, own_more, kMore);
+        if constexpr (kMore > 0) std::memcpy(more, own_more, kMore);
     }
 }
 
-using PutTile = void (*)(const uint8_t* const*, int64_t, uint8_t*, uint8_t*);
+using PutTile = void (*)(const uint8_t* const*, const uint8_t* const*, int64_t, uint8_t*, uint8_t*);
 
 template <Type type>
 constexpr PutTile put_tile_of() {
@@ -213,8 +217,8 @@ void rearrange(const Rows& rows, size_t first, size_t last, uint8_t* codes, uint
     run_on_threads(int(std::min<size_t>(n_threads, (last - first + claim - 1) / claim)), [&] {
         for (size_t begin; (begin = next.fetch_add(claim)) < last;)
             for (size_t tile = begin; tile < std::min(begin + claim, last); tile++)
-                put(&rows.places[tile * kTileRows], rows.cols, codes + (tile - first) * bytes.codes,
-                    more + (tile - first) * bytes.more);
+                put(&rows.places[tile * kTileRows], &rows.places[std::min(tile + 1, last - 1) * kTileRows],
+                    rows.cols, codes + (tile - first) * bytes.codes, more + (tile - first) * bytes.more);
     });
 }
 
@@ -235,7 +239,8 @@ void upload(const Rows& rows, Target codes, Target more, int n_threads) {
             rearrange(rows, first, last, to, to + size, n_threads);
             targets.push_back({codes.buffer, codes.offset + first * bytes.codes, size});
             if (more.buffer)
-                targets.push_back({more.buffer, more.offset + first * bytes.more, (last - first) * bytes.more});
+                targets.push_back(
+                    {more.buffer, more.offset + first * bytes.more, (last - first) * bytes.more});
         });
 }
 

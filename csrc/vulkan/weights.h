@@ -3,8 +3,8 @@
 // Rows are in tiles of 32, columns in blocks of 32. The codes of a block are 16 bytes, or 32 to 128, for each
 // of the 32 rows, side by side, so that neighbouring lanes, which have neighbouring rows, read neighbouring
 // memory: [tile][block][16 bytes][row]. What else a block has is in a second array: for each block of the
-// file, of 32 or 256 columns, the high bits and the scales of 32 rows, again side by side. The weights are the
-// file's, bit for bit; what fills the last block of a row and the last tile is zeros.
+// file, of 32 or 256 columns, the high bits and the scales of 32 rows, again side by side. The weights are
+// the file's, bit for bit; what fills the last block of a row and the last tile is zeros.
 #pragma once
 
 #include <vector>
