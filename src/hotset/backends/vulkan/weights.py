@@ -174,13 +174,15 @@ class DeviceWeights:
     def _write(
         self, part: MatrixPart, type_: int, n_cols: int, data: Sequence[np.ndarray], rows: np.ndarray
     ) -> None:
-        sizes, n_before = _core.vulkan_tile_bytes(type_, n_cols), 0
+        """type_: csrc/types.h's, of which planes have no more than codes."""
+        of_codes, of_more = _core.vulkan_tile_bytes(type_, n_cols)
+        codes, more, n_before = part.codes, part.more if of_more else None, 0
         for matrices in data:
-            places = [
-                (piece.buffer, piece.offset + n_before * size) if piece is not None and size else None
-                for piece, size in zip((part.codes, part.more), sizes, strict=True)
-            ]
-            _core.vulkan_upload(type_, n_cols, matrices, rows.astype(np.int32), *places, self._n_threads)
+            _core.vulkan_upload(
+                type_, n_cols, matrices, rows.astype(np.int32),
+                (codes.buffer, codes.offset + n_before * of_codes),
+                None if more is None else (more.buffer, more.offset + n_before * of_more), self._n_threads,
+            )  # fmt: skip
             n_before += len(matrices) * -(-len(rows) // TILE)
 
     def empty(self, type_: GGMLType, n_expert: int, n_rows: int, n_cols: int) -> DeviceMatrix:
