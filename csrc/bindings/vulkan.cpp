@@ -4,7 +4,6 @@
 #include "bindings/bindings.h"
 #include "vulkan/exchange.h"
 #include "vulkan/program.h"
-#include "vulkan/weights.h"
 
 namespace hotset::bindings {
 namespace {
@@ -117,10 +116,10 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(nb::handle self) {
 
 using Matrices = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
-vulkan::TileBytes tile_bytes(int type, int64_t cols) {
+TileBytes tile_bytes(int type, int64_t cols) {
     require(type >= 0 && type < kTypeCount && cols > 0 && cols <= int64_t(1) << 40,
             "a tile is of a type and of columns");
-    const vulkan::TileBytes bytes = vulkan::tile_bytes(Type(type), cols);
+    const TileBytes bytes = hotset::tile_bytes(Type(type), cols);
     require(bytes.codes > 0, "no kernel of a device decodes the type " + std::to_string(type));
     require(cols % type_facts(Type(type)).block_size == 0, "a row has whole blocks");
     return bytes;
@@ -128,8 +127,8 @@ vulkan::TileBytes tile_bytes(int type, int64_t cols) {
 
 // Some rows of each of several matrices [n, rows, bytes of a row]; zeros, which must stay, fill the last tile
 // of each.
-vulkan::Rows rows_of(int type, int64_t cols, const Matrices& data, const Ints& chosen,
-                     std::vector<uint8_t>& zeros) {
+TileRows rows_of(int type, int64_t cols, const Matrices& data, const Ints& chosen,
+                 std::vector<uint8_t>& zeros) {
     tile_bytes(type, cols);
     const TypeFacts facts = type_facts(Type(type));
     const size_t row_bytes = data.shape(2), n_rows = data.shape(1);
@@ -139,11 +138,11 @@ vulkan::Rows rows_of(int type, int64_t cols, const Matrices& data, const Ints& c
     for (size_t i = 0; i < chosen.size(); i++)
         require(chosen.data()[i] >= 0 && size_t(chosen.data()[i]) < n_rows, "a row is one of the matrix");
     zeros.resize(row_bytes);
-    vulkan::Rows rows{Type(type), cols, {}};
+    TileRows rows{Type(type), cols, {}};
     for (size_t matrix = 0; matrix < data.shape(0); matrix++) {
         for (size_t i = 0; i < chosen.size(); i++)
             rows.places.push_back(data.data() + (matrix * n_rows + size_t(chosen.data()[i])) * row_bytes);
-        while (rows.places.size() % vulkan::kTileRows) rows.places.push_back(zeros.data());
+        while (rows.places.size() % kTileRows) rows.places.push_back(zeros.data());
     }
     return rows;
 }
@@ -155,15 +154,15 @@ void check_threads(int n_threads) {
 
 nb::tuple rearranged(int type, int64_t cols, const Matrices& data, const Ints& chosen, int n_threads) {
     std::vector<uint8_t> zeros;
-    const vulkan::Rows rows = rows_of(type, cols, data, chosen, zeros);
+    const TileRows rows = rows_of(type, cols, data, chosen, zeros);
     check_threads(n_threads);
-    const vulkan::TileBytes bytes = vulkan::tile_bytes(rows.type, cols);
+    const TileBytes bytes = hotset::tile_bytes(rows.type, cols);
     uint8_t *codes, *more;
     auto of_codes = new_array<uint8_t>(codes, rows.n_tiles() * bytes.codes);
     auto of_more = new_array<uint8_t>(more, rows.n_tiles() * bytes.more);
     {
         nb::gil_scoped_release release;
-        vulkan::rearrange(rows, 0, rows.n_tiles(), codes, more, n_threads);
+        put_tiles(rows, 0, rows.n_tiles(), codes, more, n_threads);
     }
     return nb::make_tuple(of_codes, of_more);
 }
@@ -178,9 +177,9 @@ vulkan::Target target_of(const Spot& spot, uint64_t size) {
 void upload(int type, int64_t cols, const Matrices& data, const Ints& chosen, const Spot& codes,
             const std::optional<Spot>& more, int n_threads) {
     std::vector<uint8_t> zeros;
-    const vulkan::Rows rows = rows_of(type, cols, data, chosen, zeros);
+    const TileRows rows = rows_of(type, cols, data, chosen, zeros);
     check_threads(n_threads);
-    const vulkan::TileBytes bytes = vulkan::tile_bytes(rows.type, cols);
+    const TileBytes bytes = hotset::tile_bytes(rows.type, cols);
     require(more.has_value() == (bytes.more > 0), "what blocks have beside codes has a place");
     const vulkan::Target to = target_of(codes, rows.n_tiles() * bytes.codes);
     const vulkan::Target rest = more ? target_of(*more, rows.n_tiles() * bytes.more) : vulkan::Target{};
@@ -301,13 +300,13 @@ void bind_vulkan(nb::module_& m) {
     m.def(
         "vulkan_tile_bytes",
         [](int type, int64_t cols) {
-            const vulkan::TileBytes bytes = tile_bytes(type, cols);
+            const TileBytes bytes = tile_bytes(type, cols);
             return std::pair(bytes.codes, bytes.more);
         },
         "type"_a, "cols"_a, "Bytes of 32 rows on a device: of the codes, and of the rest.");
     m.def("vulkan_rearranged", &rearranged, "type"_a, "cols"_a, "data"_a, "rows"_a, "n_threads"_a,
           "Rows of matrices [n, rows, bytes of a row] as a device has them: codes, and the rest "
-          "(csrc/vulkan/weights.h).");
+          "(csrc/device_tiles.h).");
     m.def("vulkan_upload", &upload, "type"_a, "cols"_a, "data"_a, "rows"_a, "codes"_a, "more"_a.none(),
           "n_threads"_a, "The same, written to buffers of a device, from an offset on.");
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,

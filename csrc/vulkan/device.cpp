@@ -1,14 +1,14 @@
 #include "vulkan/device.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <utility>
+#include <future>
 
 namespace hotset::vulkan {
 namespace {
 
-constexpr uint64_t kTick = 50'000'000;  // nanoseconds of one wait
+constexpr uint64_t kSliceBytes = 8 << 20;  // that are copied to a device at a time, about
+constexpr uint64_t kTick = 50'000'000;     // nanoseconds of one wait
 
 std::string megabytes(uint64_t n) {
     return std::to_string((n + (1 << 20) - 1) >> 20) + " MiB";
@@ -76,10 +76,10 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
     }
     const uint64_t size = bytes.size();
     device_->write_slices((size + kSliceBytes - 1) / kSliceBytes, std::min(size, kSliceBytes),
-                          [&](uint64_t slice, uint8_t* to, std::vector<Target>& targets) {
+                          [&](uint64_t slice, uint8_t* to) {
                               const uint64_t at = slice * kSliceBytes, n = std::min(size - at, kSliceBytes);
                               std::memcpy(to, bytes.data() + at, n);
-                              targets.push_back({this, offset + at, n});
+                              return std::vector<Target>{{this, offset + at, n}};
                           });
 }
 
@@ -293,90 +293,90 @@ uint32_t Device::memory_type(uint32_t allowed, Place place) const {
     return *found;
 }
 
-void Submission::start(const Record& record) {
-    const DeviceFunctions& fn = device_.fn_;
+template <class F>
+void Device::run_once(const std::string& what, F record) {
     auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
-    info.commandPool = device_.pool_;
+    info.commandPool = pool_;
     info.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
     info.commandBufferCount = 1;
-    check(fn.vkAllocateCommandBuffers(device_.device_, &info, &commands_), what_);
+    VkCommandBuffer commands;
+    check(fn_.vkAllocateCommandBuffers(device_, &info, &commands), what);
+    VkFence fence = VK_NULL_HANDLE;
+    const auto ended = [&](VkResult result) {
+        if (fence) fn_.vkDestroyFence(device_, fence, nullptr);
+        fn_.vkFreeCommandBuffers(device_, pool_, 1, &commands);
+        check(result, what);
+    };
     auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
     begin.flags = VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT;
-    VkResult result = fn.vkBeginCommandBuffer(commands_, &begin);
-    if (result != VK_SUCCESS) return end(result);
+    VkResult result = fn_.vkBeginCommandBuffer(commands, &begin);
+    if (result != VK_SUCCESS) return ended(result);
     auto barrier = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
     barrier.srcAccessMask = VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
-    fn.vkCmdPipelineBarrier(commands_, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT,
-                            VK_PIPELINE_STAGE_TRANSFER_BIT, 0, 1, &barrier, 0, nullptr, 0, nullptr);
-    record(commands_);
+    fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT,
+                             VK_PIPELINE_STAGE_TRANSFER_BIT, 0, 1, &barrier, 0, nullptr, 0, nullptr);
+    record(commands);
     barrier.srcAccessMask = VK_ACCESS_TRANSFER_WRITE_BIT;
     barrier.dstAccessMask = VK_ACCESS_HOST_READ_BIT | VK_ACCESS_SHADER_READ_BIT;
-    fn.vkCmdPipelineBarrier(commands_, VK_PIPELINE_STAGE_TRANSFER_BIT,
-                            VK_PIPELINE_STAGE_HOST_BIT | VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1, &barrier,
-                            0, nullptr, 0, nullptr);
-    result = fn.vkEndCommandBuffer(commands_);
+    fn_.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
+                             VK_PIPELINE_STAGE_HOST_BIT | VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
+                             &barrier, 0, nullptr, 0, nullptr);
+    result = fn_.vkEndCommandBuffer(commands);
     const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
-    if (result == VK_SUCCESS) result = fn.vkCreateFence(device_.device_, &fresh, nullptr, &fence_);
+    if (result == VK_SUCCESS) result = fn_.vkCreateFence(device_, &fresh, nullptr, &fence);
     auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
     submit.commandBufferCount = 1;
-    submit.pCommandBuffers = &commands_;
-    if (result == VK_SUCCESS) result = fn.vkQueueSubmit(device_.queue_, 1, &submit, fence_);
-    if (result != VK_SUCCESS) return end(result);
-    is_pending_ = true;
-}
-
-void Submission::finish() {
-    if (!is_pending_) return;
-    VkResult result;
-    do {
-        result = device_.fn_.vkWaitForFences(device_.device_, 1, &fence_, VK_TRUE, kTick);
-    } while (result == VK_TIMEOUT);
-    end(result);
-    device_.instance().check_messages();
-}
-
-void Submission::end(VkResult result) {
-    is_pending_ = false;
-    if (fence_) device_.fn_.vkDestroyFence(device_.device_, std::exchange(fence_, {}), nullptr);
-    device_.fn_.vkFreeCommandBuffers(device_.device_, device_.pool_, 1, &commands_);
-    check(result, what_);
-}
-
-Submission::~Submission() {
-    if (!is_pending_) return;
-    device_.fn_.vkWaitForFences(device_.device_, 1, &fence_, VK_TRUE, UINT64_MAX);
-    end(VK_SUCCESS);
-}
-
-void Device::run_once(const std::string& what, const Record& record) {
-    Submission submission(*this, what);
-    submission.start(record);
-    submission.finish();
+    submit.pCommandBuffers = &commands;
+    if (result == VK_SUCCESS) result = fn_.vkQueueSubmit(queue_, 1, &submit, fence);
+    if (result == VK_SUCCESS) {
+        do {
+            result = fn_.vkWaitForFences(device_, 1, &fence, VK_TRUE, kTick);
+        } while (result == VK_TIMEOUT);
+    }
+    ended(result);
+    instance_->check_messages();
 }
 
 void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
-    Submission copies[2] = {{*this, "copying weights"}, {*this, "copying weights"}};
+    for (uint64_t i = 0; i < std::min<uint64_t>(n, 2); i++)
+        if (!staging_[i] || staging_[i]->size() < bytes)  // which the device owns, and so must not keep it
+            staging_[i] = std::make_unique<Buffer>(std::shared_ptr<Device>(std::shared_ptr<Device>(), this),
+                                                   bytes, Place::Staging);
+    std::future<std::vector<Target>> filled;  // waited for, whatever is thrown
     for (uint64_t i = 0; i < n; i++) {
-        Submission& copy = copies[i % 2];
-        std::unique_ptr<Buffer>& staging = staging_[i % 2];
-        copy.finish();
-        if (!staging || staging->size() < bytes)  // which the device owns, and so must not keep it
-            staging = std::make_unique<Buffer>(std::shared_ptr<Device>(std::shared_ptr<Device>(), this),
-                                               bytes, Place::Staging);
-        std::vector<Target> targets;
-        fill(i, staging->mapped(), targets);
-        copy.start([&](VkCommandBuffer commands) {
+        const std::vector<Target> targets = i ? filled.get() : fill(0, staging_[0]->mapped());
+        if (i + 1 < n) filled = std::async(fill, i + 1, staging_[(i + 1) % 2]->mapped());
+        run_once("copying weights", [&](VkCommandBuffer commands) {
             VkBufferCopy region{};
             for (const Target& target : targets) {
                 region.dstOffset = target.offset;
                 region.size = target.size;
-                fn_.vkCmdCopyBuffer(commands, staging->handle(), target.buffer->handle(), 1, &region);
+                fn_.vkCmdCopyBuffer(commands, staging_[i % 2]->handle(), target.buffer->handle(), 1, &region);
                 region.srcOffset += target.size;
             }
         });
     }
-    for (Submission& copy : copies) copy.finish();
+}
+
+void upload(const TileRows& rows, Target codes, Target more, int n_threads) {
+    const TileBytes bytes = tile_bytes(rows.type, rows.cols);
+    const size_t n = rows.n_tiles(), slice_of = std::max<size_t>(kSliceBytes / (bytes.codes + bytes.more), 1);
+    if (codes.buffer->mapped() && (!more.buffer || more.buffer->mapped()))
+        return put_tiles(rows, 0, n, codes.buffer->mapped() + codes.offset,
+                         more.buffer ? more.buffer->mapped() + more.offset : nullptr, n_threads);
+    codes.buffer->device()->write_slices(
+        (n + slice_of - 1) / slice_of, std::min(slice_of, n) * (bytes.codes + bytes.more),
+        [&](uint64_t slice, uint8_t* to) {
+            const size_t first = slice * slice_of, last = std::min(first + slice_of, n);
+            const size_t of_codes = (last - first) * bytes.codes;
+            put_tiles(rows, first, last, to, to + of_codes, n_threads);
+            std::vector<Target> targets{{codes.buffer, codes.offset + first * bytes.codes, of_codes}};
+            if (more.buffer)
+                targets.push_back(
+                    {more.buffer, more.offset + first * bytes.more, (last - first) * bytes.more});
+            return targets;
+        });
 }
 
 }  // namespace hotset::vulkan

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 
+#include "device_tiles.h"
 #include "vulkan/loader.h"
 
 namespace hotset::vulkan {
@@ -68,10 +69,8 @@ struct Target {
     Buffer* buffer = nullptr;
     uint64_t offset = 0, size = 0;
 };
-
-constexpr uint64_t kSliceBytes = 8 << 20;  // that are copied to a device at a time, about
-// Writes a slice where the copy begins, and names what takes its bytes, one after the other.
-using Fill = std::function<void(uint64_t slice, uint8_t* to, std::vector<Target>& targets)>;
+// Writes a slice at `to`, on any thread, and says what its bytes are for, one after the other.
+using Fill = std::function<std::vector<Target>(uint64_t slice, uint8_t* to)>;
 
 using Constants = std::vector<std::pair<uint32_t, uint32_t>>;  // of a specialisation: id and value
 
@@ -102,29 +101,6 @@ class Kernel {
     VkPipeline pipeline_ = VK_NULL_HANDLE;
 };
 
-using Record = std::function<void(VkCommandBuffer)>;
-
-// Commands that are recorded, submitted once and waited for, at the latest when the object goes.
-class Submission {
-  public:
-    Submission(Device& device, std::string what) : device_(device), what_(std::move(what)) {}
-    ~Submission();
-    Submission(const Submission&) = delete;
-    Submission& operator=(const Submission&) = delete;
-
-    void start(const Record& record);  // after `finish`, or first
-    void finish();                     // waits, if anything is under way
-
-  private:
-    void end(VkResult result);
-
-    Device& device_;
-    const std::string what_;
-    VkCommandBuffer commands_ = VK_NULL_HANDLE;
-    VkFence fence_ = VK_NULL_HANDLE;
-    bool is_pending_ = false;
-};
-
 // Used by one thread at a time.
 class Device : public std::enable_shared_from_this<Device> {
   public:
@@ -150,16 +126,17 @@ class Device : public std::enable_shared_from_this<Device> {
     const DeviceFunctions& functions() const { return fn_; }
     Instance& instance() const { return *instance_; }
     // Copies n slices of up to so many bytes to buffers that the host does not see: one is filled while the
-    // one before is copied. Returns when all are there.
+    // one before is copied.
     void write_slices(uint64_t n, uint64_t bytes, const Fill& fill);
 
   private:
     friend class Buffer;
-    friend class Submission;
     Device(std::shared_ptr<Instance> instance, DeviceInfo info, bool staged);
     void start(std::span<const uint8_t> cache);
     uint32_t memory_type(uint32_t allowed, Place place) const;
-    void run_once(const std::string& what, const Record& record);  // and wait
+    // Records with `record`, submits and waits.
+    template <class F>
+    void run_once(const std::string& what, F record);
 
     std::shared_ptr<Instance> instance_;
     DeviceInfo info_;
@@ -173,5 +150,9 @@ class Device : public std::enable_shared_from_this<Device> {
     uint64_t limit_ = UINT64_MAX;
     std::array<std::unique_ptr<Buffer>, 2> staging_;  // of write_slices, which grows as it needs
 };
+
+// Writes all tiles of these rows (device_tiles.h), from an offset on, to buffers that no program uses
+// meanwhile. more: of types that have any.
+void upload(const TileRows& rows, Target codes, Target more, int n_threads);
 
 }  // namespace hotset::vulkan

@@ -1,4 +1,4 @@
-"""Weights in the order in which Vulkan kernels read them (csrc/vulkan/weights.h), against a plain statement
+"""Weights in the order in which Vulkan kernels read them (csrc/device_tiles.h), against a plain statement
 of it. No driver is needed."""
 
 from __future__ import annotations

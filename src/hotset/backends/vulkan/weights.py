@@ -1,6 +1,6 @@
 """Matrices in a Vulkan device's memory, in the order in which its kernels read them.
 
-The layout: csrc/vulkan/weights.h. The weights are those of the file, bit for bit.
+The layout: csrc/device_tiles.h. The weights are those of the file, bit for bit.
 """
 
 from __future__ import annotations

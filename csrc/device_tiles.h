@@ -1,4 +1,5 @@
-// Rows of weights in the order in which the kernels of a device read them (shaders/weights.glsl decodes it).
+// Rows of weights in the order in which the kernels of a device read them (vulkan/shaders/weights.glsl
+// decodes it).
 //
 // Rows are in tiles of 32, columns in blocks of 32. The codes of a block are 16 bytes, or 32 to 128, for each
 // of the 32 rows, side by side, so that neighbouring lanes, which have neighbouring rows, read neighbouring
@@ -10,9 +11,8 @@
 #include <vector>
 
 #include "types.h"
-#include "vulkan/device.h"
 
-namespace hotset::vulkan {
+namespace hotset {
 
 constexpr size_t kTileRows = 32;
 
@@ -23,7 +23,7 @@ struct TileBytes {
 TileBytes tile_bytes(Type type, int64_t cols);
 
 // Rows wherever they are, of whole tiles.
-struct Rows {
+struct TileRows {
     Type type;
     int64_t cols;
     std::vector<const uint8_t*> places;
@@ -32,11 +32,6 @@ struct Rows {
 };
 
 // Writes tiles [first, last) at `codes` and `more`, in order, which memory that is not cached likes.
-void rearrange(const Rows& rows, size_t first, size_t last, uint8_t* codes, uint8_t* more, int n_threads);
+void put_tiles(const TileRows& rows, size_t first, size_t last, uint8_t* codes, uint8_t* more, int n_threads);
 
-// The same, of all tiles, into buffers of a device that no program uses meanwhile, from an offset on. Where
-// the host does not see them, some tiles are rearranged while those before are copied. more: of types that
-// have any.
-void upload(const Rows& rows, Target codes, Target more, int n_threads);
-
-}  // namespace hotset::vulkan
+}  // namespace hotset

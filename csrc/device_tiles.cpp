@@ -1,71 +1,39 @@
-#include "vulkan/weights.h"
+#include "device_tiles.h"
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <iterator>
 #include <utility>
 
 #include "threads.h"
 
-namespace hotset::vulkan {
+namespace hotset {
 namespace {
 
 constexpr size_t kClaim = 256 << 10;  // bytes that a thread writes at a time, about
 constexpr size_t kAhead = 256;        // bytes of a row that are fetched before they are read, at least
 constexpr size_t kPartBytes = 16;     // of the scales of scales of 256 columns
 
-// Of a block of the file: 16 bytes of codes for each 32 columns, how often; bytes of its scales, and of bits
-// above those of the codes.
+// Of a block: 16 bytes of codes for each 32 columns, how often; bytes of its scales, and of bits above those
+// of the codes.
 struct Layout {
-    size_t vectors = 0, scale_bytes = 0, high_bytes = 0;
+    Type type;
+    size_t vectors, scale_bytes = 0, high_bytes = 0;
+
+    constexpr bool is_k() const { return type_facts(type).block_size == 256; }
+    constexpr size_t cols() const { return is_k() ? 256 : 32; }
+    constexpr size_t more_bytes() const {  // of 32 rows
+        return kTileRows * (scale_bytes + high_bytes + (is_k() ? kPartBytes : 0));
+    }
 };
 
-constexpr Layout layout_of(Type type) {
-    switch (type) {
-        case Type::F32:
-            return {8};
-        case Type::F16:
-        case Type::BF16:
-            return {4};
-        case Type::Planes4:
-            return {1};
-        case Type::Planes8:
-            return {2};
-        case Type::Q4_0:
-            return {1, 2};
-        case Type::Q4_1:
-            return {1, 4};
-        case Type::Q5_0:
-            return {1, 2, 4};
-        case Type::Q5_1:
-            return {1, 4, 4};
-        case Type::Q8_0:
-            return {2, 2};
-        case Type::MXFP4:
-            return {1, 1};
-        case Type::Q4_K:
-            return {1, 4};
-        case Type::Q5_K:
-            return {1, 4, 32};
-        case Type::Q6_K:
-            return {1, 2, 64};
-        default:
-            return {};
-    }
-}
-
-constexpr bool is_k(Type type) {
-    return type_facts(type).block_size == 256;
-}
-
-constexpr int64_t block_cols(Type type) {
-    return is_k(type) ? 256 : 32;
-}
-
-constexpr size_t block_more_bytes(Type type) {
-    const Layout layout = layout_of(type);
-    return kTileRows * (layout.scale_bytes + layout.high_bytes + (is_k(type) ? kPartBytes : 0));
-}
+constexpr Layout kLayouts[] = {
+    {Type::F32, 8},         {Type::F16, 4},         {Type::BF16, 4},     {Type::Planes4, 1},
+    {Type::Planes8, 2},     {Type::Q4_0, 1, 2},     {Type::Q4_1, 1, 4},  {Type::Q5_0, 1, 2, 4},
+    {Type::Q5_1, 1, 4, 4},  {Type::Q8_0, 2, 2},     {Type::MXFP4, 1, 1}, {Type::Q4_K, 1, 4},
+    {Type::Q5_K, 1, 4, 32}, {Type::Q6_K, 1, 2, 64},
+};
 
 template <class Word>
 Word load(const uint8_t* p) {
@@ -106,9 +74,8 @@ uint64_t in_turn(uint64_t first, uint64_t second) {
 }
 
 // Block `p` of row r of a tile: of 32 columns, whose scales come first, high bits next.
-template <Type type>
+template <Layout l>
 void put_plain(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
-    constexpr Layout l = layout_of(type);
     if constexpr (l.high_bytes > 0) store(more + 4 * r, by_fourths(load<uint32_t>(p + l.scale_bytes)));
     if constexpr (l.scale_bytes > 0)
         std::memcpy(more + kTileRows * l.high_bytes + l.scale_bytes * r, p, l.scale_bytes);
@@ -117,10 +84,9 @@ void put_plain(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
 }
 
 // The same of 256 columns (kernels/blocks.h): codes of 32 columns are stored as a block of Q4_0 has them.
-template <Type type>
+template <Layout l>
 void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
-    constexpr Layout l = layout_of(type);
-    constexpr bool is_q6 = type == Type::Q6_K;
+    constexpr bool is_q6 = l.type == Type::Q6_K;
     const uint8_t *low = p + (is_q6 ? 0 : 16 + l.high_bytes), *high = p + (is_q6 ? 128 : 16);
     std::memcpy(more + l.scale_bytes * r, p + (is_q6 ? 208 : 0), l.scale_bytes);
     more += kTileRows * l.scale_bytes;
@@ -144,7 +110,7 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
             const uint64_t second = load<uint64_t>(nibbles + 16 + i) >> shift & kNibbles;
             store(codes + 16 * (kTileRows * g + r) + i, first | second << 4);
         }
-        if constexpr (type == Type::Q5_K) store(more + 4 * (kTileRows * g + r), by_fourths<1>(high, g));
+        if constexpr (l.type == Type::Q5_K) store(more + 4 * (kTileRows * g + r), by_fourths<1>(high, g));
         if constexpr (is_q6)
             for (size_t half = 0; half < 2; half++)
                 store(more + 4 * (kTileRows * (2 * g + half) + r),
@@ -153,14 +119,14 @@ void put_k(const uint8_t* p, size_t r, uint8_t* codes, uint8_t* more) {
 }
 
 // next: the rows of another tile, whose beginning is fetched.
-template <Type type>
+template <Layout l>
 void put_tile(const uint8_t* const* rows, const uint8_t* const* next, int64_t cols, uint8_t* codes,
               uint8_t* more) {
-    constexpr size_t kCodes = kTileRows * 16 * layout_of(type).vectors * (block_cols(type) / 32);
-    constexpr size_t kMore = block_more_bytes(type);
-    constexpr size_t kBytes = type_facts(type).block_bytes * (block_cols(type) / type_facts(type).block_size);
+    constexpr TypeFacts facts = type_facts(l.type);
+    constexpr size_t kCodes = kTileRows * 16 * l.vectors * l.cols() / 32, kMore = l.more_bytes();
+    constexpr size_t kBytes = l.cols() / facts.block_size * facts.block_bytes;
     constexpr size_t kBlocksAhead = (kAhead + kBytes - 1) / kBytes * kBytes;
-    const size_t row_bytes = size_t(cols) * type_facts(type).block_bytes / type_facts(type).block_size;
+    const size_t row_bytes = size_t(cols) / facts.block_size * facts.block_bytes;
     for (size_t at = 0; at < row_bytes; at += kBytes, codes += kCodes, more += kMore) {
         alignas(64) uint8_t own_codes[kCodes], own_more[std::max<size_t>(kMore, 1)];
         const bool is_next = at + kBlocksAhead >= row_bytes;
@@ -170,48 +136,48 @@ void put_tile(const uint8_t* const* rows, const uint8_t* const* next, int64_t co
             const uint8_t* p = rows[r] + at;
             for (size_t line = 0; line < kBytes; line += 64) prefetch_line(fetched[r] + ahead + line);
             uint8_t last[kBytes];
-            if (is_float(type) && row_bytes - at < kBytes) {  // which fill no block
+            if (is_float(l.type) && row_bytes - at < kBytes) {  // which fill no block
                 std::fill(std::copy_n(p, row_bytes - at, last), last + kBytes, uint8_t(0));
                 p = last;
             }
-            if constexpr (is_k(type))
-                put_k<type>(p, r, own_codes, own_more);
+            if constexpr (l.is_k())
+                put_k<l>(p, r, own_codes, own_more);
             else
-                put_plain<type>(p, r, own_codes, own_more);
+                put_plain<l>(p, r, own_codes, own_more);
         }
         std::memcpy(codes, own_codes, kCodes);
         if constexpr (kMore > 0) std::memcpy(more, own_more, kMore);
     }
 }
 
-using PutTile = void (*)(const uint8_t* const*, const uint8_t* const*, int64_t, uint8_t*, uint8_t*);
-
-template <Type type>
-constexpr PutTile put_tile_of() {
-    if constexpr (layout_of(type).vectors > 0)
-        return &put_tile<type>;
-    else
-        return nullptr;
+template <size_t... i>
+constexpr auto tiles_of(std::index_sequence<i...>) {
+    return std::array{&put_tile<kLayouts[i]>...};
 }
 
-template <int... types>
-constexpr std::array<PutTile, kTypeCount> of_all(std::integer_sequence<int, types...>) {
-    return {put_tile_of<Type(types)>()...};
-}
+constexpr auto kPutTile = tiles_of(std::make_index_sequence<std::size(kLayouts)>());
 
-constexpr auto kPutTile = of_all(std::make_integer_sequence<int, kTypeCount>());
+// Of a type; the number of layouts: no kernel decodes it.
+size_t find(Type type) {
+    return size_t(std::find_if(std::begin(kLayouts), std::end(kLayouts),
+                               [&](const Layout& layout) { return layout.type == type; }) -
+                  std::begin(kLayouts));
+}
 
 }  // namespace
 
 TileBytes tile_bytes(Type type, int64_t cols) {
-    const size_t n_blocks = size_t((cols + 31) / 32);
-    return {n_blocks * kTileRows * 16 * layout_of(type).vectors,
-            n_blocks * block_more_bytes(type) / size_t(block_cols(type) / 32)};
+    const size_t i = find(type);
+    if (i == std::size(kLayouts)) return {};
+    const Layout& layout = kLayouts[i];
+    const size_t n_blocks = (size_t(cols) + 31) / 32;
+    return {n_blocks * kTileRows * 16 * layout.vectors, n_blocks * 32 / layout.cols() * layout.more_bytes()};
 }
 
-void rearrange(const Rows& rows, size_t first, size_t last, uint8_t* codes, uint8_t* more, int n_threads) {
+void put_tiles(const TileRows& rows, size_t first, size_t last, uint8_t* codes, uint8_t* more,
+               int n_threads) {
     const TileBytes bytes = tile_bytes(rows.type, rows.cols);
-    const PutTile put = kPutTile[size_t(rows.type)];
+    const auto put = kPutTile.at(find(rows.type));
     const size_t claim = std::max<size_t>(kClaim / bytes.codes, 1);
     std::atomic<size_t> next{first};
     run_on_threads(int(std::min<size_t>(n_threads, (last - first + claim - 1) / claim)), [&] {
@@ -222,26 +188,4 @@ void rearrange(const Rows& rows, size_t first, size_t last, uint8_t* codes, uint
     });
 }
 
-void upload(const Rows& rows, Target codes, Target more, int n_threads) {
-    const size_t n = rows.n_tiles();
-    if (codes.buffer->mapped() && (!more.buffer || more.buffer->mapped())) {
-        rearrange(rows, 0, n, codes.buffer->mapped() + codes.offset,
-                  more.buffer ? more.buffer->mapped() + more.offset : nullptr, n_threads);
-        return;
-    }
-    const TileBytes bytes = tile_bytes(rows.type, rows.cols);
-    const size_t some = std::max<size_t>(kSliceBytes / (bytes.codes + bytes.more), 1);
-    codes.buffer->device()->write_slices(
-        (n + some - 1) / some, std::min(some, n) * (bytes.codes + bytes.more),
-        [&](size_t slice, uint8_t* to, std::vector<Target>& targets) {
-            const size_t first = slice * some, last = std::min(first + some, n);
-            const size_t size = (last - first) * bytes.codes;
-            rearrange(rows, first, last, to, to + size, n_threads);
-            targets.push_back({codes.buffer, codes.offset + first * bytes.codes, size});
-            if (more.buffer)
-                targets.push_back(
-                    {more.buffer, more.offset + first * bytes.more, (last - first) * bytes.more});
-        });
-}
-
-}  // namespace hotset::vulkan
+}  // namespace hotset
