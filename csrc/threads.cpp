@@ -93,8 +93,8 @@ void run_on_threads(int n_threads, const std::function<void()>& work) {
     std::vector<std::thread> threads;
     threads.reserve(size_t(std::max(n_threads, 0)));
     try {
-        for (int i = 1; i < n_threads; i++) threads.emplace_back(work);
-    } catch (const std::system_error&) {  // fewer do the same
+        for (int i = 1; i < n_threads; i++) threads.emplace_back([&work] { work(); });
+    } catch (const std::exception&) {  // fewer do the same
     }
     work();
     for (std::thread& thread : threads) thread.join();

@@ -147,11 +147,6 @@ TileRows rows_of(int type, int64_t cols, const Matrices& data, const Ints& chose
     return rows;
 }
 
-void check_threads(int n_threads) {
-    require(n_threads > 0 && n_threads <= kMaxThreads,
-            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
-}
-
 nb::tuple rearranged(int type, int64_t cols, const Matrices& data, const Ints& chosen, int n_threads) {
     std::vector<uint8_t> zeros;
     const TileRows rows = rows_of(type, cols, data, chosen, zeros);

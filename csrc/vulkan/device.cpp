@@ -339,10 +339,11 @@ void Device::run_once(const std::string& what, F record) {
 }
 
 void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
+    // Its own buffers must not keep the device alive.
+    const std::shared_ptr<Device> self(std::shared_ptr<Device>(), this);
     for (uint64_t i = 0; i < std::min<uint64_t>(n, 2); i++)
-        if (!staging_[i] || staging_[i]->size() < bytes)  // which the device owns, and so must not keep it
-            staging_[i] = std::make_unique<Buffer>(std::shared_ptr<Device>(std::shared_ptr<Device>(), this),
-                                                   bytes, Place::Staging);
+        if (!staging_[i] || staging_[i]->size() < bytes)
+            staging_[i] = std::make_unique<Buffer>(self, bytes, Place::Staging);
     std::future<std::vector<Target>> filled;  // waited for, whatever is thrown
     for (uint64_t i = 0; i < n; i++) {
         const std::vector<Target> targets = i ? filled.get() : fill(0, staging_[0]->mapped());
