@@ -2,10 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "threads.h"
 
@@ -47,13 +43,7 @@ int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uin
             }
         }
     };
-    std::vector<std::thread> threads;
-    try {
-        for (int i = 1; i < n_threads && i * claim < from.rows; i++) threads.emplace_back(work);
-    } catch (const std::system_error&) {  // fewer threads do the same
-    }
-    work();
-    for (std::thread& thread : threads) thread.join();
+    run_on_threads(int(std::min<int64_t>(n_threads, (from.rows + claim - 1) / claim)), work);
     return bad;
 }
 

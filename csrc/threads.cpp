@@ -89,6 +89,17 @@ std::thread start_thread(const std::string& what, std::function<void()> body) {
     }
 }
 
+void run_on_threads(int n_threads, const std::function<void()>& work) {
+    std::vector<std::thread> threads;
+    threads.reserve(size_t(std::max(n_threads, 0)));
+    try {
+        for (int i = 1; i < n_threads; i++) threads.emplace_back([&work] { work(); });
+    } catch (const std::exception&) {  // fewer do the same
+    }
+    work();
+    for (std::thread& thread : threads) thread.join();
+}
+
 int64_t now_ns() {
     using namespace std::chrono;
     return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();

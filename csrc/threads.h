@@ -87,6 +87,10 @@ class ThreadError : public std::runtime_error {
 // Starts a thread, with DefaultFloats; ThreadError says `what` could not be done without it.
 std::thread start_thread(const std::string& what, std::function<void()> body);
 
+// Runs `work`, which throws nothing, on n_threads threads, this one among them, and returns when all are
+// through; fewer do the same where no more can be started.
+void run_on_threads(int n_threads, const std::function<void()>& work);
+
 // What the thread that called `run` asks now and then while the step goes on: whether to cancel it.
 using Poll = std::function<bool()>;
 

@@ -40,6 +40,8 @@ const Kernels& chosen_kernels(const std::optional<std::string>& isa);
 
 Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols);
 
+void check_threads(int n_threads);  // of a thread pool, or of one function
+
 // What every backend wants of the batch of a step, whose arrays are those of base.Batch.
 struct BatchArrays {
     const Ints &tokens, &positions, &sequences;

@@ -21,6 +21,11 @@ Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols) {
     return Facts::matrix({Type(type), {data.data(), data.size()}, {}, {}}, rows, cols);
 }
 
+void check_threads(int n_threads) {
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+}
+
 void check_batch(const BatchLimits& limits, const BatchArrays& batch) {
     const int n = int(batch.tokens.size()), n_outputs = int(batch.outputs.size());
     const int n_sequences = int(batch.pages.shape(0)), max_pages = int(batch.pages.shape(1));

@@ -61,8 +61,7 @@ int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to
     const Kernels& kernels = chosen_kernels(std::nullopt);
     require(to >= 0 && to < kTypeCount && can_encode(kernels, Type(to)),
             "tensor type " + std::to_string(to) + " has no encoder");
-    require(n_threads > 0 && n_threads <= kMaxThreads,
-            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    check_threads(n_threads);
     const TypeFacts facts = type_facts(Type(to));
     require(cols % facts.block_size == 0 &&
                 out.size() == size_t(rows) * size_t(cols / facts.block_size) * facts.block_bytes,
@@ -79,8 +78,7 @@ int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to
 }
 
 double measured_read_bandwidth(const Bytes& data, int n_threads) {
-    require(n_threads > 0 && n_threads <= kMaxThreads,
-            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    check_threads(n_threads);
     const Kernels& kernels = chosen_kernels(std::nullopt);
     nb::gil_scoped_release release;
     return read_bandwidth(kernels, data.data(), data.size(), n_threads);

@@ -32,8 +32,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 }
 
 std::shared_ptr<Runtime> make_runtime(int n_threads) {
-    require(n_threads > 0 && n_threads <= kMaxThreads,
-            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    check_threads(n_threads);
     return std::make_shared<Runtime>(n_threads);
 }
 

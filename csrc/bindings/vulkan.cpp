@@ -115,6 +115,74 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(nb::handle self) {
     return {buffer.mapped(), {size_t(buffer.size())}, self};
 }
 
+using Matrices = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+TileBytes tile_bytes(int type, int64_t cols) {
+    require(type >= 0 && type < kTypeCount && cols > 0 && cols <= int64_t(1) << 40,
+            "a tile is of a type and of columns");
+    const TileBytes bytes = hotset::tile_bytes(Type(type), cols);
+    require(bytes.codes > 0, "no kernel of a device decodes the type " + std::to_string(type));
+    require(cols % type_facts(Type(type)).block_size == 0, "a row has whole blocks");
+    return bytes;
+}
+
+// Some rows of each of several matrices [n, rows, bytes of a row]; zeros, which must stay, fill the last tile
+// of each.
+TileRows rows_of(int type, int64_t cols, const Matrices& data, const Ints& chosen,
+                 std::vector<uint8_t>& zeros) {
+    tile_bytes(type, cols);
+    const TypeFacts facts = type_facts(Type(type));
+    const size_t row_bytes = data.shape(2), n_rows = data.shape(1);
+    require(int64_t(row_bytes) == cols / facts.block_size * facts.block_bytes,
+            "a row has the bytes of its columns");
+    require(chosen.size() <= n_rows, "rows of a matrix are chosen once each");
+    for (size_t i = 0; i < chosen.size(); i++)
+        require(chosen.data()[i] >= 0 && size_t(chosen.data()[i]) < n_rows, "a row is one of the matrix");
+    zeros.resize(row_bytes);
+    TileRows rows{Type(type), cols, {}};
+    for (size_t matrix = 0; matrix < data.shape(0); matrix++) {
+        for (size_t i = 0; i < chosen.size(); i++)
+            rows.places.push_back(data.data() + (matrix * n_rows + size_t(chosen.data()[i])) * row_bytes);
+        while (rows.places.size() % kTileRows) rows.places.push_back(zeros.data());
+    }
+    return rows;
+}
+
+nb::tuple rearranged(int type, int64_t cols, const Matrices& data, const Ints& chosen, int n_threads) {
+    std::vector<uint8_t> zeros;
+    const TileRows rows = rows_of(type, cols, data, chosen, zeros);
+    check_threads(n_threads);
+    const TileBytes bytes = hotset::tile_bytes(rows.type, cols);
+    uint8_t *codes, *more;
+    auto of_codes = new_array<uint8_t>(codes, rows.n_tiles() * bytes.codes);
+    auto of_more = new_array<uint8_t>(more, rows.n_tiles() * bytes.more);
+    {
+        nb::gil_scoped_release release;
+        put_tiles(rows, 0, rows.n_tiles(), codes, more, n_threads);
+    }
+    return nb::make_tuple(of_codes, of_more);
+}
+
+using Spot = std::pair<std::shared_ptr<Buffer>, uint64_t>;  // a buffer, and an offset there
+
+vulkan::Target target_of(const Spot& spot, uint64_t size) {
+    check_range(*spot.first, spot.second, size);
+    return {spot.first.get(), spot.second, size};
+}
+
+void upload(int type, int64_t cols, const Matrices& data, const Ints& chosen, const Spot& codes,
+            const std::optional<Spot>& more, int n_threads) {
+    std::vector<uint8_t> zeros;
+    const TileRows rows = rows_of(type, cols, data, chosen, zeros);
+    check_threads(n_threads);
+    const TileBytes bytes = hotset::tile_bytes(rows.type, cols);
+    require(more.has_value() == (bytes.more > 0), "what blocks have beside codes has a place");
+    const vulkan::Target to = target_of(codes, rows.n_tiles() * bytes.codes);
+    const vulkan::Target rest = more ? target_of(*more, rows.n_tiles() * bytes.more) : vulkan::Target{};
+    nb::gil_scoped_release release;
+    vulkan::upload(rows, to, rest, n_threads);
+}
+
 std::shared_ptr<Kernel> make_kernel(const std::shared_ptr<Device>& device, const Bytes& spirv, int n_buffers,
                                     int push_bytes, const vulkan::Constants& constants) {
     require(spirv.size() >= 20 && spirv.size() % 4 == 0 && load_u32(spirv.data()) == 0x07230203,
@@ -225,6 +293,18 @@ void bind_vulkan(nb::module_& m) {
                          "What passes between a device and a CPU worker (csrc/vulkan/exchange.h).")
         .def(nb::init<CpuWorkerPlan&, std::shared_ptr<Buffer>, std::shared_ptr<Buffer>, uint64_t>(),
              "worker"_a, "from_device"_a, "to_device"_a, "asked_offset"_a, nb::keep_alive<1, 2>());
+    m.def(
+        "vulkan_tile_bytes",
+        [](int type, int64_t cols) {
+            const TileBytes bytes = tile_bytes(type, cols);
+            return std::pair(bytes.codes, bytes.more);
+        },
+        "type"_a, "cols"_a, "Bytes of 32 rows on a device: of the codes, and of the rest.");
+    m.def("vulkan_rearranged", &rearranged, "type"_a, "cols"_a, "data"_a, "rows"_a, "n_threads"_a,
+          "Rows of matrices [n, rows, bytes of a row] as a device has them: codes, and the rest "
+          "(csrc/device_tiles.h).");
+    m.def("vulkan_upload", &upload, "type"_a, "cols"_a, "data"_a, "rows"_a, "codes"_a, "more"_a.none(),
+          "n_threads"_a, "The same, written to buffers of a device, from an offset on.");
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
           "Makes the n-th call from now on of a function of Vulkan end with a VkResult; 0: none (of tests).");
     m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,

@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 
 namespace hotset::vulkan {
 namespace {
 
-constexpr uint64_t kStagingBytes = 16 << 20;
-constexpr uint64_t kTick = 50'000'000;  // nanoseconds of one wait
+constexpr uint64_t kSliceBytes = 8 << 20;  // that are copied to a device at a time, about
+constexpr uint64_t kTick = 50'000'000;     // nanoseconds of one wait
 
 std::string megabytes(uint64_t n) {
     return std::to_string((n + (1 << 20) - 1) >> 20) + " MiB";
@@ -73,18 +74,13 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
         std::memcpy(mapped_ + offset, bytes.data(), bytes.size());
         return;
     }
-    Buffer staging(device_, std::min<uint64_t>(kStagingBytes, std::max<size_t>(bytes.size(), 4)),
-                   Place::Staging);
-    while (!bytes.empty()) {
-        const uint64_t n = std::min<uint64_t>(bytes.size(), staging.size());
-        std::memcpy(staging.mapped(), bytes.data(), n);
-        device_->run_once("copying to the device", [&](VkCommandBuffer commands) {
-            const VkBufferCopy region{0, offset, n};
-            device_->functions().vkCmdCopyBuffer(commands, staging.handle(), buffer_, 1, &region);
-        });
-        bytes = bytes.subspan(n);
-        offset += n;
-    }
+    const uint64_t size = bytes.size();
+    device_->write_slices((size + kSliceBytes - 1) / kSliceBytes, std::min(size, kSliceBytes),
+                          [&](uint64_t slice, uint8_t* to) {
+                              const uint64_t at = slice * kSliceBytes, n = std::min(size - at, kSliceBytes);
+                              std::memcpy(to, bytes.data() + at, n);
+                              return std::vector<Target>{{this, offset + at, n}};
+                          });
 }
 
 void Buffer::read(uint64_t offset, std::span<uint8_t> bytes) {
@@ -284,6 +280,7 @@ std::vector<uint8_t> Device::compiled() const {
 Device::~Device() {
     if (!device_) return;
     fn_.vkDeviceWaitIdle(device_);
+    staging_ = {};
     fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
@@ -339,6 +336,48 @@ void Device::run_once(const std::string& what, F record) {
     }
     ended(result);
     instance_->check_messages();
+}
+
+void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
+    // Its own buffers must not keep the device alive.
+    const std::shared_ptr<Device> self(std::shared_ptr<Device>(), this);
+    for (uint64_t i = 0; i < std::min<uint64_t>(n, 2); i++)
+        if (!staging_[i] || staging_[i]->size() < bytes)
+            staging_[i] = std::make_unique<Buffer>(self, bytes, Place::Staging);
+    std::future<std::vector<Target>> filled;  // waited for, whatever is thrown
+    for (uint64_t i = 0; i < n; i++) {
+        const std::vector<Target> targets = i ? filled.get() : fill(0, staging_[0]->mapped());
+        if (i + 1 < n) filled = std::async(fill, i + 1, staging_[(i + 1) % 2]->mapped());
+        run_once("copying to the device", [&](VkCommandBuffer commands) {
+            VkBufferCopy region{};
+            for (const Target& target : targets) {
+                region.dstOffset = target.offset;
+                region.size = target.size;
+                fn_.vkCmdCopyBuffer(commands, staging_[i % 2]->handle(), target.buffer->handle(), 1, &region);
+                region.srcOffset += target.size;
+            }
+        });
+    }
+}
+
+void upload(const TileRows& rows, Target codes, Target more, int n_threads) {
+    const TileBytes bytes = tile_bytes(rows.type, rows.cols);
+    const size_t n = rows.n_tiles(), slice_of = std::max<size_t>(kSliceBytes / (bytes.codes + bytes.more), 1);
+    if (codes.buffer->mapped() && (!more.buffer || more.buffer->mapped()))
+        return put_tiles(rows, 0, n, codes.buffer->mapped() + codes.offset,
+                         more.buffer ? more.buffer->mapped() + more.offset : nullptr, n_threads);
+    codes.buffer->device()->write_slices(
+        (n + slice_of - 1) / slice_of, std::min(slice_of, n) * (bytes.codes + bytes.more),
+        [&](uint64_t slice, uint8_t* to) {
+            const size_t first = slice * slice_of, last = std::min(first + slice_of, n);
+            const size_t of_codes = (last - first) * bytes.codes;
+            put_tiles(rows, first, last, to, to + of_codes, n_threads);
+            std::vector<Target> targets{{codes.buffer, codes.offset + first * bytes.codes, of_codes}};
+            if (more.buffer)
+                targets.push_back(
+                    {more.buffer, more.offset + first * bytes.more, (last - first) * bytes.more});
+            return targets;
+        });
 }
 
 }  // namespace hotset::vulkan

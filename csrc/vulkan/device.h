@@ -1,10 +1,14 @@
 // An open device: its memory and its kernels.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 
+#include "device_tiles.h"
 #include "vulkan/loader.h"
 
 namespace hotset::vulkan {
@@ -60,6 +64,14 @@ class Buffer {
     bool is_read_ = false;  // whether the host reads what is mapped: not across the bus, a word at a time
 };
 
+// Bytes of a buffer.
+struct Target {
+    Buffer* buffer = nullptr;
+    uint64_t offset = 0, size = 0;
+};
+// Writes a slice at `to`, on any thread, and says what its bytes are for, one after the other.
+using Fill = std::function<std::vector<Target>(uint64_t slice, uint8_t* to)>;
+
 using Constants = std::vector<std::pair<uint32_t, uint32_t>>;  // of a specialisation: id and value
 
 // A compute pipeline over `n_buffers` storage buffers, bound in order, and some bytes of push constants.
@@ -113,6 +125,9 @@ class Device : public std::enable_shared_from_this<Device> {
     std::vector<uint8_t> compiled() const;
     const DeviceFunctions& functions() const { return fn_; }
     Instance& instance() const { return *instance_; }
+    // Copies n slices of up to so many bytes to buffers that the host does not see: one is filled while the
+    // one before is copied.
+    void write_slices(uint64_t n, uint64_t bytes, const Fill& fill);
 
   private:
     friend class Buffer;
@@ -133,6 +148,11 @@ class Device : public std::enable_shared_from_this<Device> {
     DeviceFunctions fn_;
     std::atomic<uint64_t> allocated_{0};
     uint64_t limit_ = UINT64_MAX;
+    std::array<std::unique_ptr<Buffer>, 2> staging_;  // of write_slices, which grows as it needs
 };
+
+// Writes all tiles of these rows (device_tiles.h), from an offset on, to buffers that no program uses
+// meanwhile. more: of types that have any.
+void upload(const TileRows& rows, Target codes, Target more, int n_threads);
 
 }  // namespace hotset::vulkan

@@ -342,6 +342,23 @@ def vulkan_memory_type(
     heaps: list[tuple[int, int]], types: list[tuple[int, int]], allowed: int, place: str
 ) -> int | None: ...
 def vulkan_late_messages() -> list[str]: ...
+def vulkan_tile_bytes(type: int, cols: int) -> tuple[int, int]: ...
+def vulkan_rearranged(
+    type: int,
+    cols: int,
+    data: np.ndarray,  # uint8 [n, rows, bytes of a row]
+    rows: np.ndarray,  # int32: which of each
+    n_threads: int,
+) -> tuple[np.ndarray, np.ndarray]: ...
+def vulkan_upload(
+    type: int,
+    cols: int,
+    data: np.ndarray,
+    rows: np.ndarray,
+    codes: tuple[VulkanBuffer, int],  # and an offset there
+    more: tuple[VulkanBuffer, int] | None,
+    n_threads: int,
+) -> None: ...
 def vulkan_run(
     programs: list[VulkanProgram],
     cancel: VulkanCancel,

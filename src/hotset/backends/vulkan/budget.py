@@ -35,7 +35,7 @@ from hotset.backends.vulkan.program import missing_kernel as missing_operation
 from hotset.backends.vulkan.split import exchange_bytes
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
-from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.quants import GGMLType
 from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -86,7 +86,7 @@ def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
         elif isinstance(op, ExpertLinear):
             n_rows = op.n_rows
         tiles = -(-n_rows // TILE) * n_matrices
-        n_bytes += sum(planned_bytes(size * tiles) for size in tile_bytes(info.type, n_cols, info.row_bytes))
+        n_bytes += sum(planned_bytes(size * tiles) for size in tile_bytes(info.type, n_cols))
     return n_bytes
 
 
@@ -114,7 +114,7 @@ def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int,
             if isinstance(op, TransposedLinear) and op.scales is not None:
                 tiles = [TILE * info.row_bytes, TILE * _NUMBER]  # codes, and whose scales they have
             else:
-                tiles = list(tile_bytes(info.type, info.shape[0], info.row_bytes))
+                tiles = list(tile_bytes(info.type, info.shape[0]))
             if isinstance(op, Linear) and op.bias is not None:
                 tiles.append(TILE * _NUMBER)
             for tile in filter(None, tiles):
@@ -140,7 +140,7 @@ def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
     n_bytes = _NUMBER * sum(layout.biases.values())
     for number, n_rows, n_cols in layout.matrices.values():
         type_ = GGMLType(number)
-        n_bytes += -(-n_rows // TILE) * sum(tile_bytes(type_, n_cols, row_bytes(type_, n_cols)))
+        n_bytes += -(-n_rows // TILE) * sum(tile_bytes(type_, n_cols))
     return n_bytes + n_bytes // 512
 
 
