@@ -24,6 +24,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.pipeline import ChainBackend
+from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.experts import VulkanExpertCache, cached_layers
 from hotset.backends.vulkan.stage import VulkanStage
 from hotset.backends.vulkan.weights import DeviceWeights
@@ -197,6 +198,20 @@ def test_what_has_other_bits_on_a_device_is_not_cached(tmp_path: Path, form: str
     assert why == f"blk.0: no expert cache on Vulkan holds {said}"
     backend = vulkan(gguf, expert_slots=9)  # the device has all of them
     assert backend.expert_counts().needed == 0
+
+
+def test_experts_of_several_types_are_refused(tmp_path: Path) -> None:
+    """Of old files, which have a tensor for each expert."""
+    gguf = model(tmp_path, one_by_one=True)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    down = graph.ffns[0].down
+    name = down.matrices[3]
+    tensors = {**gguf.tensors, name: replace(gguf.tensors[name], type=T.Q8_0)}
+    assert budget.missing_kernel(down, gguf.tensors, "f16") is None
+    assert budget.missing_kernel(down, tensors, "f16") == "experts of several types"
+    held, why = cached_layers(graph, tensors)
+    assert list(held) == [1]
+    assert why == "blk.0: no expert cache on Vulkan holds experts of several types"
 
 
 # -- what goes wrong -----------------------------------------------------------------------------

@@ -67,6 +67,8 @@ def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KV
     for name in () if isinstance(op, Embed) or in_planes else op.matrices:
         if tensors[name].type not in COMPUTED_TYPES:
             return f"the type {tensors[name].type.name}"
+    if isinstance(op, ExpertLinear | ExpertSum) and len({tensors[name].type for name in op.weights}) > 1:
+        return "experts of several types"
     if isinstance(op, Attention) and kv_type not in KV_CHANNELS:
         return f"a {kv_type} cache"
     return missing_operation(op)

@@ -131,6 +131,8 @@ def why_not_cached(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> str:
         return "experts with predictors, or with a norm or a selection among their neurons"
     if any(isinstance(op, ExpertSum) and op.neuron_major for op in parts):
         return "neuron-major down projections"
+    if any(len({tensors[name].type for name in op.weights}) > 1 for op in parts):
+        return "experts of several types"
     types = {tensors[name].type for op in parts for name in op.weights}
     if others := sorted(type_.name for type_ in types if type_ in FLOATS or type_ not in COMPUTED):
         return f"experts of the type {others[0]}"

@@ -834,7 +834,7 @@ def missing_kernel(op: Primitive) -> str | None:
         case Route() if op.table is not None or op.scoring not in _SCORINGS:
             return "routes by a table, and scores that are roots"
         case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
-            return f"experts of {op.x.width // op.n_used} neurons, which is no multiple of 4"
+            return f"experts of {op.x.width // op.n_used} neurons (no multiple of 4)"
         case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
             return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
     return None if isinstance(op, COMPUTED) else type(op).__name__
