@@ -348,7 +348,7 @@ void Device::write_slices(uint64_t n, uint64_t bytes, const Fill& fill) {
     for (uint64_t i = 0; i < n; i++) {
         const std::vector<Target> targets = i ? filled.get() : fill(0, staging_[0]->mapped());
         if (i + 1 < n) filled = std::async(fill, i + 1, staging_[(i + 1) % 2]->mapped());
-        run_once("copying weights", [&](VkCommandBuffer commands) {
+        run_once("copying to the device", [&](VkCommandBuffer commands) {
             VkBufferCopy region{};
             for (const Target& target : targets) {
                 region.dstOffset = target.offset;
