@@ -78,7 +78,7 @@ void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
     while (!bytes.empty()) {
         const uint64_t n = std::min<uint64_t>(bytes.size(), staging.size());
         std::memcpy(staging.mapped(), bytes.data(), n);
-        device_->run_once("copying to the device", [&](VkCommandBuffer commands) {
+        device_->run_once("copying weights", [&](VkCommandBuffer commands) {
             const VkBufferCopy region{0, offset, n};
             device_->functions().vkCmdCopyBuffer(commands, staging.handle(), buffer_, 1, &region);
         });
