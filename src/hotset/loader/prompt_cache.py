@@ -65,8 +65,8 @@ def memory_of(decided: Decided, backend: Backend, speculator: Speculator | None,
         raise UnsupportedModelError(f"an embedding model has no cache that could be kept; leave out {asked}")
     if not isinstance(backend, CpuBackend | WholeVulkan):
         raise UnsupportedModelError(
-            f"{asked} needs a model that this machine's CPU computes alone, or one Vulkan device, and the "
-            f"keys and values of this one are kept by {backend.name!r}; leave it out, or use --no-gpu "
+            f"{asked} needs a model that this machine's CPU computes alone, or one Vulkan device, and parts "
+            f"of this one are elsewhere (backend {backend.name!r}); leave it out, or use --no-gpu "
             "(backend='cpu') and no --stages"
         )
     memory: CacheMemory = backend if isinstance(backend, CpuBackend) else backend.stage

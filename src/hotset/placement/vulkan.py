@@ -432,7 +432,8 @@ def _layer(
             fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, Embed))
         if isinstance(op, ExpertLinear | ExpertSum):
             all_bytes = sum(tensors[name].nbytes for name in op.matrices)
-            idle += all_bytes * (op.n_expert - op.n_used) // op.n_expert
+            counted = all_bytes if missing is not None else budget.matrix_bytes(op, tensors)
+            idle += counted - all_bytes * op.n_used // op.n_expert
         kv += budget.cache_bytes(op, kv_type, n_pages, n_states)
         if isinstance(op, Recurrent):  # of a step's tokens one, as it goes through
             kv_read += 2 * budget.state_bytes(op)
