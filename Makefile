@@ -151,7 +151,7 @@ BIOME := @biomejs/biome@2.6.8
 lint-page:
 	@cd build/$(BIOME) 2>/dev/null || { mkdir -p build/$(BIOME) && npm install --silent --no-audit --no-fund \
 	  --prefix build/$(BIOME) $(BIOME) || rm -rf build/$(BIOME); }
-	@if [ -d build/$(BIOME) ]; then build/$(BIOME)/node_modules/.bin/biome lint --error-on-warnings; \
+	@if [ -d build/$(BIOME) ]; then build/$(BIOME)/node_modules/.bin/biome lint --error-on-warnings src/hotset/server/page; \
 	else echo "the page's JavaScript is not checked: npm could not fetch $(BIOME)"; fi
 
 # clang-tidy over csrc/, but for the kernels: a minute or two (.clang-tidy).

@@ -11,7 +11,6 @@ all at the defaults. Software drivers, which compute on the CPU, are never tuned
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.metadata
 import os
 import time
@@ -78,7 +77,6 @@ def tuned(
         with contextlib.suppress(HotsetError), measuring(type_) as seconds_of:
             found[type_] = fastest(default, seconds_of, lambda: clock() < until)
             keep(path, _key(info, type_), asdict(found[type_]))
-        gc.collect()  # stages refer to themselves, and hold memory of the device
     return DeviceShapes(default, found)
 
 
