@@ -60,7 +60,7 @@ def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
     area.fill("An **edited**\nanswer")
     page.get_by_role("button", name="Save", exact=True).click()
     assert answers(page) == ["An edited\nanswer", "B."]
-    assert page.locator(".answer strong").inner_text() == "edited"
+    page.locator(".answer strong", has_text="edited").wait_for()
     assert page.locator(".note").first.inner_text() == "edited"
     say(page, "third")
     assert sent(server)[1] == ("assistant", "An **edited**\nanswer")
