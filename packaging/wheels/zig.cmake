@@ -25,4 +25,6 @@ set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
 set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE) # there is none
 if(HOTSET_SYSTEM STREQUAL "Linux") # libc++ is linked in and stays in: another module may have its own
   set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map")
+elseif(HOTSET_SYSTEM STREQUAL "Windows") # where nanobind does not strip: 0.4 MB less
+  set(CMAKE_MODULE_LINKER_FLAGS_INIT -s)
 endif()
