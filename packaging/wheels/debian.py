@@ -47,6 +47,7 @@ SUITE = {
 NOT_UNDER_QEMU = [
     "tests/offload/test_store.py::test_a_child_reads_with_threads_of_its_own",
     "tests/offload/test_store.py::test_memory_is_given_before_it_is_needed",
+    "tests/formats/test_mapped.py::test_what_is_cached_is_mapped_and_the_rest_not_read",
 ]
 
 
