@@ -78,6 +78,7 @@ def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[st
     assert device.allocated == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     quick_are(
@@ -98,6 +99,7 @@ def test_a_model_drafts_for_itself(tmp_path: Path, make: Any) -> None:
     assert_drafts_change_nothing(path, {"speculate": "self"}, mode)
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_once(tmp_path: Path) -> None:
     """Only what the mode of the drafts has beside the model is another's."""
     path = sparse(tmp_path)
@@ -112,6 +114,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
         assert {"svd_a", "svd_b"} == {str(key[0]).split(".")[2] for key in ours.keys() - theirs.keys()}
 
 
+@pytest.mark.slow
 def test_what_drafts_counts_in_the_budget(run_folder: Path) -> None:
     path = nextn_path("qwen35", run_folder)
     with pytest.raises(OutOfMemoryError, match="smallest budget") as raised:
@@ -165,6 +168,7 @@ def opened_staged() -> Any:
     return lambda info, **given: open_device(info, **given | {"staged": True})
 
 
+@pytest.mark.slow
 def test_blocks_have_the_part_of_the_layer_that_drafts(tmp_path: Path, run_folder: Path) -> None:
     how = SMALL | {"speculate": "mtp", "cache_dir": tmp_path / "cache"}
     found, restored = [], []

@@ -99,6 +99,7 @@ def test_batches_and_shared_prefixes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[21:], expected[:3])
 
 
+@pytest.mark.slow
 def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
     """Both sides leave out the same values, and only of tokens that are thresholded."""
     gguf = model(tmp_path)
@@ -114,6 +115,7 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
     assert backend.expert_counts().hits > 0
 
 
+@pytest.mark.slow
 def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = DeviceWeights.__init__
 
@@ -133,6 +135,7 @@ def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert backend.expert_counts().hits > 0
 
 
+@pytest.mark.slow
 def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for hardware, on a thread: an expert is used once it has come, not while its slot changes."""
     made = VulkanExpertCache.__init__
@@ -158,6 +161,7 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
     assert backend.expert_counts().hits > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "n_slots"),
     [
@@ -246,6 +250,7 @@ def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
     check_cancelled_beside_worker(*halved(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", quick_are((3, 8), [1, 2, 3, 5, 8, 20]))
 def test_a_call_that_fails_in_a_step_or_a_copy(tmp_path: Path, call: int) -> None:
     """Of the step's submissions and, behind these, of the copies into slots."""
@@ -259,6 +264,7 @@ def test_a_call_that_fails_in_a_step_or_a_copy(tmp_path: Path, call: int) -> Non
         np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
+@pytest.mark.slow
 def test_an_expert_that_does_not_come_is_computed_by_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +311,7 @@ def budget_of(path: Path, share: float, max_batch: int = 16) -> float:
     return (facts.whole_bytes + share * experts + (80 << 10)) / 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", quick_are((0.5,), [0.25, 0.5, 0.75]))
 @pytest.mark.parametrize("split", ["auto", "neurons"])
 def test_a_budget_for_a_share_of_the_experts(
@@ -351,6 +358,7 @@ def test_a_plan_and_an_answer_say_what_is_cached(tmp_path: Path, slow_cpu: None)
     assert "experts" not in json.loads(whole.stdout)  # the device has all of them
 
 
+@pytest.mark.slow
 def test_two_devices_have_slots_for_more_experts(tmp_path: Path, slow_cpu: None) -> None:
     """Even where one holds everything but the experts; unless that has all experts, too."""
     path = write(tmp_path)

@@ -51,6 +51,7 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_prefixes_and_preempted_sequences_go_on_from_their_states(gguf: GGUFFile) -> None:
     alone, shared = backend(gguf), prompt(140)
     engine = Engine(backend(gguf, n_pages=5, n_states=12, max_batch=70), N_CTX)
@@ -84,6 +85,7 @@ def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
     assert_are_of_one_step(alone, sequence, rows)
 
 
+@pytest.mark.slow
 def test_cancelled_steps_leave_states_to_go_on_from(gguf: GGUFFile) -> None:
     alone, unsteady = backend(gguf), Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
     engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
