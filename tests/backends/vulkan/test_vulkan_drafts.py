@@ -24,6 +24,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.memory import Piece
 from hotset.backends.vulkan.pipelines import open_device
+from hotset.engine.draft_model import OfModel
 from hotset.engine.speculation import StepTimes
 from hotset.errors import InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -41,8 +42,10 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of n tokens take as long as on a steady machine: what is drafted does not depend on this one."""
+    """Steps of n tokens and drafts take as long as on a steady machine: what is drafted does not depend on
+    this one."""
     note = StepTimes.note
+    monkeypatch.setattr(OfModel, "seconds_per_token", 0.01)
     monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
 
 
