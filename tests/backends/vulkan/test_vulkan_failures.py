@@ -9,7 +9,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from backend_runs import batch, logits_of, tokens
+from cases import quick_are
 from tiny_gguf import write_llama
 from tiny_server import MESSAGES, run, write_model
 from vulkan_runs import stage_of, validated, vulkan
@@ -45,15 +45,10 @@ COMPUTING = (
 )  # fmt: skip
 
 
-def some_first(names: Sequence[str]) -> list[Any]:
-    """The first three, and the others as slow tests."""
-    return [*names[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in names[3:])]
-
-
 # -- calls that fail -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some_first(OPENING))
+@pytest.mark.parametrize("name", quick_are(OPENING[:3], OPENING))
 def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a kind in turn, until none fails any more. Nothing keeps memory of what did not open."""
     ids, said, opened = tokens(9), list[str](), list[_core.VulkanDevice]()
@@ -87,7 +82,7 @@ def test_a_device_that_does_not_open(tmp_path: Path, name: str, monkeypatch: pyt
         assert said or name in ("vkAllocateMemory", "vkCreatePipelineCache")
 
 
-@pytest.mark.parametrize("name", some_first(COMPUTING))
+@pytest.mark.parametrize("name", quick_are(COMPUTING[:3], COMPUTING))
 def test_a_step_that_fails(tmp_path: Path, name: str) -> None:
     """The error names what failed, and the next step is computed, bit for bit."""
     ids, said = tokens(9), list[str]()

@@ -184,7 +184,7 @@ class VulkanStage:
         if self._experts is not None:
             shared["experts"] = len(self._experts.layers)
         split = [f"{n} layers share their {what} with the CPU" for what, n in shared.items() if n]
-        if self.info.kind == "software":
+        if self.info.is_software:
             return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster", *split)
         return (f"the model is on {name}", *split)
 
