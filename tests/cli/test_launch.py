@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socketserver
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -314,6 +316,106 @@ def test_the_key_is_for_those_that_it_was_meant_for(tools: Tools, monkeypatch: p
         assert _Other.keys == ["Bearer secret"], "a redirect is not followed"
         other.shutdown()
         thread.join()
+
+
+class _Odd(socketserver.BaseRequestHandler):
+    """A server that sends the same bytes for every request."""
+
+    reply: ClassVar[bytes] = b""
+
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+        self.request.sendall(self.reply)
+
+
+@pytest.fixture(scope="module")
+def odd_url() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Odd) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def _http(body: bytes | str, status: str = "200 OK", head: str = "") -> bytes:
+    body = body if isinstance(body, bytes) else body.encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode() + body
+
+
+_NO_LISTS = ["", "null", "1", '"a"', "[]", "{}", "{", "\x00", "<html></html>", "[" * 100_000, "NaN"]
+_NO_ARRAYS = ["null", "true", "7", '"a"', "{}", '{"a": {"id": "a"}}']
+_NO_NAMES = ["null", "1", "[]", "{}", '"a"', '{"id": null}', '{"id": 7}', '{"id": ["a"]}', '{"id": ""}',
+             '{"id": "a\\u0000b"}', '{"id": "\\ud800"}', '{"id": "a\\nb"}', '{"id": "\\u001b[2J"}',
+             '{"id": "%s"}' % ("a" * 2000)]  # fmt: skip
+_OK = b"HTTP/1.1 200 OK\r\n"
+_ODD_HTTP = [
+    b"", b"\r\n", b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", b"SSH-2.0-OpenSSH_9.2\r\n",
+    b"HTTP/9.9 200 OK\r\n\r\n", b"HTTP/1.1 OK\r\n\r\n", b"HTTP/1.1 99 x\r\n\r\n",
+    _OK + b"Content-Length: 50\r\n\r\n{", _OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    _OK + b"A: b\r\n" * 200 + b"\r\n", _OK + b"A: " + b"x" * 100_000 + b"\r\n\r\n",
+    _http('{"data": [{"id": "a"}', head="Content-Encoding: gzip\r\n"), _http(b"\x80"),
+]  # fmt: skip
+_ODD_STATUSES = [
+    "204 No",
+    "302 Found",
+    "304 Not",
+    "400 Bad",
+    "403 No",
+    "404 Not",
+    "418 Tea",
+    "500 Oops",
+    "999 x",
+]
+_ODD = [
+    *map(_http, _NO_LISTS),
+    *(_http(f'{{"data": {one}}}') for one in _NO_ARRAYS),
+    *(_http(f'{{"data": [{one}]}}') for one in _NO_NAMES),
+    *(_http("[]", status, head) for status in _ODD_STATUSES for head in ("", "Location: http://[\r\n")),
+    *_ODD_HTTP,
+]
+
+
+@pytest.mark.parametrize("reply", _ODD, ids=range(len(_ODD)))
+def test_odd_reply_of_a_server_gives_one_message(
+    tools: Tools, odd_url: str, reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Odd, "reply", reply)
+    said = " ".join(launched("claude", "--url", odd_url, "--print", code=1).split())
+    assert said.startswith(("error: The program at http", "error: No server answers at http"))
+    assert odd_url in said
+    assert len(said) < 400
+    # Without --url, launch ignores the program and starts a server.
+    monkeypatch.setattr("hotset.cli.launch._URL", odd_url)
+    said = " ".join(launched("claude", "-m", "qwen3-4b", "--print").split())
+    assert "would be started on a free port" in said
+
+
+_ODD_FIELDS = ["null", "true", "-1", "0", "1.5", '"x"', "[]", "{}", "1e400", "9" * 40, '{"value": []}']
+
+
+@pytest.mark.parametrize("value", _ODD_FIELDS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_odd_field_of_a_model_is_ignored(
+    tools: Tools, odd_url: str, monkeypatch: pytest.MonkeyPatch, tool: str, value: str
+) -> None:
+    entry = f'{{"id": "a model/é:latest", "max_model_len": {value}, "status": {value}}}'
+    monkeypatch.setattr(_Odd, "reply", _http(f'{{"data": [null, {entry}, {entry}]}}'))
+    shown = launched(tool, "--url", odd_url, "--print")
+    assert "answers, with a model/é:latest" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[", "http://:80", "http://a:99999", "http://a:x", "http://a\n", "ftp://a", "a"]
+)
+def test_url_without_a_host_is_refused(tools: Tools, url: str) -> None:
+    assert "it begins with http" in launched("claude", "--url", url, code=2)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "é", "\x01"])
+def test_key_that_no_header_carries_is_refused(
+    tools: Tools, odd_url: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("HOTSET_API_KEY", key)
+    assert "HOTSET_API_KEY must be" in launched("claude", "--url", odd_url, code=1)
 
 
 @needs_core

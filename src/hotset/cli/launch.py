@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +37,7 @@ from hotset.cli.launch_tools import TOOLS, Server, Setup, backup_of, tool_of, wi
 from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
 from hotset.errors import HotsetError, ModelNotFoundError
-from hotset.escaping import clause
+from hotset.escaping import clause, escaped
 from hotset.files import write_whole
 from hotset.formats.gguf import open_gguf
 from hotset.loader.decide import DEFAULT_N_CTX
@@ -52,6 +54,8 @@ _SHORT_CONTEXT = 16384  # fewer are warned about
 _SHARE_OF_FREE = 0.5  # of the memory beside the model, that a context may have which was not asked for
 _ANSWER_SECONDS = 10.0  # for which a server that runs may take to say what it has
 _LARGEST = 8 << 20  # bytes of such an answer
+_LONGEST_NAME = 1000  # characters of a model's name
+_LONGEST_CONTEXT = 1 << 31  # tokens of a context that a server may claim
 _LOOK_SECONDS = 0.1  # between two looks whether the server that was started is ready
 _KEY, _NO_KEY = "HOTSET_API_KEY", "none"
 
@@ -87,15 +91,10 @@ def launch(
         raise HotsetError(
             f"The current folder has a program {program}, which is not started: remove it first."
         )
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise typer.BadParameter("it begins with http:// or https://.", param_hint="--url")
+    if url is not None and not _is_address(url):
+        raise typer.BadParameter("it begins with http:// or https://, and names a host.", param_hint="--url")
     with contextlib.ExitStack() as stack:
-        at = (url or _URL).rstrip("/")
-        found = _running(at, model, _key() if url is not None or _is_hotset(at) else _NO_KEY)
-        if found is None and url is not None:
-            raise HotsetError(
-                f"No server answers at {url}: start it with 'hotset serve', or leave out --url."
-            )
+        found = _found(url, model)
         name = model or catalogue.DEFAULT
         if found is None and show:
             n_ctx = ctx_size or _context(name, _known(name))
@@ -161,39 +160,63 @@ def _context(name: str, path: Path | None) -> int:
 
 
 def _key() -> str:
-    return os.environ.get(_KEY) or _NO_KEY
+    """Return the API key of the environment. Raises HotsetError for one that no header can carry."""
+    key = os.environ.get(_KEY) or _NO_KEY
+    if not key.isascii() or not key.isprintable():
+        raise HotsetError("HOTSET_API_KEY must be printable ASCII characters.")
+    return key
 
 
-def _running(url: str, model: str | None, key: str) -> Server | None:
-    """The server at an address; None where none answers there. Raises HotsetError for one that does not
-    fit."""
+def _is_address(url: str) -> bool:
+    """Return whether a text is the URL of a host and perhaps a port."""
     try:
-        models = _models(url, key)
-    except urllib.error.HTTPError as error:
-        error.close()
-        what = f"answers {error.code}"
-        if error.code == 401:
-            what = "wants an API key: name it in HOTSET_API_KEY"
-            if key == _NO_KEY != _key():
-                what = "does not say that it is hotset and gets no API key: name it with --url"
-        raise HotsetError(f"The server at {url} {what}.") from None
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    by_name = {one["id"]: one for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)}
-    if not by_name:
-        raise HotsetError(f"The server at {url} has no models.")
-    loaded = [
-        name for name, one in by_name.items() if one.get("status", {}).get("value", "loaded") == "loaded"
-    ]
-    name = model or (loaded or list(by_name))[0]
-    if name not in by_name:
-        known = clause(", ".join(list(by_name)[:8]))
+        parts = urllib.parse.urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and url.isprintable()
+        )
+    except ValueError:
+        return False
+
+
+class _NoModelServerError(HotsetError):
+    """A message that no server of models answers at an address. is_silent: nothing listens there."""
+
+    def __init__(self, message: str, *, is_silent: bool = False) -> None:
+        super().__init__(message)
+        self.is_silent = is_silent
+
+
+def _found(url: str | None, model: str | None) -> Server | None:
+    """Return the server at `url`, or at the default address, or None if one has to be started.
+
+    Raises HotsetError for a server that lacks the model, wants a key, or does not answer at `url`.
+    """
+    at = (url or _URL).rstrip("/")
+    try:
+        return _running(at, model, _key() if url is not None or _is_hotset(at) else _NO_KEY)
+    except _NoModelServerError as error:
+        if url is not None:
+            raise
+        if not error.is_silent:
+            warn(f"{str(error).rstrip('.')}; a new server is started.")
+    return None
+
+
+def _running(url: str, model: str | None, key: str) -> Server:
+    """Return the server at an address. Raises HotsetError if its reply or its models do not fit."""
+    models = _models(url, key)
+    name = model or next((one.name for one in models.values() if one.is_loaded), next(iter(models)))
+    if name not in models:
+        known = clause(", ".join(list(models)[:8]))
         raise HotsetError(
             f"A server runs at {url}, and has no model {clause(name)!r} but {known}: "
             "name one of them, or stop it."
         )
     say(f"The server at {url} answers, with {name}.")
-    return Server(url=url, model=name, n_ctx=by_name[name].get("max_model_len"), key=key)
+    return Server(url=url, model=name, n_ctx=models[name].n_ctx, key=key)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -219,13 +242,83 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _models(url: str, key: str) -> list[Any]:
-    """Raises urllib's HTTPError, OSError, and ValueError for an answer that is none."""
-    with _opened(f"{url}/v1/models", {"Authorization": f"Bearer {key}"}) as response:
-        found = json.loads(response.read(_LARGEST))
-    if not isinstance(found, dict):
-        raise ValueError("no object")
-    return found.get("data") or []
+@dataclass(frozen=True)
+class _Listed:
+    """A model in the list of a server. n_ctx: tokens of its context, None if the server does not say."""
+
+    name: str
+    n_ctx: int | None
+    is_loaded: bool
+
+    @staticmethod
+    def of(entry: Any) -> _Listed | None:
+        """Return an entry of the list; None if its name cannot be an argument or a variable of a tool."""
+        name = entry.get("id") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or escaped(name) != name:
+            return None
+        n_ctx, status = entry.get("max_model_len"), entry.get("status")
+        is_count = isinstance(n_ctx, int) and not isinstance(n_ctx, bool) and 0 < n_ctx <= _LONGEST_CONTEXT
+        state = status.get("value", "loaded") if isinstance(status, dict) else "loaded"
+        return _Listed(name, n_ctx if is_count else None, state == "loaded")
+
+
+def _models(url: str, key: str) -> dict[str, _Listed]:
+    """Return the models that a server lists, at least one, by name. Raises as `_fetched` does."""
+    try:
+        reply = json.loads(_fetched(url, "/v1/models", key))
+    except (ValueError, RecursionError):
+        raise _no_model_server(url, "its list of models is not JSON") from None
+    entries = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(entries, list):
+        raise _no_model_server(url, 'its list of models has no array "data"')
+    models = {one.name: one for one in map(_Listed.of, entries) if one is not None}
+    if not models:
+        raise _no_model_server(url, "it lists no model with a usable name")
+    return models
+
+
+def _fetched(url: str, path: str, key: str) -> bytes:
+    """Return the body of a reply.
+
+    Raises HotsetError if the server wants another key, and _NoModelServerError for every other failure.
+    """
+    try:
+        with _opened(f"{url}{path}", {"Authorization": f"Bearer {key}"}) as response:
+            return _body(response)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 401:
+            raise HotsetError(f"The server at {url} {_wants_key(key)}.") from None
+        raise _no_model_server(url, f"it answers {error.code}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, OSError) and not isinstance(reason, ssl.SSLError | http.client.HTTPException):
+            raise _NoModelServerError(
+                f"No server answers at {url} ({clause(reason.strerror or reason)}): start it with 'hotset "
+                "serve', or leave out --url.",
+                is_silent=isinstance(reason, ConnectionRefusedError),
+            ) from None
+        raise _no_model_server(url, clause(reason) or type(reason).__name__) from None
+
+
+def _no_model_server(url: str, why: str) -> _NoModelServerError:
+    return _NoModelServerError(f"The program at {url} is not a server of models: {why}.")
+
+
+def _wants_key(key: str) -> str:
+    if key == _NO_KEY != _key():
+        return "does not say that it is hotset and gets no API key: name it with --url"
+    return "wants an API key: name it in HOTSET_API_KEY"
+
+
+def _body(response: Any) -> bytes:
+    """Return the body of a reply. Raises ValueError if it is too long or takes too long."""
+    end, body = time.monotonic() + _ANSWER_SECONDS, bytearray()
+    while piece := response.read1(1 << 16):
+        body += piece
+        if len(body) > _LARGEST or time.monotonic() > end:
+            raise ValueError("its reply is too long or too slow")
+    return bytes(body)
 
 
 def _is_hotset(url: str) -> bool:
@@ -262,9 +355,7 @@ def _started(model: str, ctx_size: int | None) -> Iterator[Server]:
                     said = log.read().decode(errors="replace").strip().splitlines()
                     raise HotsetError(f"The server did not start: {said[-1] if said else 'it said nothing'}")
                 time.sleep(_LOOK_SECONDS)
-            found = _running(url, None, _key())
-            assert found is not None
-            yield found
+            yield _running(url, None, _key())
         finally:
             server.terminate()
             server.wait()
