@@ -59,6 +59,23 @@ def test_fields_that_change_nothing_are_accepted():
     turns(HELLO, {"role": "assistant", "content": [used]}, HELLO)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_billing_lines_are_left_out_of_the_prompt(as_text: bool) -> None:
+    """They differ in each request of Claude Code, so that no prompt would be found in the cache."""
+    header = "x-anthropic-billing-header: cc_version=2.1.197.01c; cc_entrypoint=cli; cch={};"
+    later = "Keep this. x-anthropic-billing-header: of the text"
+
+    def system(cch: str) -> Any:
+        texts = [header.format(cch), "be brief\n\n", later]
+        return "\n".join(texts) if as_text else [{"type": "text", "text": text} for text in texts]
+
+    found = turns(HELLO, system=system("36ee5"))
+    assert found == turns(HELLO, system=system("0aaa9"))
+    assert found[0] == {"role": "system", "content": f"be brief\n\n\n{later}"}
+    assert turns(HELLO, system=header) == [HELLO]
+    assert turns({"role": "user", "content": header})[0]["content"] == header
+
+
 def test_thinking_is_a_variable_of_the_template():
     on = {"type": "enabled", "budget_tokens": 2048}
     assert request(thinking=on).template == {"enable_thinking": True}

@@ -54,6 +54,7 @@ def _claude(server: Server) -> Setup:
             **{f"ANTHROPIC_{name}": server.model for name in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request: no prompt would be cached
         },
     )
 

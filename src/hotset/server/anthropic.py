@@ -7,6 +7,7 @@ their events. A field that is not declared is refused by its name.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
@@ -49,6 +50,9 @@ from hotset.server.turns import Turn, add, tool_call
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
 
 Event = dict[str, Any]
+
+PING = event({"type": "ping"}, "ping")
+_BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
 # ---- what a client sends ----
 
@@ -208,8 +212,8 @@ def conversation(system: str | list[TextBlock] | None, messages: list[AnthropicM
     """The turns of a conversation. Blocks of text are lines of one text, and turns of one role that follow
     each other are one turn. What a tool returned is a turn of its own, under the name that its call had."""
     turns: list[Turn] = []
-    if system:
-        turns.append({"role": "system", "content": _joined(system)})
+    if system and (text := _without_billing(system)):
+        turns.append({"role": "system", "content": text})
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for i, message in enumerate(messages):
         if isinstance(message.content, str) or not message.content:
@@ -251,6 +255,16 @@ def _turn(role: str, block: Block, names: dict[str, str]) -> Turn:
             arguments = json.dumps(block.input, ensure_ascii=False)
             return {"role": role, "tool_calls": [tool_call(block.id, block.name, arguments)]}
     raise InvalidRequestError(f"a block of type {block.type} cannot stand in a message of the {role}")
+
+
+def _without_billing(system: str | list[TextBlock]) -> str:
+    """Return the text of a system prompt without Claude Code's billing lines.
+
+    They differ in each request, so that no prompt would begin like an earlier one in the prefix cache.
+    """
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    kept = (_BILLING.sub("", text) for text in texts)
+    return "\n".join(text for text, before in zip(kept, texts, strict=True) if text or not before)
 
 
 def _joined(content: str | list[TextBlock]) -> str:
@@ -442,7 +456,7 @@ async def messages(body: MessagesBody, http: Request) -> Response:
         manages_context=body.context_management is not None,
     )
     if request.stream:
-        return await streamed(http, request, writer.events)
+        return await streamed(http, request, writer.events, lambda: PING)
     return await whole(http, request, lambda answer, choices: writer.whole(choices[0], answer.usage))
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 MANY_VALUES = 512
 """Of a part of a reply that is written at once, in half a millisecond of the interpreter's lock."""
@@ -42,18 +43,18 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in one text: those of a stream of tokens, all but a few.
+    """Events that differ in one text or number: those of a stream of tokens, all but a few.
 
-    event: what `event` gets, with `TextEvents.HOLE` where the text is.
+    value, name: as of `event`, with `TextEvents.HOLE` in place of the text or number.
     """
 
     HOLE = uuid.uuid4().hex  # no text that anyone else could have written
 
-    def __init__(self, value: Mapping[str, Any]) -> None:
-        self._head, self._tail = event(value).split(dumped(self.HOLE))
+    def __init__(self, value: Mapping[str, Any], name: str | None = None) -> None:
+        self._head, self._tail = event(value, name).split(dumped(self.HOLE))
 
-    def __call__(self, text: str) -> bytes:
-        return b"%s%s%s" % (self._head, dumped(text), self._tail)
+    def __call__(self, value: str | int) -> bytes:
+        return b"%s%s%s" % (self._head, dumped(value), self._tail)
 
 
 async def event_beside(value: Mapping[str, Any], name: str) -> bytes:

@@ -70,7 +70,7 @@ class ServerSettings:
     max_nesting: int = 64
     max_held_bytes: int = 256 << 20
     max_body_seconds: float = 60.0
-    keep_alive_seconds: float = 10.0
+    keep_alive_seconds: float = 5.0
     max_write_seconds: float = 60.0
     grace_seconds: float = 30.0
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette import EventSourceResponse
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +29,7 @@ from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import RequestError, body_of, problem_of
 from hotset.server.key_limits import Holder
 from hotset.server.preparation import LONG_BYTES
-from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event
+from hotset.server.replies import KEEP_ALIVE, MANY_VALUES, JsonReply, dumped, event
 from hotset.server.service import Host, ListedModel, Service
 from hotset.server.vectors import Vectors
 
@@ -281,20 +281,26 @@ async def embedded(
 
 
 async def streamed(
-    http: Request, request: AnswerRequest, pieces: Callable[[Answer], AsyncIterator[bytes]]
+    http: Request,
+    request: AnswerRequest,
+    pieces: Callable[[Answer], AsyncIterator[bytes]],
+    sign_of_life: Callable[[], bytes] = lambda: KEEP_ALIVE,
 ) -> AnswerStream:
-    """A stream of what `pieces` makes of an answer: server-sent events, as bytes (see `event`).
+    """Return a stream of the server-sent events that `pieces` makes of an answer, as bytes (see `event`).
 
-    What keeps it from beginning is raised; what goes wrong in its midst becomes its last event, in the shape
-    of the API schema.
+    sign_of_life: makes the bytes to send while no answer comes; by default a comment. Clients that measure
+    the time between events need an event.
+    Raises the error that keeps the stream from beginning; a later error is its last event, in the shape of
+    the API schema.
     """
-    return AnswerStream(http, await ask(http, request), pieces)
+    return AnswerStream(http, await ask(http, request), pieces, sign_of_life)
 
 
 class AnswerStream(EventSourceResponse):
     """A response that closes its answer, however it ends.
 
-    lines: the stream has a line of JSON for each delta in place of events, and no signs of life between.
+    sign_of_life: as of `streamed`. lines: the stream has a line of JSON for each delta in place of events,
+    and no signs of life.
     """
 
     def __init__(
@@ -302,6 +308,7 @@ class AnswerStream(EventSourceResponse):
         http: Request,
         answer: Answer,
         pieces: Callable[[Answer], AsyncIterator[bytes]],
+        sign_of_life: Callable[[], bytes] = lambda: KEEP_ALIVE,
         *,
         lines: bool = False,
     ) -> None:
@@ -313,7 +320,7 @@ class AnswerStream(EventSourceResponse):
             self._pieces,
             sep="\n",
             ping=0 if lines else service_of(http).settings.keep_alive_seconds,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            ping_message_factory=sign_of_life,  # type: ignore[arg-type]  # it sends bytes as they are
             media_type="application/x-ndjson" if lines else "text/event-stream",
         )
 

@@ -366,7 +366,7 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
     said = head(service.name, body, request.params)
     writer = ResponseWriter(said, service.model.tokenizer, body.logprobs, namespaces(body.tools or ()))
     if request.stream:
-        return await streamed(http, request, writer.events)
+        return await streamed(http, request, writer.events, writer.sign_of_life)
     return await whole(http, request, lambda answer, choices: writer.whole(answer, choices[0]))
 
 
